@@ -79,7 +79,7 @@ class Proxy:
     [
         (without_outcome, TooManyLost, r"2 of 8 rollouts lost: .*its outcome_reward is nan"),
         (of_another_world, TooManyLost, r"2 of 8 rollouts lost: .*it was played in the world of seed \d+"),
-        (with_unknown_ids, SegmentError, r"token id 1000000, and the actor knows the ids 0 to \d+"),
+        (with_unknown_ids, SegmentError, r"token id 1000000, but the actor knows the ids 0 to \d+"),
     ],
 )
 async def test_what_no_honest_task_app_sends_ends_the_run_and_an_honest_one_takes_it_to_its_end(

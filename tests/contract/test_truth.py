@@ -329,7 +329,7 @@ def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_a
     )  # fmt: skip
     truths = TruthFile.read(path, directory).truths
     pairs, lost = (int(re.search(told, shown)[1]) for told in (
-        r"(\d+) pairs were lost, and count nowhere",
+        r"(\d+) pairs failed and are not counted",
         r"(\d+) decisions could not be played; the same command tries them again",
     ))  # fmt: skip
     assert lost == 12 - len(truths) > 0 and pairs == sum(item.failed for item in truths.values()) > 0

@@ -172,5 +172,5 @@ def test_log_probs_of_another_number_of_decisions_are_refused_by_name(tmp_path: 
     rollouts = [finished(item) for item in run.planner.training(1)]
     of_all = {item.rollout_id: scored(item, 0.5) for item in rollouts}
     short = {rollouts[1].rollout_id: ScoredTokens([[-1.0]], [[-1.0]])}
-    with pytest.raises(RewardError, match=r"train/1/0/1.*log-probs of 1 decisions, but it has 2"):
+    with pytest.raises(RewardError, match=r"train/1/0/1.*log-probs of 1 decisions, but the rollout has 2"):
         run.credit.credit(rollouts, Measured(scored=of_all | short))

@@ -141,7 +141,7 @@ def of_states(rollouts):
     return figures(found)["met_after_start_frac"], console.export_text()
 
 
-MET = " of the decisions after the first of their episode have a {0} that was met twice in their group"
+MET = " of the decisions after the first of their episode have a {0} that occurs twice in their group"
 
 
 def test_how_often_states_and_texts_were_met_twice_is_said():
@@ -156,20 +156,17 @@ def test_states_and_texts_that_never_repeat_are_told_with_what_is_left_to_compar
     shares, shown = of_states(met_in("sab", "scd"))
     assert shares == {"state": 0.0, "text": 0.0}
     assert (
-        "0.0%" + MET.format("state") + ", so first decisions alone are compared by gigpo, g2po, and another "
-        "algorithm.state_hashing_function may tell fewer states apart.\n"
+        "0.0%" + MET.format("state") + ", so gigpo, g2po can compare first decisions only; another "
+        "algorithm.state_hashing_function may distinguish fewer states.\n"
     ) in shown
-    assert (
-        "0.0%" + MET.format("text") + ", so the likeness of different texts is all that is compared by"
-        in shown
-    )
+    assert "0.0%" + MET.format("text") + ", so gigpo_soft can only compare different texts" in shown
 
 
 def test_where_no_estimator_compares_states_nothing_is_said_of_them(trained, tmp_path):
     directory, _, _ = trained
     shown, numbers, _ = recredit(directory, tmp_path, names=["stepwise", "gigpo"])
     assert "gigpo" in numbers["refused"] and numbers["met_after_start_frac"] == {}
-    assert "met twice" not in shown
+    assert "occurs twice" not in shown
 
 
 def test_another_reward_mode_is_set_as_in_training(trained, tmp_path):
@@ -221,7 +218,7 @@ def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(
     run = open_run(copytree(directory.path, tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match=r"turnwise recredit .*/run --advantage rloo` credits"):
         find_rollout([run], "train/1/0/1", "rloo")
-    with pytest.raises(RunDirectoryError, match="and training's rollouts alone are credited"):
+    with pytest.raises(RunDirectoryError, match="only rollouts of training are credited"):
         find_rollout([run], rollout_ids(run.rollouts_file("evaluation_0"))[0], "rloo")
     recredit_run(run.path, ["rloo"], [], None, None, (), reporter=ListReporter())
     rollout, credits = find_rollout([run], "train/1/0/1", "rloo")

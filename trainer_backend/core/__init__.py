@@ -1,1 +1,1 @@
-"""The pure core: functions of their arguments, from trajectories to credit, batches and losses. No I/O."""
+"""The pure core: credit, batches and losses as functions of trajectories. No I/O."""

@@ -1,4 +1,4 @@
-"""The schedule that adapts to the results of the actor and the fixed policies so far. Pure."""
+"""A schedule of the mixture that adapts to the results of the actor and the fixed policies. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,14 +20,14 @@ class AdaptiveSchedule(DrawnSchedule):
         alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
         gap_share = clip(gap / largest gap so far, 0, 1);  0 where no gap was ever above 0
 
-    `counted` is the worth of a fixed sample in its update, relative to one of the actor's, in [0, 1]
-    (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is their
-    mean outcome minus the actor's; it falls as the actor catches up. Both are taken over the last `window`
-    iterations with such samples. A fixed policy that is no better than the actor is dropped
-    (alpha = max_alpha); its results stand, so it returns when the actor falls behind, or by chance if
-    max_alpha is below 1. Alpha is alpha_0 until both have outcomes; an unknown `counted` is 1.
+    `counted` is the weight of a fixed sample in the update relative to a sample of the actor, in [0, 1]
+    (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is the
+    fixed policies' mean outcome minus the actor's; it falls as the actor catches up. Both are means over the
+    last `window` iterations with such samples. Fixed policies that are no better than the actor get the least
+    share (alpha = max_alpha). Their results are kept, so they return when the actor falls behind. Alpha is
+    alpha_0 until both have outcomes; an unknown `counted` is 1.
 
-    The formula is our own: source 4 lists such a schedule among its extensions, without one.
+    The formula is our own: source 4 lists an adaptive schedule among its extensions, without a formula.
     """
 
     alpha_0: float
@@ -52,11 +52,11 @@ class AdaptiveSchedule(DrawnSchedule):
             return self.alpha_0
         largest = max(gaps)
         gap_share = min(max(gaps[-1] / largest, 0.0), 1.0) if largest > 0.0 else 0.0
-        told = [past for past in known if past.counted.keys() - {ACTOR}][-self.window :]
-        counted = mean_over(told, _fixed(told), of=COUNTED)
+        recent = [past for past in known if past.counted.keys() - {ACTOR}][-self.window :]
+        counted = mean_over(recent, _fixed_policies(recent), of=COUNTED)
         share = 1.0 if counted is None else min(max(counted, 0.0), 1.0)
-        wanted = 1.0 - (1.0 - self.min_alpha) * share * gap_share
-        return min(max(wanted, self.min_alpha), self.max_alpha)
+        alpha = 1.0 - (1.0 - self.min_alpha) * share * gap_share
+        return min(max(alpha, self.min_alpha), self.max_alpha)
 
 
 def _gaps(known: Sequence[Past], window: int) -> list[float]:
@@ -69,11 +69,11 @@ def _gaps(known: Sequence[Past], window: int) -> list[float]:
         if past.episodes.keys() - {ACTOR}:
             of_fixed.append(past)
         actor = mean_over(of_actor, [ACTOR], of=OUTCOME)
-        fixed = mean_over(of_fixed, _fixed(of_fixed), of=OUTCOME)
+        fixed = mean_over(of_fixed, _fixed_policies(of_fixed), of=OUTCOME)
         if actor is not None and fixed is not None:
             gaps.append(clear_rounding(fixed - actor, size=largest([fixed, actor])))
     return gaps
 
 
-def _fixed(past: Iterable[Past]) -> set[str]:
+def _fixed_policies(past: Iterable[Past]) -> set[str]:
     return {policy for item in past for policy in item.episodes} - {ACTOR}

@@ -1,7 +1,7 @@
 """Weights of sampled tokens in an optimizer step: loss aggregation, and shared ratios (DESIGN.md 4.8).
 
-Weights are made before segments are packed and cut. So the loss is sum(weight * surrogate), whatever the
-order, the packing or the number of devices.
+Weights are computed before segments are packed and cut. So the loss, sum(weight * surrogate), does not depend
+on order, packing or the number of devices.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
-# Of segments and the keys of the plug.
+# (segments, keys of the plug) -> for each segment, the [N] weights of its sampled tokens.
 Aggregation = Callable[[Sequence[Segment], Any], list[NDArray[Any]]]
 WeighedOver = Literal["step", "iteration", "plan"]
 
 
 class ConstantKeys(Table):
-    """Of aggregations over the plan."""
+    """Keys of aggregations over the plan."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
     """constant: sampled tokens that each of rollout.episodes_per_batch counts as in the denominator; absent:
@@ -38,29 +38,28 @@ class AggregationPlug:
 
     weights: Aggregation
     over: WeighedOver = "step"
-    """Whose segments `weights` takes. A decision lies in one step; an episode may lie in several, so its
-    weights need the whole "iteration", and are multiplied by the number of steps in a pass, so that a step
-    weighs about 1. Weights over the "plan" are divided by what was planned, which does not depend on samples;
-    those of a pass's steps add up to those of the whole."""
+    """The segments that `weights` needs. An episode may lie in several steps, so its weights need the whole
+    "iteration"; they are multiplied by the steps of a pass, so that a step weighs about 1. Weights over the
+    "plan" are divided by the planned number of tokens, which does not depend on samples."""
     keys: type[Table] = Table
-    """What it reads of `[training]`; keys that [training] lacks stand in `[training.NAME]`."""
+    """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
 
     @property
     def is_biased(self) -> bool:
-        """Whether the denominator is sampled, which turns the expected gradient."""
+        """Return whether the denominator depends on samples, which biases the gradient."""
         return self.over != "plan"
 
 
 def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Every sampled token of the step counts the same.
+    """Weigh all sampled tokens of the step equally.
 
         w = 1 / (sampled tokens of the step)
 
-    A bias: the denominator depends on the sampled lengths, so an answer counts less in a step with long ones.
-    It fades as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
+    Biased: the denominator depends on the sampled lengths, so an answer counts less in a step with long
+    answers. The bias falls with the episodes per step (tests/trainer_backend/core/test_unbiased.py).
 
-    Takes all segments of one optimizer step and returns for each the [N] weights of its sampled tokens, which
-    sum to 1 over all segments. Raises BatchError where no token was sampled.
+    Takes all segments of one optimizer step. Returns for each segment the [N] weights of its sampled tokens;
+    all weights sum to 1. Raises BatchError if no token was sampled.
 
     Source: Yu et al., DAPO, arXiv:2503.14476, section 3.3 (token-level loss); DESIGN.md 4.8.
     """
@@ -68,12 +67,12 @@ def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
 
 def decision_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Every decision of the step counts the same, whatever its length.
+    """Weigh all decisions of the step equally, whatever their length.
 
         w = 1 / (decisions of the step * sampled tokens of the decision)
 
-    A bias at any number of episodes: a token counts less in a long answer than in a short one, so right
-    answers are pulled short, and wrong ones long.
+    Biased at any number of episodes: a token counts less in a long answer than in a short one, which shortens
+    right answers and lengthens wrong ones.
 
     Arguments, result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -81,12 +80,12 @@ def decision_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
 
 def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Every episode of the iteration counts the same, in however many segments and steps it lies.
+    """Weigh all episodes of the iteration equally, whatever their number of segments and steps.
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    It has the bias of `decision_mean`, by the tokens of whole episodes. Takes all segments of the iteration:
-    given one step's, an episode whose segments lie in S steps would count up to S times.
+    Biased like `decision_mean`, by the lengths of episodes. Takes all segments of the iteration: by steps, an
+    episode with segments in S steps would count up to S times.
 
     Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -94,13 +93,13 @@ def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
 
 def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Every sampled token counts 1, to be divided by what was planned.
+    """Weigh every sampled token 1; the caller divides by the planned tokens.
 
         w = 1 / (episodes planned for the iteration * training.constant_tokens)
 
     The denominator does not depend on samples, so an unbiased advantage gives an unbiased gradient, up to
-    that scale. Planned episodes that failed or were skipped as flat still count in the denominator.
-    Arguments, result and errors as in `token_mean`.
+    scale. Planned episodes that failed or were skipped as flat count in the denominator. Arguments, result
+    and errors as in `token_mean`.
 
     Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the budget of a generation;
     DESIGN.md 4.6.
@@ -110,13 +109,13 @@ def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
 
 def refuse_none(segments: Sequence[Segment]) -> None:
-    """Raise BatchError where no token was sampled."""
+    """Raise BatchError if no token was sampled."""
     if not any(len(segment.logprobs) for segment in segments):
         raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
 
 
 def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashable]) -> list[NDArray[Any]]:
-    """Each unit weighs the same, and so does each token within it."""
+    """Weigh all units equally, and all tokens within a unit."""
     refuse_none(segments)
     spans = [
         [(unit(segment, span[2]), span[1] - span[0]) for span in segment.spans.tolist()]
@@ -134,8 +133,8 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """Number the units of sampled tokens, from 0 in order of appearance: [N] for each segment.
 
-    `segments` must hold every unit whole, and `levels` has the level of each. A decision lies in one segment;
-    an episode may lie in several, all of one level.
+    `segments` must contain every unit completely; `levels` are the segments' levels. A decision lies in one
+    segment; an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0
@@ -144,18 +143,18 @@ def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> l
             rows.append(np.arange(count, count + len(segment.logprobs)))
             count += len(segment.logprobs)
             continue
-        of_spans = []
+        spans = []
         for t in segment.spans["decision"].tolist():
             name = segment.rollout_id if level == "episode" else (segment.rollout_id, t)
             if name not in numbers:
                 numbers[name], count = count, count + 1
-            of_spans.append(numbers[name])
-        rows.append(np.repeat(of_spans, segment.spans["end"] - segment.spans["start"]))
+            spans.append(numbers[name])
+        rows.append(np.repeat(spans, segment.spans["end"] - segment.spans["start"]))
     return rows
 
 
 def without_keys(weights: Callable[[Sequence[Segment]], list[NDArray[Any]]]) -> Aggregation:
-    """An aggregation that goes by the segments alone."""
+    """Wrap an aggregation that reads no keys."""
     return lambda segments, keys: weights(segments)
 
 

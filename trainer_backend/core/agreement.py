@@ -1,4 +1,4 @@
-"""How estimators differ on the same decisions. Pure."""
+"""Measures how estimators differ on the same decisions. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Spread:
 
 
 def measure_spread(advantages: Sequence[float]) -> Spread:
-    """The spread of the advantages of at least one decision."""
+    """Measure the spread of the advantages of at least one decision."""
     count = len(advantages)
     mean = math.fsum(advantages) / count
     std = math.hypot(*centred(advantages)) / math.sqrt(count)
@@ -27,7 +27,7 @@ def measure_spread(advantages: Sequence[float]) -> Spread:
 
 
 def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Pearson's correlation; None where one of the two is constant, up to rounding."""
+    """Compute Pearson's correlation; None if either side is constant, up to rounding."""
     if not all(has_spread(values, size=largest(values)) for values in (left, right)):
         return None
     first, second = centred(left), centred(right)
@@ -36,12 +36,12 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Spearman's correlation: Pearson's of the ranks, where equal values share their mean rank."""
+    """Compute Spearman's correlation; equal values share their mean rank."""
     return correlation(_ranks(left), _ranks(right))
 
 
 def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Share of equal signs among decisions where neither is 0; None without such a decision."""
+    """Compute the share of equal signs among decisions where neither is 0; None without such decisions."""
     same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
     return sum(same) / len(same) if same else None
 
@@ -61,6 +61,6 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def centred(values: Sequence[float]) -> list[float]:
-    """Values less their mean."""
+    """Subtract the mean."""
     mean = math.fsum(values) / len(values)
     return [value - mean for value in values]

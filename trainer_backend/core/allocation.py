@@ -1,10 +1,10 @@
-"""Who samples a rollout, the actor or a fixed policy, as pure functions of (seed, step).
+"""Chooses which policy samples a rollout, the actor or a fixed policy; pure functions of (seed, step).
 
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
-A drawn choice compares alpha with a number of a counter-based generator, u = h(seed, step, unit) in [0, 1):
-the actor samples where u < alpha. Choices keep no state, so a resumed run makes the same ones, and a higher
-alpha only turns samples of fixed policies into the actor's.
+A random choice compares alpha with u = h(seed, step, unit) in [0, 1), of a counter-based generator: the actor
+samples if u < alpha. There is no state, so a resumed run makes the same choices; and a higher alpha only
+turns samples of fixed policies into samples of the actor.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
 """
@@ -32,16 +32,16 @@ from trainer_backend.errors import JobError
 
 
 class Selection(ABC):
-    """Chooses among several fixed policies, where the actor does not sample."""
+    """Chooses among several fixed policies if the actor does not sample."""
 
     @abstractmethod
     def shares(self, step: int) -> Mapping[str, float]:
-        """By name, probabilities that sum to 1; only of those that can be drawn."""
+        """Return by name the probabilities of the policies that can be drawn; they sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Selection):
-    """An ensemble: each policy samples in proportion to its weight, in every step."""
+    """An ensemble: in every step, policies sample in proportion to their weights."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: {FIXED: 1.0})
     """By name, above 0; they need not sum to 1."""
@@ -59,13 +59,13 @@ class Weighted(Selection):
 
 @dataclass(frozen=True, slots=True)
 class ByReward(Selection):
-    """A bandit, UCB1: each policy once, then the one with the largest
+    """The bandit UCB1: chooses each policy once, then always the policy j with the largest
 
         mean_j + spread * sqrt(2 ln n / n_j)
 
-    A pull is an iteration in which policy j sampled, its reward the mean outcome of j's episodes there: n_j
-    pulls of n in all. `spread`, the largest less the smallest of these rewards, brings them to the [0, 1]
-    that UCB1 is for; 1 while they are all equal. Of equals the first of `names`, the fixed policies, samples.
+    A pull of j is an iteration in which policy j sampled; its reward is the mean outcome of j's episodes. j
+    has n_j of all n pulls. UCB1 assumes rewards in [0, 1]; `spread`, the largest minus the smallest reward,
+    scales the bound accordingly (1 while all are equal). Ties go to the first of `names`, the fixed policies.
 
     Source: Auer, Cesa-Bianchi & Fischer, Finite-time Analysis of the Multiarmed Bandit Problem, Machine
     Learning 47 (2002), figure 1.
@@ -99,14 +99,14 @@ def _most_promising(pulls: Mapping[str, Sequence[float]]) -> str:
     return max(pulls, key=bound)
 
 
-_LONGEST_ANSWER = 100  # of a schedule's, in an error
-_DRAWS = 2**53  # as many numbers as a float tells apart below 1
-# What is chosen for within a step: nothing (all of it), or the names of a group or a rollout in it.
+_LONGEST_VALUE = 100  # characters of a schedule's value in an error
+_DRAWS = 2**53  # a float distinguishes this many numbers below 1
+# Names the part of a step that a choice is for: () for all of it, or a group's or rollout's name.
 Unit = tuple[int | str, ...]
 
 
 class RolloutAllocationSchedule(ABC):
-    """Who samples in each step. A subclass with `get_policy_choice` alone is a schedule.
+    """Chooses who samples in each step. A subclass needs only `get_policy_choice`.
 
     Source: 4-mixture-of-rollout-models.md, "Base Schedule Class".
     """
@@ -115,50 +115,47 @@ class RolloutAllocationSchedule(ABC):
 
     @abstractmethod
     def get_policy_choice(self, step: int) -> str:
-        """Who samples in a step, from 1: "actor" or "fixed"."""
+        """Return who samples in a step (from 1): "actor" or "fixed"."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnSchedule(RolloutAllocationSchedule):
-    """A schedule that says how likely the actor is, and draws: for a whole step, or for each part of it."""
+    """A schedule that draws who samples, with probability alpha for the actor, for a step or each part."""
 
     seed: int = field(default=0, kw_only=True)
-    """The job's; equal seeds choose equally."""
+    """The job's seed; equal seeds give equal choices."""
     selection: Selection = field(default_factory=Weighted, kw_only=True)
-    """Which of the fixed policies samples, where the actor does not."""
+    """Chooses the fixed policy if the actor does not sample."""
 
     @abstractmethod
     def alpha_at(self, step: int) -> float:
-        """P(actor) in a step, in [0, 1]."""
+        """Return P(actor) in a step, in [0, 1]."""
 
     def get_policy_choice(self, step: int) -> str:
-        """Who samples in a step: "actor" or the name of a fixed policy, "fixed" unless it has another."""
+        """Return who samples in a step: "actor" or the name of a fixed policy ("fixed" if it has no name)."""
         return self.choices(step, [()])[0]
 
     def choices(self, step: int, units: Iterable[Unit]) -> list[str]:
-        """Who samples each unit of a step; each draws for itself.
-
-        The names of units tell them apart in their step.
-        """
+        """Draw independently who samples each unit of a step; units need distinct names."""
         shares = self.shares(step)
         return [
-            _drawn(shares, derived_seed(self.seed, "allocation", step, *unit, below=_DRAWS) / _DRAWS)
+            _draw_policy(shares, derived_seed(self.seed, "allocation", step, *unit, below=_DRAWS) / _DRAWS)
             for unit in units
         ]
 
     def shares(self, step: int) -> dict[str, float]:
-        """By policy, the probability that it samples; the actor first. They sum to 1."""
+        """Return by policy, the actor first, the probability that it samples; they sum to 1."""
         alpha = self.alpha_at(step)
         fixed = self.selection.shares(step)
         return {ACTOR: alpha, **{name: (1.0 - alpha) * share for name, share in fixed.items()}}
 
 
-def _drawn(shares: Mapping[str, float], u: float) -> str:
-    """The policy in whose piece of [0, 1) u lies."""
+def _draw_policy(shares: Mapping[str, float], u: float) -> str:
+    """Return the policy whose interval within [0, 1) contains u."""
     possible = {name: share for name, share in shares.items() if share > 0.0}
     ends = list(accumulate(possible.values()))
     found = bisect_right(ends, u)
-    return list(possible)[min(found, len(ends) - 1)]  # rounded, the last piece may end just below 1
+    return list(possible)[min(found, len(ends) - 1)]  # by rounding, the last end may be below 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +202,7 @@ class ExponentialSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule(DrawnSchedule):
-    """All of one policy, then all of the other: they change places at each of the steps, step >= s."""
+    """Switches between the actor and the fixed policies at each of these steps (step >= s)."""
 
     switch_steps: Sequence[int]
     initial_policy: Literal["actor", "fixed"] = "fixed"
@@ -223,9 +220,9 @@ class StepSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class _Checked(DrawnSchedule):
-    """Checks a schedule's answers and draws by them; for "fixed", `selection` chooses the policy.
+    """Checks a schedule's values and draws by them; for "fixed", `selection` chooses the policy.
 
-    A schedule with its own `get_policy_choice` is asked for a choice, any other one for alpha.
+    If the schedule overrides `get_policy_choice`, its choices are used, otherwise its alpha.
     """
 
     by: RolloutAllocationSchedule
@@ -233,18 +230,18 @@ class _Checked(DrawnSchedule):
     def alpha_at(self, step: int) -> float:
         by = self.by
         if isinstance(by, DrawnSchedule) and type(by).get_policy_choice is DrawnSchedule.get_policy_choice:
-            where, alpha, shown = _answer(by, by.alpha_at, step)
+            where, alpha, shown = _call_schedule(by, by.alpha_at, step)
             if not isinstance(alpha, Real) or not 0.0 <= float(alpha) <= 1.0:
                 raise JobError(f"{where} is {shown}; alpha is a probability, a number in [0, 1]")
             return float(alpha)
-        where, choice, shown = _answer(by, by.get_policy_choice, step)
+        where, choice, shown = _call_schedule(by, by.get_policy_choice, step)
         if not isinstance(choice, str) or choice not in (ACTOR, FIXED):
             raise JobError(f"{where} is {shown}{did_you_mean(shown, (ACTOR, FIXED))}")
         return float(choice == ACTOR)
 
 
-def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
-    """Return the call with its file and line for errors, what it answers, and how errors show that."""
+def _call_schedule(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
+    """Call a method of a schedule; return the call with file and line, its value, and the value as text."""
     from service_kit.boundary import (
         Boundary,
         describe_line,
@@ -252,8 +249,8 @@ def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, o
 
     call = f"{type(by).__name__}.{ask.__name__}({step})"
     with Boundary(call, JobError, ask):
-        answer = ask(step)
-        return f"{call} ({describe_line(ask)})", answer, repr(answer)[:_LONGEST_ANSWER]
+        value = ask(step)
+        return f"{call} ({describe_line(ask)})", value, repr(value)[:_LONGEST_VALUE]
 
 
 def _refuse_no_rate(**found: float) -> None:
@@ -262,7 +259,7 @@ def _refuse_no_rate(**found: float) -> None:
             raise ValueError(f"{name} must be finite and not below 0, got {value}")
 
 
-# Arguments of a schedule's class that are no keys of the job.
+# Arguments of a schedule's class that are not keys of the job.
 _GIVEN = frozenset({"seed", "selection", "history"})
 _UNNAMED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _NO_DEFAULT = Parameter.empty
@@ -273,28 +270,28 @@ class AllocationPlug:
     """A type of schedule on the plug board."""
 
     kind: type[RolloutAllocationSchedule]
-    """Its class, whose arguments are keys of the job's table. It may also take what no key gives: `seed`,
-    that of the job, and `history`, the iterations that are over."""
+    """Its class. Arguments are keys of the job's table, except for `seed`, the job's, and `history`, the
+    finished iterations."""
 
     @property
     def keys(self) -> type[Table]:
-        """What it reads of its table; keys that the table lacks stand in one of its name."""
+        """The keys that it reads from its table, or from a table of its name if the table lacks them."""
         return _build_keys(self.kind)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Keys that a job must give: arguments without a default."""
+        """Keys that a job must set: arguments without a default."""
         arguments = self.arguments()
         return frozenset(name for name in arguments.keys() - _GIVEN if arguments[name].default is _NO_DEFAULT)
 
     @property
     def takes(self) -> frozenset[str]:
-        """Further keys that a job may give."""
+        """Keys that a job may set: arguments with a default."""
         return frozenset(self.arguments()) - _GIVEN - self.needs
 
     @property
     def looks_back(self) -> bool:
-        """Whether a choice depends on earlier iterations."""
+        """Return whether a choice depends on earlier iterations."""
         return "history" in self.arguments()
 
     def arguments(self) -> dict[str, Parameter]:
@@ -304,11 +301,7 @@ class AllocationPlug:
     def schedule(
         self, keys: Mapping[str, Any], *, seed: int, selection: Selection, history: Sequence[Past] = ()
     ) -> DrawnSchedule:
-        """The schedule of a job that gives these keys, whose answers are checked.
-
-        Raises:
-            JobError: its class refuses them.
-        """
+        """Build the schedule with a job's keys, and check its values. JobError: the class refuses a key."""
         from service_kit.boundary import Boundary
 
         given = {"seed": seed, "history": history}
@@ -319,7 +312,7 @@ class AllocationPlug:
 
 @cache
 def _build_keys(kind: type[RolloutAllocationSchedule]) -> type[Table]:
-    """The arguments of a schedule's class as keys."""
+    """Build a table of keys from the arguments of a schedule's class."""
     named, hints = AllocationPlug(kind).arguments(), get_type_hints(kind.__init__)
     fields = {
         name: (hints.get(name, Any), ... if item.default is _NO_DEFAULT else item.default)

@@ -1,11 +1,11 @@
-"""Behaviour weights: how much a token counts that another policy sampled.
+"""Behaviour weights: importance weights of tokens that another policy sampled.
 
     log w_u = sum over the tokens of unit u of (logprob - behaviour logprob)
 
-A unit is a token, a decision or an episode (`number_units`). With the weight of whole episodes, before any
-truncation, the weighted gradient is the policy gradient. With token weights it is not: the other policy
-sampled what came before and after the token too (tests/trainer_backend/core/test_off_policy.py enumerates a
-small case). These columns hold sampled tokens only, so what prompts, tools and users say enters no weight.
+A unit is a token, a decision or an episode (`number_units`). With untruncated weights of whole episodes, the
+weighted gradient is the policy gradient. With token weights it is not, because the other policy also sampled
+the tokens before and after (tests/trainer_backend/core/test_off_policy.py enumerates a small case). Only
+sampled tokens enter weights, not the texts of prompts, tools and users.
 
 Tensor methods only: see `core.losses`.
 """
@@ -28,7 +28,7 @@ WeightMode = Literal["truncate", "mask"]
 
 
 class WeightKeys(Table):
-    """How weights far from 1 are truncated: a bias that bounds their variance."""
+    """Keys of the truncation of weights, which bounds their variance at the cost of a bias."""
 
     behaviour_weight_cap: float = Field(default=2.0, ge=1)
     """truncation of proximal / behaviour"""
@@ -43,11 +43,11 @@ class WeightKeys(Table):
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """[N] importance weight of each token's unit, in [0, cap], without gradient.
+    """Compute [N] the importance weight of each token's unit, in [0, cap], without gradient.
 
-    It multiplies the weights of a loss, whether the sampler is an older version of the policy or another
-    model. To a loss, a token of weight 0 is padding. `logprobs` (nats) are those of the policy that the
-    samples stand for, `behaviour_logprobs` those of the sampler; `units` as in `log_weights`.
+    The loss's weights are multiplied by it, whether the sampler is an older version of the policy or another
+    model. A loss treats a token of weight 0 as padding. `logprobs` (nats) are those of the target policy,
+    `behaviour_logprobs` those of the sampler; `units` as in `log_weights`.
 
     Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi"; DESIGN.md
     4.9, 4.10.
@@ -56,21 +56,21 @@ def behaviour_weights(
 
 
 def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
-    """[N] log w of each token's unit before truncation, at most LOG_RATIO_LIMIT; no gradient.
+    """Compute [N] log w of each token's unit before truncation, at most LOG_RATIO_LIMIT; no gradient.
 
-    There is no lower limit: it would give all distant units the same small weight, as if they counted alike.
-    `units` are equal for tokens of one unit, all of which must be here; None: each token is its own unit.
+    There is no lower limit, which would give all distant units the same small weight. `units` are equal for
+    tokens of one unit, all of which must be present; None: each token is a unit.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:
-        # In float64: thousands of tokens are summed, and in whichever order they were packed.
+        # In float64, because thousands of tokens are summed in an order that depends on the packing.
         sums = difference.new_zeros(int(units.max()) + 1).double()
         difference = sums.index_add(0, units, difference.double())[units].to(difference.dtype)
     return difference.clamp(max=LOG_RATIO_LIMIT)
 
 
 def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
-    """[N] weights from their logs, in [0, cap]."""
+    """Compute [N] truncated weights, in [0, cap], from their logs."""
     weights = logs.exp()
     if keys.behaviour_weight_mode == "mask":
         return weights.where(
@@ -80,12 +80,12 @@ def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
 
 
 def effective_share(weights: Sequence[float]) -> float:
-    """The effective sample size as a share of the samples.
+    """Compute the effective sample size as a share of the samples.
 
         (sum w)^2 / (n * sum w^2)
 
-    1 where all weights are equal, however small; 1/n where a single sample counts, 0 where none does. It
-    measures how unequal weights are, `counted_share` also how large. Weights are at least 0.
+    1 if all weights are equal, even if small; 1/n if only one sample has a weight, 0 if none has. It measures
+    how unequal weights are; `counted_share` also measures how large. Weights are at least 0.
 
     Source: Kish, Survey Sampling, 1965.
     """
@@ -94,10 +94,10 @@ def effective_share(weights: Sequence[float]) -> float:
 
 
 def counted_share(weights: Sequence[float]) -> float:
-    """How many of the actor's own samples, of weight 1, these are worth, as a share of their number.
+    """Compute to how many samples of weight 1 these are equivalent, as a share of their number.
 
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 
-    Of equal weights w it is min(w, 1): samples that all weigh 0.001 count as a thousandth.
+    For equal weights w the share is min(w, 1).
     """
     return min(effective_share(weights), math.fsum(weights) / len(weights))

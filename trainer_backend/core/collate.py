@@ -1,15 +1,15 @@
-"""Segments to tensors: packed rows for the model, flat columns for the loss.
+"""Converts segments to tensors: packed rows for the model, flat columns for the loss.
 
-Convention: columns of sampled tokens are flat, [N], one segment after the other, in the order of rows.
-`predict_row_N` and `predict_position_N` are the place of the token before each sampled one, where the model
-predicts it. So the head runs on N hidden states, never on B * L of them:
+Columns of sampled tokens are flat, [N], one segment after the other, in the order of rows. `predict_row_N`
+and `predict_position_N` locate the token before each sampled token, where the model predicts the latter. So
+the head runs on N hidden states instead of B * L:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
 
-A row holds whole segments one after the other, or *tries* of segments in depth-first order: a shared prefix
-is stored once, and one place may predict tokens of several segments. The parent of a token at position p is
-the last token at p - 1 before it in its row, so positions determine the trie (`subtree_ends`). Segments share
-a token only if they name the same experts for it and for all tokens before it.
+A row holds whole segments one after the other, or *tries* of segments in depth-first order, which store a
+shared prefix once; one cell may then predict tokens of several segments. The parent of a token at position p
+is the last earlier token of its row at position p - 1, so positions determine the trie (`subtree_ends`).
+Segments share a token only if they name the same experts for it and for all tokens before it.
 """
 
 from __future__ import annotations
@@ -35,35 +35,32 @@ from trainer_backend.errors import BatchError, place
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the model needs to score sampled tokens.
-
-    token_ids_BL: int64, 0 in padding.
-    position_ids_BL: int64, from 0 in each segment, or the depth in a trie; 0 in padding.
-    segment_ids_BL: int64, of the segment or trie that a token is in, from 1 in each row; 0 is padding.
-    predict_row_N, predict_position_N: int64, where each sampled token is predicted.
-    target_N: int64, its id.
-    temperature_N: float32, that of the softmax it is scored by (`core.segments.SPAN`).
-    behaviour_logprob_N: float32, nats, as its sampler reported it.
-    segment_N: int64, which of the segments given it lies in.
-    first_N: bool, whether it is the first token of its decision.
-    experts_BLW: int16, those of each token as its sampler chose them, below 0 where they are not known; None:
-        of no token.
-    """
+    """Packed rows with the columns that the model needs to score sampled tokens."""
 
     token_ids_BL: Tensor
+    """int64, 0 in padding."""
     position_ids_BL: Tensor
+    """int64, from 0 in each segment, or the depth in a trie; 0 in padding."""
     segment_ids_BL: Tensor
+    """int64, number of the segment or trie, from 1 in each row; 0 in padding."""
     predict_row_N: Tensor
     predict_position_N: Tensor
+    """int64, the cell where each sampled token is predicted."""
     target_N: Tensor
+    """int64, id of the sampled token."""
     temperature_N: Tensor
+    """float32, of the softmax that scores the token (`core.segments.SPAN`)."""
     behaviour_logprob_N: Tensor
+    """float32, nats, as the sampler reported it."""
     segment_N: Tensor
+    """int64, index of the token's segment in the segments given."""
     first_N: Tensor
+    """bool, whether the token is the first of its decision."""
     experts_BLW: Tensor | None = None
+    """int16, experts that the sampler chose, below 0 if unknown; None: unknown for all tokens."""
 
     def to(self, device: torch.device) -> Packed:
-        """Copy to a device without waiting; itself where it is there already."""
+        """Copy to a device without waiting; return self if it is there already."""
         if self.target_N.device == device:
             return self
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -79,34 +76,33 @@ class Batch:
 
     packed: Packed
     advantage_N: Tensor
-    """float32, of the token, or of the decision that sampled it."""
+    """float32, of the token or of its decision."""
     weight_N: Tensor
-    """float32, how much the token counts, see `core.aggregation`."""
+    """float32, see `core.aggregation`."""
     proximal_logprob_N: Tensor
-    """float32, nats: the learner's own before the step, the clip's denominator."""
+    """float32, nats: under the learner's weights before the step; the denominator of the clip."""
     behaviour_weight_N: Tensor
-    """float32, how much it counts by who sampled it, as a factor of that: `core.behaviour`."""
+    """float32, factor of the weight for the token's sampler, see `core.behaviour`."""
     unit_N: Tensor
-    """int64, equal for tokens that share a ratio or a weight, see `number_units`; from 0, over the step."""
+    """int64, equal for tokens that share a ratio or a weight, see `number_units`; from 0 in the step."""
     policy_N: Tensor
-    """int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job."""
+    """int64, the token's sampler: 0 for the actor, then the job's fixed policies."""
     critic: CriticColumns | None = None
-    """The columns of the value loss; None where there is no critic."""
+    """The columns of the value loss; None without a critic."""
     reference_logprob_N: Tensor | None = None
-    """float32, nats: of what a KL term pulls towards; None where there is no such term."""
+    """float32, nats: under the reference of the KL term; None without this term."""
     unit_log_N: Tensor | None = None
-    """What the tokens of an episode share, which may lie in several pieces (core.objective); None where
-    nothing is shared so."""
+    """Shared logs of units whose tokens may lie in several micro-batches (`Objective.unit_logs`); or None."""
     policy_logprob_N: Tensor | None = None
-    """float32, nats: of the policy in training without dropout; None where the forward pass of the loss has
-    none and gives them itself."""
+    """float32, nats: under the current policy without dropout; None if the loss's own forward pass has no
+    dropout."""
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to a device; columns that are there already stay."""
+        """Copy to a device; columns that are there already are not copied."""
         return self.each(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
 
     def each(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply `of` to every column, and exchange the rows."""
+        """Apply `of` to every column, and replace the packed rows."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
         critic = None if self.critic is None else self.critic.each(of)
@@ -116,9 +112,9 @@ class Batch:
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries | None = None) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    With the segments' `tries`, a row stores a shared prefix once. Each segment has at least one sampled token
-    (`build_segments` makes no other); a row has at most `row_tokens` sampled tokens. Raises BatchError where
-    there is no segment, or one that is longer than a row.
+    With the segments' `tries`, a row stores a shared prefix once. Each segment must have a sampled token; a
+    row has at most `row_tokens` sampled tokens. Raises BatchError without segments, or if a segment is longer
+    than a row.
     Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
@@ -157,33 +153,33 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries 
         temperature_N=torch.from_numpy(np.repeat(spans["temperature"].astype(np.float32), count_K)),
         behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
         segment_N=torch.from_numpy(np.repeat(order, count_S)),
-        first_N=torch.from_numpy(_begin(spans, np.repeat(first_S, spans_S))),
-        experts_BLW=_experts(packed, cells),
+        first_N=torch.from_numpy(_find_first_tokens(spans, np.repeat(first_S, spans_S))),
+        experts_BLW=_place_experts(packed, cells),
     )
 
 
-def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
-    """[B, L, W] experts of the tokens in their cells, -1 where unknown; None: unknown for all."""
+def _place_experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
+    """Place the tokens' experts in their cells, [B, L, W], -1 if unknown; None: unknown for all."""
     experts = experts_by_token(segments)
     if experts is None:
         return None
     own = [experts_LW[shared:] for experts_LW, shared in zip(experts, cells.shared_S, strict=True)]
-    # UNKNOWN is -1 of int16. Padding is 0 in a cell, so numbers are one more there.
+    # UNKNOWN is -1 as int16. Cells of padding are filled with 0, so the numbers are shifted by 1.
     return cells.filled(np.concatenate(own).astype(np.int16) + np.int16(1)) - 1
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
-    """[L] for each token of a row, the place after the last token that sees it; from positions alone."""
+    """Compute from a row's positions, [L] for each token, the index after the last token that sees it."""
     ends_L = np.full(len(position_L), len(position_L))
-    path: list[int] = []  # places of the tokens from position 0 to the present one
+    path: list[int] = []  # indices of the tokens from position 0 to the current token
     for place_, position in enumerate(position_L.tolist()):
         ends_L[path[position:]] = place_
         path[position:] = [place_]
     return ends_L
 
 
-def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
-    """[N] whether a token is the first of its decision: it begins a span that continues no other span."""
+def _find_first_tokens(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
+    """Find [N] the first tokens of decisions: they begin a span that continues no other span."""
     start_K, end_K = (spans[name].astype(np.int64) + first_K for name in ("start", "end"))
     count_K = end_K - start_K
     first_N = np.zeros(count_K.sum(), dtype=np.bool_)
@@ -194,22 +190,21 @@ def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The cells of the P tokens of packed segments, in the order of the rows; shared tokens have one cell.
+    """The cells of the P stored tokens of packed segments, in the order of the rows.
 
-    In numpy: torch would wake threads for a few thousand numbers.
-
-    shared_S: of each segment, how many first tokens are those of the one before it.
-    first_S: the number of each segment's first token that is its own.
-    row_P, column_P: its place; position_P: within its segment; number_P: of its segment in the row, from 1.
-    shape: of the rows.
+    In numpy, because torch would wake threads for a few thousand numbers.
     """
 
     shared_S: Numbers
+    """Number of first tokens that the segment shares with the segment before it."""
     first_S: Numbers
+    """Index in [P] of the segment's first token that is not shared."""
     row_P: Numbers
     column_P: Numbers
     position_P: Numbers
+    """Position within the segment."""
     number_P: Numbers
+    """Number of the token's segment or trie in its row, from 1."""
     shape: tuple[int, int]
 
     @classmethod
@@ -236,7 +231,7 @@ class _Cells:
         )
 
     def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
-        """[N] the cell of a segment's position: its own, or that of the earlier segment that it shares."""
+        """Find [N] the stored token of a segment's position; a shared one belongs to an earlier segment."""
         segment_N = segment_N.copy()
         while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
             segment_N[others] -= 1
@@ -250,7 +245,7 @@ class _Cells:
 
 
 def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
-    """All numbers of all rows."""
+    """Concatenate all rows into one tensor."""
     return torch.from_numpy(np.concatenate([np.asarray(row) for row in rows])).to(dtype)
 
 
@@ -268,20 +263,20 @@ def collate(
     critic: Mapping[str, CriticTargets] | None = None,
     reference: Sequence[Row] | None = None,
 ) -> Batch:
-    """All tensors of one optimizer step.
+    """Build all tensors of one optimizer step.
 
     Args:
         segments: all segments of the step.
-        advantages: rollout id -> [T] advantage of each decision, or that of each sampled token.
-        weights: for each segment, [N] as `core.aggregation` gives them.
-        proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
-        behaviour: for each segment, [N] as `core.behaviour` gives them.
-        units: for each segment, [N] as `core.aggregation.number_units` gives them.
-        policies: for each segment, the number of who sampled it.
-        row_tokens: most tokens in a row.
+        advantages: rollout id -> [T] advantage of each decision, or the advantages of its sampled tokens.
+        weights: for each segment, [N] from `core.aggregation`.
+        proximal: for each segment, [N] log-probs (nats) from `by_segment`.
+        behaviour: for each segment, [N] from `core.behaviour`.
+        units: for each segment, [N] from `core.aggregation.number_units`.
+        policies: for each segment, the number of its sampler, see `Batch.policy_N`.
+        row_tokens: the most tokens in a row.
         tries: as in `pack_segments`.
-        critic: rollout id -> what its values were and are to become; None: no critic.
-        reference: for each segment, [N] log-probs (nats) as `by_segment` gives them; None: no KL term.
+        critic: rollout id -> values and their targets; None: no critic.
+        reference: for each segment, [N] log-probs (nats) from `by_segment`; None: no KL term.
 
     Raises:
         BatchError: see `pack_segments`; a sampled token without a finite advantage, value or return; a column
@@ -307,13 +302,13 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """Split [N] values of all sampled tokens by segment; `packed` is whole, not a cut."""
+    """Split [N] values of all sampled tokens by segment; `packed` must not be cut."""
     rows = split_by_number(packed, values_N)
     return [rows[index] for index in range(len(rows))]
 
 
 def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
-    """[N_segment] values of the sampled tokens of each segment here, by its number, in order."""
+    """Split [N] values of sampled tokens by segment, by the segment's number."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
     rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])
@@ -321,26 +316,24 @@ def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]
 
 
 def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
-    """The same rows, at most `max_rows` at a time, each cut as wide as its fullest row."""
+    """Yield the rows, at most `max_rows` at a time, each cut as wide as its fullest row."""
     for cut, _ in _cuts(packed, max_rows):
         yield cut
 
 
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
-    """The same batch, at most `max_rows` rows at a time. Weights stay as they are, so losses add up."""
+    """Yield the batch, at most `max_rows` rows at a time. Weights do not change, so losses add up."""
     for cut, tokens in _cuts(batch.packed, max_rows):
         yield batch.each(cut, itemgetter(tokens))
 
 
 def block_mask(position_ids_BL: Tensor) -> Tensor:
-    """Who may attend to whom: [B, 1, L, L] bool, True where query i may look at key j.
+    """Build the attention mask [B, 1, L, L] of `Packed` positions on the CPU: True if query i may see key j.
 
-    Causal, and along a path of the row's tries only; a segment that shares nothing is one path. Padding sees
-    itself: a query that may look at nothing has a softmax of NaNs, whose gradient would be NaN everywhere.
-    The positions, those of `Packed`, are on the CPU.
-
-    For `attn_implementation="sdpa"`, with the positions. Eager attention would *add* the
-    booleans to its scores without a word; `learner.support` therefore sets sdpa.
+    Causal, along paths of the row's tries; a segment that shares nothing is one path. Padding sees itself: a
+    query without keys has a softmax of NaN, whose gradient would be NaN everywhere. For
+    `attn_implementation="sdpa"`, which `learner.support` sets; eager attention would silently *add* the
+    booleans to its scores.
     """
     ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in position_ids_BL.numpy()]))
     query_L = torch.arange(ends_BL.shape[1])

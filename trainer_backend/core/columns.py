@@ -1,4 +1,4 @@
-"""Arrays as fields of messages between processes: their bytes follow the JSON."""
+"""Encodes messages with arrays between processes: JSON, followed by the arrays' bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ from shared_schemas.json_text import read_typed
 # Numbers of the N sampled tokens of a segment, in order.
 Row = NDArray[Any] | Sequence[float]
 
-# Arrays start at multiples of this, since processors and torch read whole numbers.
+# Arrays start at multiples of 8 bytes, as processors and torch require.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Makes pydantic write a flat array as [offset in bytes, count] in the bytes that follow the JSON.
+    """Makes pydantic write a flat array as [offset in bytes, count] into the bytes after the JSON.
 
-    Arrays that were read are read-only views of those bytes.
+    Arrays that were read are read-only views of these bytes.
     """
 
     dtype: np.dtype[Any]
-    """The type of its numbers, little-endian."""
+    """Little-endian."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(
@@ -58,7 +58,7 @@ class _Bytes:
     size: int = 0
 
     def add(self, array: NDArray[Any]) -> int:
-        """Return the offset of its first byte."""
+        """Add an array's bytes; return the offset of the first."""
         offset, padding = self.size, -array.nbytes % _ALIGNMENT
         self.parts += [np.ascontiguousarray(array).view(np.uint8).data, bytes(padding)]
         self.size += array.nbytes + padding
@@ -66,7 +66,7 @@ class _Bytes:
 
 
 def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
-    """The JSON of a value as one line, padded with spaces, and then the bytes of its arrays."""
+    """Encode a value as one line of JSON, padded with spaces, and the bytes of its arrays."""
     arrays = _Bytes()
     head = adapter.dump_json(value, context=arrays)
     padding = b" " * (-(len(head) + 1) % _ALIGNMENT)

@@ -13,28 +13,28 @@ from trainer_backend.core.segments import Segment
 
 # Failures of an interaction, as a task app names them.
 DEADLINE, FAILED = "interaction_deadline", "interaction_failed"
-# The context tools that refuse ids one by one, in their result, and what they then say (DESIGN.md 4.12).
+# The context tools whose results refuse single ids, and the texts of refusals (DESIGN.md 4.12).
 _EDITS = frozenset({"deleteContext", "deletePart", "summarizeContext"})
 _REFUSED = re.compile(r'^(error: |deleted nothing|summarized nothing)|; refused |"message": "refused ')
 
 
 def pick_conversations(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories that kept a history."""
+    """Return the trajectories with a history."""
     return [item for item in trajectories if item.full_history]
 
 
 def scores(step: StepData) -> list[float]:
-    """The interaction's scores of a decision, usually one or none."""
+    """Return the interaction's scores of a decision, usually one or none."""
     return [part.value for part in step.reward_parts if part.source == "interaction"]
 
 
 def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """Metrics of the scores of answers, over conversations; empty if no answer was scored.
+    """Compute metrics of the scores of answers, over conversations; empty if no answer was scored.
 
-    interaction/score (mean over answers), interaction/answers (scored ones per episode),
+    interaction/score (mean over answers), interaction/answers (scored answers per episode),
     interaction/user_turns (the user's messages after the opening), interaction/score_by_turn [T]: mean over
-    episodes of the last score up to each decision. An ended episode keeps its last score, and one without a
-    score counts 0. If scores are 0 or 1, this is a success rate by turn.
+    episodes of the last score up to each decision. An ended episode keeps its last score; an episode without
+    a score counts 0. If scores are 0 or 1, this is a success rate by turn.
     """
     played = pick_conversations(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
@@ -49,7 +49,7 @@ def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float |
 
 
 def user_turns(trajectory: Trajectory) -> int:
-    """How often the user spoke after the opening, the prompt of the first decision."""
+    """Count the user's messages after the opening, the prompt of the first decision."""
     if not trajectory.steps:
         return 0
     opening = len(trajectory.steps[0].observation_data.messages)
@@ -57,11 +57,11 @@ def user_turns(trajectory: Trajectory) -> int:
 
 
 def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of context edits in conversations; empty without conversations.
+    """Compute metrics of context edits in conversations; empty without conversations.
 
-    Means per episode: statelm/deletes (messages that its last view no longer showed), statelm/refused_edits
-    (calls refused wholly or for an id), and statelm/peak_context (tokens of its longest prompt and answer;
-    absent where no server counts). Shares of episodes: statelm/edited (with an edited context) and
+    Means per episode: statelm/deletes (messages missing in its last view), statelm/refused_edits (calls that
+    were refused for all or some ids), and statelm/peak_context (tokens of its longest prompt and answer;
+    absent if no server counts them). Shares of episodes: statelm/edited (with an edited context) and
     statelm/context_length_exceeded (ended by it).
     """
     played = pick_conversations(trajectories)
@@ -82,12 +82,12 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         ]
         for infos in ([step.step_info for step in item.steps] for item in played)
     ]
-    peaks = [max(of_episode) for of_episode in lengths if of_episode]
+    peaks = [max(totals) for totals in lengths if totals]
     return metrics | ({"statelm/peak_context": sum(peaks) / len(peaks)} if peaks else {})
 
 
 def refused_edits(trajectory: Trajectory) -> int:
-    """Number of calls to edit the context whose result refuses some or all of it."""
+    """Count the calls to edit the context that were refused for all or some ids."""
     results = [
         message.content or ""
         for message in trajectory.full_history
@@ -97,7 +97,7 @@ def refused_edits(trajectory: Trajectory) -> int:
 
 
 def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
-    """Means over conversations: statelm/segments, and statelm/masked_tokens, their untrained tokens."""
+    """Compute means over conversations: statelm/segments, and statelm/masked_tokens (untrained tokens)."""
     if not segments:
         return {}
     masked = sum(len(part) - len(part.logprobs) for found in segments for part in found)

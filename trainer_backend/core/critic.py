@@ -1,4 +1,4 @@
-"""The values of a critic for an episode, by decision or by sampled token, and over its segments. Pure."""
+"""A critic's values of an episode, by decision or by sampled token. Pure."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
-# Where an estimator reads a critic's values.
+# Whether an estimator reads a value per decision or per token.
 ValueLevel = Literal["decision", "token"]
 
 
@@ -63,14 +63,14 @@ CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
 
 @dataclass(frozen=True, slots=True)
 class ByToken:
-    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence."""
+    """One number per sampled token of an episode. (Numbers per decision are a plain [T] sequence.)"""
 
     rows_T: Sequence[Sequence[float]]
-    """For each decision, its numbers in order of its tokens; T >= 1, no row empty."""
+    """For each decision, the numbers of its tokens in order; T >= 1, no row empty."""
 
     @property
     def flat(self) -> list[float]:
-        """[N] one decision after the other."""
+        """[N] all numbers, decision after decision."""
         return list(chain.from_iterable(self.rows_T))
 
     @property
@@ -89,35 +89,35 @@ OfEpisode = Sequence[float] | ByToken
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """The values of an episode and their targets; both by decision, or both by token."""
+    """The values of an episode and their targets; both per decision, or both per token."""
 
     values: OfEpisode
-    """V as it was scored before credit was given, in reward units."""
+    """V before credit was computed, in reward units."""
     returns: OfEpisode
     """Advantage plus value."""
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
-    """[T] the number of each decision, or of its first token, where V(s_t) is read."""
+    """Return [T] the number of each decision, or of its first token, where V(s_t) is read."""
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
 def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
-    """Targets of GAE: advantage plus value. Raises ValueError for different lengths or levels."""
+    """Compute the targets of GAE, advantage plus value. Raises ValueError for different lengths or levels."""
     if isinstance(values, ByToken) and isinstance(advantages, ByToken):
         rows = zip(values.rows_T, advantages.rows_T, strict=True)
-        return CriticTargets(values, ByToken([_sums(*pair) for pair in rows]))
+        return CriticTargets(values, ByToken([_add(*pair) for pair in rows]))
     if isinstance(values, ByToken) or isinstance(advantages, ByToken):
         raise ValueError("values and advantages must both be by decision, or both by token")
-    return CriticTargets(values, _sums(values, advantages))
+    return CriticTargets(values, _add(values, advantages))
 
 
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
-    """The values of an episode where its estimator reads them.
+    """Return an episode's values at the positions where its estimator reads them.
 
-    `values` hold, for each of its segments, [N] V where each sampled token is predicted, in reward units. The
-    level "decision" reads V(s_t) where the first sampled token of decision t is predicted. Raises
-    AdvantageError where a decision sampled no token, and for a value that is not finite.
+    `values` hold, for each of its segments, [N] V in reward units at the positions that predict the sampled
+    tokens. The level "decision" reads V(s_t) at the first sampled token of decision t. Raises AdvantageError
+    if a decision sampled no token, and for a value that is not finite.
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
@@ -125,16 +125,15 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
     for t, row in enumerate(rows):
         if not row:
             where = place(segments[0].rollout_id, t + 1)
-            raise AdvantageError("no token was sampled, so a critic has no place to read V(s_t)", where=where)
+            raise AdvantageError("no token was sampled, so there is no position to read V(s_t)", where=where)
     by_token = ByToken(rows)
     return by_token if level == "token" else by_token.firsts_T
 
 
 def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
-    """[N] the number of each sampled token of a segment: its own, or its decision's.
+    """Return [N] the number of each sampled token of a segment, or of its decision.
 
-    Raises BatchError for a token without a number, or with one that is not finite, and for more numbers than
-    tokens.
+    Raises BatchError for a missing number, a number that is not finite, and for more numbers than tokens.
     """
     found = of_episodes.get(segment.rollout_id, ())
     if isinstance(found, ByToken):
@@ -142,20 +141,20 @@ def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: st
         _refuse_other_counts(segment, counts_T, what)
         place_N = (counts_T.cumsum() - counts_T)[segment.decision] + offsets(segment)
     else:
-        # One more stands for what is missing.
+        # The NaN at the end stands for missing numbers.
         numbers = np.array([*found, math.nan])
         place_N = np.minimum(segment.decision, len(found))
     column: NDArray[np.float64] = numbers[place_N]
     if not np.isfinite(column).all():
         n = int(np.isfinite(column).argmin())
         t, position = int(segment.decision[n]), int(segment.sampled_positions[n])
-        told = column[n] if isinstance(found, ByToken) or t < len(found) else "missing"
-        raise BatchError(f"its {what} is {told}", where=place(segment.rollout_id, t + 1, position))
+        number = column[n] if isinstance(found, ByToken) or t < len(found) else "missing"
+        raise BatchError(f"its {what} is {number}", where=place(segment.rollout_id, t + 1, position))
     return column
 
 
 def offsets(segment: Segment) -> NDArray[np.int64]:
-    """[N] which of its decision's tokens each sampled token is, from 0."""
+    """Return [N] the index of each sampled token within its decision."""
     before, seen = [], Counter[int]()
     for start, end, t, _, _ in segment.spans.tolist():
         before.append(seen[t] - start)
@@ -165,9 +164,9 @@ def offsets(segment: Segment) -> NDArray[np.int64]:
 
 
 def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[list[float]]:
-    """[T] the numbers of each decision's tokens, from the [N] of each segment of an episode.
+    """Regroup an episode's numbers from [N] per segment to one list per decision.
 
-    Raises ValueError for a column of another length than its segment's sampled tokens.
+    Raises ValueError if a column and its segment's sampled tokens differ in length.
     """
     decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]
@@ -181,7 +180,7 @@ def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[lis
     return rows
 
 
-def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
+def _add(left: Sequence[float], right: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
@@ -197,13 +196,13 @@ def _refuse_other_counts(segment: Segment, counts_T: NDArray[Any], what: str) ->
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float | None:
-    """1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant, below 0 for a worse one.
+    """Compute 1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant one, below 0 for worse.
 
-    None where all returns are equal, up to rounding.
+    None if all returns are equal, up to rounding.
     """
     misses = [g - v for g, v in zip(returns, values, strict=True)]
     if not has_spread(returns, size=largest(returns)):
         return None
-    # hypot: squares of tiny rewards underflow to 0.
+    # hypot, because squares of tiny rewards underflow to 0.
     ratio = math.hypot(*centred(misses)) / math.hypot(*centred(returns))
     return 1.0 - ratio * ratio

@@ -1,7 +1,7 @@
-"""The prompt and the place of each answer: emission_views, assistant_turn_boundaries. Pure.
+"""The prompt and the position of each answer: emission_views, assistant_turn_boundaries. Pure.
 
-Source 3 has these names, and takes snapshots of both while an episode runs. Here they follow from
-core.segments, which hold every sampled token on the exact view that it was sampled from.
+Source 3 records both while an episode runs. Here they are derived from core.segments, which hold every
+sampled token after the exact prompt from which it was sampled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,29 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class EmissionView:
-    """The view of one decision, of this turn, which counts from 1."""
+    """The view of one decision."""
 
     turn: int
+    """From 1."""
     segment: int
-    """Which segment trains it, from 0."""
+    """Index of the segment that trains the decision."""
     prompt_ids: tuple[int, ...]
-    """[start] all ids that the policy saw."""
+    """[start] the prompt."""
     answer_ids: tuple[int, ...]
-    """[end - start] what it sampled."""
+    """[end - start] the sampled tokens."""
     start: int
     end: int
-    """Where the answer stands in the segment's ids, from `start`; the end is not included."""
+    """Position of the answer in the segment's ids; the end is not included."""
 
 
 def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]]:
-    """(decision t, start, end) of each answer that the segment trains, in order; the end is not included.
+    """Yield (decision t, start, end) of each answer that the segment trains; the end is not included.
 
     Source: 3-context-editing-tool-loop.md ("List of (start_idx, end_idx) tuples").
     """
     answer: tuple[int, int, int] | None = None
     for start, end, decision, _, _ in segment.spans.tolist():
-        if answer is not None and answer[::2] == (decision, start):  # another version continued it
+        if answer is not None and answer[::2] == (decision, start):  # continued by another policy version
             start = answer[1]
         elif answer is not None:
             yield answer
@@ -43,7 +44,7 @@ def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]
 
 
 def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
-    """The views of an episode's decisions, in order; one that sampled nothing has none.
+    """Return the views of an episode's decisions in order, without decisions that sampled no token.
 
     Source: 3-context-editing-tool-loop.md ("List of prompt_ids snapshots before each generation").
     """

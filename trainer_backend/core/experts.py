@@ -1,4 +1,4 @@
-"""The experts that a sampler sent tokens to, as they travel with a rollout and as columns of a segment."""
+"""The experts that a sampler chose for tokens: encoded in a rollout, and as columns of a segment."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from shared_schemas.trajectory import ExpertChoices
 from trainer_backend.errors import SegmentError
 
 ID = np.dtype("<u2")
-# In a column: the expert is not known, and the learner's router chooses.
+# In a column: the expert is unknown, so the learner's router chooses.
 UNKNOWN = int(np.iinfo(ID).max)
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: ID}
 
 
 def write_experts(experts_LW: NDArray[np.uint16], first: int) -> dict[str, Any]:
-    """The JSON of `ExpertChoices` for tokens from the place `first` on; of a byte each if that will do."""
+    """Encode experts of the tokens from index `first` on as JSON of `ExpertChoices`, if possible in bytes."""
     size = 1 if bool((experts_LW < 255).all()) else 2
     data = b64encode(experts_LW.astype(_TYPES[size]).tobytes()).decode()
     return {"first": first, "per_token": experts_LW.shape[1], "number_bytes": size, "data": data}
@@ -35,10 +35,9 @@ def _read_whole(value: Any) -> NDArray[np.uint16]:
 
 
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
-    """[n, W] of n tokens from the place `choices.first` on.
+    """Decode [n, W] the experts of the n tokens from index `choices.first` on.
 
-    Raises:
-        SegmentError: the data is no base64 of whole tokens, or goes beyond the `length` tokens of the call.
+    SegmentError: the data is not base64 of whole tokens, or covers more than the call's `length` tokens.
     """
     try:
         numbers = np.frombuffer(b64decode(choices.data, validate=True), _TYPES[choices.number_bytes])
@@ -49,7 +48,7 @@ def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[
         ) from error
     if choices.first + len(experts_LW) > length:
         raise SegmentError(
-            f"experts are those of the tokens {choices.first} to {choices.first + len(experts_LW)}, and the "
+            f"experts are given for tokens {choices.first} to {choices.first + len(experts_LW)}, but the "
             f"call has {length}",
             where=where,
         )
@@ -61,16 +60,16 @@ def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[
 def join_experts(
     parts: Sequence[tuple[int, NDArray[np.uint16]]], length: int, *, where: str
 ) -> NDArray[np.uint16]:
-    """[length * W] of one sequence, from parts that begin at their places; UNKNOWN where no part is.
+    """Join parts, each with its first index, to [length * W] of one sequence; UNKNOWN between the parts.
 
-    No part: empty. A part may go beyond `length`, and the later one holds.
+    Without parts the result is empty. Parts are cut at `length`; later parts overwrite earlier ones.
     """
     if not parts:
         return np.zeros(0, ID)
     widths = {experts_LW.shape[1] for _, experts_LW in parts}
     if len(widths) > 1:
         raise SegmentError(
-            f"experts of {sorted(widths)} numbers a token; those of one sequence have one number", where=where
+            f"experts of {sorted(widths)} numbers per token; all parts of a sequence must agree", where=where
         )
     joined_LW = np.full((length, widths.pop()), UNKNOWN, ID)
     for first, experts_LW in parts:
@@ -79,9 +78,9 @@ def join_experts(
     return joined_LW.ravel()
 
 
-# [L, W], which crosses from one process to another as `ExpertChoices` of all L tokens.
+# [L, W], sent between processes as `ExpertChoices` of all L tokens.
 ExpertColumns = Annotated[
     NDArray[np.uint16],
-    PlainValidator(_read_whole),  # first, or it takes the serializer out
+    PlainValidator(_read_whole),  # must come first, otherwise it removes the serializer
     PlainSerializer(lambda experts_LW: write_experts(experts_LW, 0)),
 ]

@@ -1,4 +1,4 @@
-"""Continuations that are trained: what they play on from, and what they are compared with. Pure."""
+"""Trained continuations: from which decisions they start, and how they are compared. Pure."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
 class ForkKeys(Table):
-    """Of continuations that are trained."""
+    """Keys of trained continuations."""
 
     train_branches: bool = False
     """play on from decisions of finished episodes and train what follows, with any estimator:
@@ -26,56 +26,56 @@ class ForkKeys(Table):
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """What a rule may read of a finished episode: its T decisions, and what is stored with them."""
+    """The data of a finished episode of T decisions that a fork rule may read."""
 
     first: int
-    """The first turn that may be forked."""
+    """The first turn that may be forked (from 1)."""
     max_decisions: int
-    """The most that its episode may take."""
+    """The most decisions that the episode may take."""
     surprise_T: Sequence[float]
-    """[T] -log p of all tokens of a decision, in nats, as they were sampled."""
+    """[T] -log p of a decision's tokens under the sampler, in nats."""
     td_errors_T: Sequence[float] = ()
-    """[T] r_t + gamma V(s_{t+1}) - V(s_t); empty where the rule reads none."""
+    """[T] r_t + gamma V(s_{t+1}) - V(s_t); empty if the rule reads none."""
 
 
-# From the parent, the number of forks and a seed to turns in order.
+# (parent, number of forks, seed) -> turns in order.
 Choose = Callable[[Parent, int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkPlug:
-    """A rule on the plug board."""
+    """A fork rule on the plug board."""
 
     choose: Choose
     reads_samples: bool = True
-    """Whether it looks at what was sampled: the parent is then no fair sample of what follows the fork, and
-    its continuations are compared with each other alone."""
+    """Whether it reads samples. The parent is then not a fair sample of what follows the fork, and
+    continuations are compared only with each other."""
     needs_values: bool = False
     """Whether it reads a critic's values."""
 
 
 def uniform(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Turns by seed alone, over all that the episode could have; those that it did not reach are dropped."""
+    """Draw turns by seed alone, among all possible ones, and drop those that the episode did not reach."""
     turns = branch_turns(seed, count=count, max_decisions=parent.max_decisions, first=parent.first)
     return tuple(turn for turn in turns if turn <= len(parent.surprise_T))
 
 
 def surprise(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Turns in proportion to -log p of what was sampled there: where the policy could have done otherwise.
+    """Draw turns in proportion to -log p of the sampled tokens: where the policy was uncertain.
 
-    Drawn, and not the largest ones: a place where the policy always wavers would be all that is forked. It
-    reads sampled log-probs alone, which every inference server returns.
+    Drawn instead of taking the largest: otherwise the same uncertain situations would always be forked. It
+    reads only sampled log-probs, which every inference server returns.
     """
     return _draw(parent.surprise_T, parent.first, count, seed)
 
 
 def critic(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Turns in proportion to the size of the TD error: where the critic was wrong about what came."""
+    """Draw turns in proportion to the size of the TD error: where the critic's prediction was wrong."""
     return _draw([abs(error) for error in parent.td_errors_T], parent.first, count, seed)
 
 
 def _draw(weights_T: Sequence[float], first: int, count: int, seed: int) -> tuple[int, ...]:
-    """At most `count` turns without replacement, each drawn in proportion to its weight; none of weight 0.
+    """Draw at most `count` turns without replacement, in proportion to their weights; none of weight 0.
 
     Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006: the smallest of
     -log(u) / w.
@@ -97,7 +97,7 @@ FORK_RULES = {
 
 
 def cut_rest(episode: EpisodeRewards, turn: int, group_id: str) -> EpisodeRewards:
-    """The episode from the decision `turn` on, as a sibling of those that play on from there."""
+    """Cut an episode to the decisions from `turn` on, as a sibling of the continuations from there."""
     t, tokens = turn - 1, episode.token_values
     rest_T = episode.rewards_T[t:]
     return replace(
@@ -115,12 +115,12 @@ def cut_rest(episode: EpisodeRewards, turn: int, group_id: str) -> EpisodeReward
 def compare_at_forks(
     found: Advantages, episodes: Sequence[EpisodeRewards], rests: Sequence[EpisodeRewards], gamma: float
 ) -> Advantages:
-    """An estimator's advantages of continuations, with leave-one-out at their first decisions.
+    """Replace the advantages of continuations' first decisions by leave-one-out within their fork.
 
-        A_0 = G_0 - mean of the others' G_0      others: of the fork; the parent's rest where it is in `rests`
+        A_0 = G_0 - mean of the others' G_0      others: of the fork, with the parent's rest if in `rests`
 
-    Their states are the same, and nothing but what they sampled tells them apart. A lone one has 0. `found`
-    is of `episodes` and then `rests`; what is returned is of `episodes` alone.
+    The first decisions of a fork are made in the same state. A lone continuation has A_0 = 0. `found` are the
+    estimator's advantages of `episodes` and then `rests`; the result is for `episodes` only.
     """
     every = [*episodes, *rests]
     returns = [discounted_returns(episode.rewards_T, gamma)[0] for episode in every]

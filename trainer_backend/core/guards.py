@@ -1,4 +1,4 @@
-"""Checks of every credited episode before an update: a broken record stops the run and is named."""
+"""Checks every credited episode before an update: a broken record stops the run with its name."""
 
 import math
 from collections.abc import Sequence
@@ -28,9 +28,8 @@ def refuse_lost_reward(
         off                 sum of r_t = outcome_reward + penalties
         env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
 
-    `rewards_T` are those of `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus
-    `kl_T`, what decisions pay for their KL to the reference (core.kl_reward). Raises RewardError with both
-    sums where they differ.
+    `rewards_T` come from `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus `kl_T`,
+    the costs of KL to the reference (core.kl_reward). Raises RewardError with both sums if they differ.
 
     Source: DESIGN.md 4.1, 4.3.
     """
@@ -38,23 +37,23 @@ def refuse_lost_reward(
     parts = [part for step in trajectory.steps for part in step.reward_parts]
     if mode == "decision_stepwise":
         _refuse_other_unlocks(trajectory, rollout_id)
-        told = "deltas, bonuses and reward_parts"
+        what = "deltas, bonuses and reward_parts"
         end = len(trajectory.steps) if horizon is None else horizon
         records = [step.metadata.decision_rewards for step in trajectory.steps]
         earned = [event_terms(item, keys, decisions_left=end - t) for t, item in enumerate(records) if item]
         paid = [*chain.from_iterable(earned), *(part.value for part in parts)]
     elif mode == "off":
-        told = "outcome_reward and penalties"
+        what = "outcome_reward and penalties"
         paid = [trajectory.outcome_reward, *(part.value for part in parts if part.source == "penalty")]
     else:
-        told = "env_rewards and reward_parts"
+        what = "env_rewards and reward_parts"
         paid = [reward for step in trajectory.steps for reward in step.env_rewards or ()]
         paid += [part.value for part in parts]
     if kl_T:
-        told, paid = f"{told}, with the KL,", [*paid, *kl_T]
+        what, paid = f"{what}, with the KL,", [*paid, *kl_T]
     found, score = math.fsum(rewards_T), math.fsum(paid)
     if abs(found - score) > _ROUNDING * max(1.0, math.fsum(map(abs, paid))):
-        raise RewardError(f"r_t sums to {found}, but {told} to {score}", where=place(rollout_id))
+        raise RewardError(f"r_t sums to {found}, but {what} to {score}", where=place(rollout_id))
 
 
 def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:
@@ -70,8 +69,8 @@ def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:
         twice = sorted({name for name in credited if credited.count(name) > 1})
         lost, made_up = sorted(unlocked - set(credited)), sorted(set(credited) - unlocked)
         kinds = (("never credited", lost), ("credited but not unlocked", made_up), ("credited twice", twice))
-        told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+        found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
         raise RewardError(
-            f"its decisions unlocked {len(credited)} achievements, the episode {len(unlocked)}: {told}",
+            f"its decisions unlocked {len(credited)} achievements, the episode {len(unlocked)}: {found}",
             where=place(rollout_id),
         )

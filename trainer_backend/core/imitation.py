@@ -1,4 +1,4 @@
-"""Which decisions the warm-up imitates, and what of them; exports mark the same. Pure."""
+"""Selects the decisions that the warm-up imitates, and the parts to imitate; exports use the same. Pure."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ LABEL = "label"
 
 
 def worth_imitating(step: StepData) -> bool:
-    """Whether to imitate a decision: not if refused, without calls and words, or marked `exploratory`.
+    """Return whether to imitate a decision: not if it was refused, is empty, or is marked `exploratory`.
 
-    With a label, the label's mark counts instead of the action's, which is not imitated. A label was never
-    executed, so the environment did not refuse it.
+    A label is imitated instead of the action, so the label's mark counts. A label was never executed, so it
+    was not refused.
     """
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None
@@ -21,7 +21,7 @@ def worth_imitating(step: StepData) -> bool:
 
 
 def find_target(step: StepData) -> tuple[list[dict[str, Any]], str]:
-    """The calls and words to imitate: those of the label, where another policy labelled the decision."""
+    """Return the calls and the text to imitate, from the label if the decision has one."""
     label = step.action_taken.get(LABEL)
     if label is not None:
         return label["tool_calls"], label["content"] or ""

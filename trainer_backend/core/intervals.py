@@ -1,4 +1,4 @@
-"""Intervals of rates, and the Crafter score with its interval. Pure."""
+"""Confidence intervals of rates, and of the Crafter score. Pure."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,9 +10,10 @@ from trainer_backend.core.statistics import Z_975, Interval, bounded, sample_var
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
-    """[W] share of each world's episodes that unlocked an achievement, by its name in alphabetical order.
+    """Return by achievement, sorted by name, [W] the share of each world's episodes that unlocked it.
 
-    `counts` are the counters at the end of each episode, where a missing name counts 0; `worlds` are of each.
+    `counts` are the counters at the end of each episode, a missing name counting 0; `worlds` are the
+    episodes' worlds.
     """
     plays: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
     for world, item in zip(worlds, counts, strict=True):
@@ -24,7 +25,7 @@ def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str
 
 
 def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> Interval:
-    """The Crafter score of episodes, in percent, with a 95 % interval over worlds.
+    """Compute the Crafter score of episodes, in percent, with a 95 % interval over worlds.
 
         score = exp(m) - 1,   m = mean_i f(p_i),   f(p) = ln(1 + 100 p),   p_i: mean over worlds of the share
                                                    s_wi of a world's episodes that unlocked i, i = 1 .. N
@@ -38,14 +39,14 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
     c_ii is 1. B >= 0 is the jackknife's estimate of the bias: f is concave, so m is too low on average where
     achievements are rare. In d(b) `_unseen_distance` stands for all achievements that no episode unlocked.
 
-    4d960597:bench/score_coverage.py measures how often the interval contains the score. It reaches far up
-    where many achievements are unseen: 100 episodes do not tell a rate of 0 from one of 1 %. It is too narrow
-    where several rare achievements are nearly always unlocked together, and where fewer than ten worlds
-    decide it.
+    4d960597:bench/score_coverage.py measures how often the interval contains the score. The upper bound is
+    high if many achievements are unseen: 100 episodes do not distinguish rates of 0 and 1 %. The interval is
+    too narrow if several rare achievements are nearly always unlocked together, or with fewer than ten
+    worlds.
 
     Args:
         counts: counter of every achievement at the end of each episode; a missing name counts 0.
-        worlds: of each episode.
+        worlds: world of each episode.
 
     Returns:
         The score in percent; the bounds are None for a single world.
@@ -61,7 +62,7 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
         raise ValueError("a score needs episodes, and achievements in them")
     total, worlds_played = len(shares_NW), len(shares_NW[0])
     m = fmean(_log_percent(fmean(shares_W)) for shares_W in shares_NW)
-    score = min(math.expm1(m), 100.0)  # not above by rounding
+    score = min(math.expm1(m), 100.0)  # rounding may exceed 100
     if worlds_played == 1:
         return Interval(score, None, None, 1)
     down_N, up_N = zip(*(_distances(shares_W, len(counts)) for shares_W in shares_NW), strict=True)
@@ -79,7 +80,7 @@ def _log_percent(rate: float) -> float:
 
 
 def _distances(shares_W: Sequence[float], episodes: int) -> tuple[float, float]:
-    """How far f of Wilson's lower and upper bound are from f of the rate."""
+    """Compute the distances of f at Wilson's lower and upper bound from f at the rate."""
     rate = nested_rate_interval(shares_W, episodes)
     assert rate.low is not None and rate.high is not None  # a rate always has an interval
     here = _log_percent(rate.mean)
@@ -87,7 +88,7 @@ def _distances(shares_W: Sequence[float], episodes: int) -> tuple[float, float]:
 
 
 def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[float]) -> float:
-    """d of `crafter_score_interval`: how far a sum's bound is from the sum, by the distances of its terms.
+    """Compute d of `crafter_score_interval`: the distance of a sum's bound, from those of its terms.
 
         d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W, and a_i^2 more of each constant share
 
@@ -105,7 +106,7 @@ def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[fl
 
 
 def _standardise(shares_W: Sequence[float]) -> list[float]:
-    """Shares less their mean, in sample standard deviations; zeros where all are equal."""
+    """Subtract the mean, and divide by the sample standard deviation; zeros if all shares are equal."""
     if min(shares_W) == max(shares_W):
         return [0.0] * len(shares_W)
     deviation = math.sqrt(sample_variance(shares_W))
@@ -113,13 +114,13 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:
-    """How far up the sum of f can be by the K achievements that no episode unlocked.
+    """Bound the share in the sum of f of the K achievements that no episode unlocked.
 
         min(sqrt(K) f(z^2 / (n + z^2)), K f(U / (n K))),   U = k + z^2 / 2 + z sqrt(k + z^2 / 4)
 
-    The first is Wilson's bound for each; in the second their rates together are at most U / n: U is the upper
-    bound of a count's mean where k was counted, and k, how many achievements exactly one world saw, tells as
-    much of the next world as of this one.
+    The first term is Wilson's bound for each. In the second, their rates sum to at most U / n, where k is the
+    number of achievements that exactly one world saw, an estimate of the new ones in a further world, and U
+    is the upper bound of the mean of a count with value k.
 
     Source: Good, Biometrika 40 (1953), p. 237: the k seen once, over n, estimate the unseen probability.
     """
@@ -134,7 +135,7 @@ def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> flo
 
 
 def _jackknife_bias(shares_W: Sequence[float]) -> float:
-    """How much too low f of the rate is on average: (W - 1) (f(p) - mean_w f(p without world w)).
+    """Estimate by how much f of the rate is too low: (W - 1) (f(p) - mean_w f(p without world w)).
 
     Source: Quenouille, Biometrika 43 (1956), p. 353.
     """
@@ -147,12 +148,12 @@ def _jackknife_bias(shares_W: Sequence[float]) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> Interval:
-    """A rate of `successes` in `count` independent trials, one at least, with its 95 % Wilson score interval.
+    """Compute the rate of `successes` in `count` independent trials, with its 95 % Wilson score interval.
 
         centre = (p + z^2 / 2n) / (1 + z^2 / n)
         half   = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
 
-    It stays inside [0, 1], and 0 of n or n of n still has a width, where the normal approximation has none.
+    It stays inside [0, 1], and has a width for 0 or n successes too, unlike the normal approximation.
     Raises ValueError for no trials, and for successes outside 0 .. count.
 
     Source: Wilson, JASA 22 (1927), p. 209.
@@ -165,15 +166,15 @@ def wilson_interval(successes: int, count: int) -> Interval:
 
 
 def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
-    """The mean of rates of worlds that were played several times each, with Wilson's interval.
+    """Compute the mean of the rates of worlds that were played several times, with Wilson's interval.
 
     Episodes of a world are not independent, so Wilson's count n is the effective one, between 1 and E:
 
         n = min(p (1 - p) / v, E) * (t_{E-1} / t_{W-1})^2,   v = sum_w (p_w - p)^2 / (W (W - 1))
 
-    of W worlds with shares p_w of successes, their mean p, and E episodes, at least W; t is Student's 97.5 %
-    quantile. Where p is 0 or 1, v tells nothing, and W stands for the minimum. One episode a world:
-    `wilson_interval`. Raises ValueError without worlds.
+    for W worlds with shares p_w of successes, their mean p, and E >= W episodes; t is Student's 97.5 %
+    quantile. If p is 0 or 1, v is not informative, and W replaces the minimum. With one episode per world
+    this is `wilson_interval`. Raises ValueError without worlds.
 
     Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, with Wilson's interval for theirs.
     """
@@ -186,13 +187,13 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
 
 def paired_success_interval(differences: Sequence[float]) -> Interval:
-    """The mean difference of two players' successes in the same n worlds, with its 95 % interval.
+    """Compute the mean difference of two players' successes in the same n worlds, with its 95 % interval.
 
         p - q +- z sqrt((p + q - (p - q)^2) / (n + 2))
         p = (gains + 1) / (n + 2),   q = (losses + 1) / (n + 2)
 
-    Student's t would have no width where no world differs, and too little where few do. A difference is 1
-    where only the second player succeeded, -1 where only the first did. Raises ValueError without worlds.
+    Student's t would have no width if no world differs, and too little if few do. A difference is 1 if only
+    the second player succeeded, -1 if only the first did. Raises ValueError without worlds.
 
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), p. 479.
     """
@@ -209,7 +210,7 @@ def paired_success_interval(differences: Sequence[float]) -> Interval:
 def _effective_count(shares: Sequence[float], rate: float, episodes: int) -> float:
     worlds = len(shares)
     if worlds == episodes or worlds == 1:
-        return worlds  # independent plays, or no knowledge at all of how worlds differ
+        return worlds  # one play per world, or one world, which does not show how worlds differ
     variance = math.fsum((share - rate) ** 2 for share in shares) / (worlds * (worlds - 1))
     count: float = worlds if rate in (0, 1) else episodes
     if variance > 0:

@@ -1,6 +1,6 @@
-"""The base of every class that declares keys of a job, in the file that reads them.
+"""The base class of all keys of a job. Keys are declared in the file that reads them.
 
-A job's table inherits these classes, so `[training]` is what a loss reads, and nothing is copied.
+A job's table inherits these classes, so a loss reads its keys from `[training]` directly.
 """
 
 from pydantic import ConfigDict
@@ -18,8 +18,8 @@ def refuse_no_share(**shares: float) -> None:
 class Table(Body):
     """Keys of a job; no number may be infinite or NaN.
 
-    The sentence beneath a field is its documentation. job/docs.py reads it from the source: with pydantic's
-    `use_attribute_docstrings` every start would.
+    The sentence beneath a field is its documentation. job/docs.py reads it from the source;
+    `use_attribute_docstrings` of pydantic would read it at every start.
     """
 
     model_config = ConfigDict(allow_inf_nan=False, defer_build=True)

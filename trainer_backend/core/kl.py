@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || reference), in nats, one a sampled token.
+"""Estimates of KL(policy || reference) at each sampled token, in nats.
 
 With d = log policy - log reference, at tokens that the policy sampled:
 
@@ -6,8 +6,8 @@ With d = log policy - log reference, at tokens that the policy sampled:
     k2 = d^2 / 2            biased, small variance
     k3 = exp(-d) - 1 + d    unbiased, never negative
 
-As a loss they differ from what they are as a number: the gradient of k2 is, in expectation, that of
-KL(policy || reference); of k3 that of KL(reference || policy); of k1 it is zero.
+As losses, their expected gradients are: of k2, that of KL(policy || reference); of k3, that of
+KL(reference || policy); of k1, zero.
 
 Source: Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class KlKeys(Table):
-    """Of a KL in the loss."""
+    """Keys of a KL in the loss."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """weight of the KL to the model that RL started from"""
@@ -37,7 +37,7 @@ class KlKeys(Table):
 
 
 def k3(log_ratios: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, for d = log policy - log reference of any shape, in nats."""
+    """Compute exp(-d) - 1 + d for d = log policy - log reference of any shape, in nats."""
     return (-log_ratios).expm1() + log_ratios
 
 
@@ -49,10 +49,10 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
-    """sum(w * k(d)): the estimate of KL(policy || reference) as a number to look at (nats).
+    """Compute sum(w * k(d)), the estimate of KL(policy || reference) as a metric (nats).
 
-    All three are of one shape, log-probs in nats; a token of weight 0 is not read. Raises ValueError for
-    another name.
+    All three tensors have one shape, log-probs in nats; tokens of weight 0 are not read. Raises ValueError
+    for an unknown name.
     """
     if name not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {name!r}{did_you_mean(name, KL_ESTIMATORS)}")
@@ -60,10 +60,10 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
-    """The same sum as a loss that keeps the policy near the reference; k2 or k3.
+    """Compute sum(w * k(d)) as a loss that keeps the policy near the reference, with k2 or k3.
 
-    Arguments as in `kl_estimate`. Raises ValueError for another name, and for k1, whose gradient E[grad log
-    policy] is zero in expectation: as a loss it adds noise and holds nothing back.
+    Arguments as in `kl_estimate`. Raises ValueError for an unknown name, and for k1, whose expected gradient,
+    E[grad log policy], is zero.
     """
     if name == "k1":
         raise ValueError("k1 as a loss has zero expected gradient, so it would only add noise; use k2 or k3")

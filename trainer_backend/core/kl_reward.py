@@ -1,4 +1,4 @@
-"""KL to the reference policy as a part of r_t: decisions pay for their distance from it. Pure, on floats."""
+"""KL to the reference policy as a cost in r_t. Pure, on floats."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class KlRewardKeys(Table):
     """estimator of that KL; only k1 has its gradient (docs/credit.md)"""
 
 
-# Of d = log policy - log reference; as tensors, with their properties, in core.kl.
+# Estimates as functions of d = log policy - log reference; see core.kl for tensors and their properties.
 _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2.0,
@@ -37,7 +37,7 @@ _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling."""
+    """Log-probs of an episode's sampled tokens under two policies, at the temperature of sampling."""
 
     policy_T: Sequence[Sequence[float]]
     """For each decision, the log-probs of its tokens under the policy before the update (nats)."""
@@ -48,42 +48,42 @@ class ScoredTokens:
     def of(
         cls, segments: Sequence[Segment], policy: Sequence[Row], reference: Sequence[Row]
     ) -> "ScoredTokens":
-        """From log-probs as the learner scores them: for each segment, of its sampled tokens."""
+        """Build from the learner's log-probs of each segment's sampled tokens."""
         return cls(by_decision(segments, policy), by_decision(segments, reference))
 
     def over(self, decisions: int) -> "ScoredTokens":
-        """Pad to this many decisions: the last ones of an episode may have sampled no token."""
+        """Pad to this number of decisions: the last ones of an episode may have sampled no token."""
         rows: list[list[float]] = [[] for _ in range(decisions - len(self.policy_T))]
         return ScoredTokens([*self.policy_T, *rows], [*self.reference_T, *rows])
 
 
 def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") -> list[list[float]]:
-    """For each decision, the estimate of KL(policy || reference) at each of its tokens, in nats.
+    """Estimate KL(policy || reference) at each token of each decision, in nats.
 
-    Raises RewardError, by the name of its decision, where a log-prob is missing or not finite.
+    Raises RewardError with the decision if a log-prob is missing or not finite.
     """
     estimate = _ESTIMATES[kind]
     rows: list[list[float]] = []
     for t, (own_L, other_L) in enumerate(zip(scored.policy_T, scored.reference_T, strict=True)):
         if len(own_L) != len(other_L) or not all(map(math.isfinite, (*own_L, *other_L))):
-            told = f"log-probs {list(own_L)} and, of the reference, {list(other_L)}"
-            raise RewardError(f"{told}; the KL needs both of each token", where=place(rollout_id, t + 1))
+            found = f"log-probs {list(own_L)} and, of the reference, {list(other_L)}"
+            raise RewardError(f"{found}; the KL needs both of each token", where=place(rollout_id, t + 1))
         differences = (a - b for a, b in zip(own_L, other_L, strict=True))
         rows.append([estimate(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, d))) for d in differences])
     return rows
 
 
 def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]:
-    """[T] the part of r_t that the KL is:  -coef * sum over the tokens of decision t of k(d).
+    """Compute [T] the cost of KL in r_t: -coef * sum of k(d) over the tokens of decision t.
 
-    With d = log policy - log reference at a sampled token, and gamma 1, what each kind does as a reward:
+    With d = log policy - log reference at a sampled token, and gamma 1, the kinds act as a reward as follows:
 
-        k1 = d             its expected gradient is that of KL(policy || reference), exactly: the usual one
-        k2 = d^2 / 2       near the reference it pulls to second order only: next to nothing
-        k3 = e^-d - 1 + d  the right number, but the gradient of KL(policy || reference) less that of
-                           KL(reference || policy): near the reference the two cancel, and nothing pulls
+        k1 = d             its expected gradient is exactly that of KL(policy || reference); the usual choice
+        k2 = d^2 / 2       near the reference, its pull is of second order: almost none
+        k3 = e^-d - 1 + d  unbiased as a number, but its gradient is that of KL(policy || reference) minus
+                           that of KL(reference || policy), which cancel near the reference: no pull
 
-    So k2 and k3, which as a *loss* descend a KL each (core.kl), hardly hold a policy as a reward.
+    So k2 and k3, which as a *loss* each descend a KL (core.kl), hardly restrain a policy as a reward.
 
     `estimates` are those of `kl_estimates`, in nats; `coef` is in reward units per nat.
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of sampled tokens from hidden states, a chunk of tokens at a time."""
+"""Computes log-probs and entropies of sampled tokens from hidden states, in chunks of tokens."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,25 +6,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Logits, their log-softmax and one more of that size live at a time, 4 bytes each.
+# Three tensors of the logits' size exist at a time: logits, log-softmax and a temporary; 4 bytes each.
 BYTES_PER_LOGIT = 12
-# A row of the smallest vocabularies fits any budget; beyond this many rows a product gains nothing.
+# Larger chunks would not speed up the product; small vocabularies would otherwise fit any number of tokens.
 MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """How log-probs are read off logits, and the way back. With z = logits / temperature, for C tokens."""
+    """Computes log-probs from logits, and gradients. With z = logits / temperature, for C tokens."""
 
     read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    """(logits [C, V], targets [C], temperatures [C]) to log-probs, entropies and log sum exp z, [C] each. The
+    """(logits [C, V], targets [C], temperatures [C]) -> log-probs, entropies and log sum exp z, [C] each. The
     logits may be overwritten."""
     back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    """(logits, targets, temperatures, entropies, log sum exp z, gradients by log-probs and by entropies) to
-    the gradient by the logits [C, V], which may be written over them."""
+    """(logits, targets, temperatures, entropies, log sum exp z, gradients of log-probs and of entropies) ->
+    the gradient of the logits [C, V], which may overwrite them."""
 
 
 class LogitMap(NamedTuple):
-    """What a model makes of its head's products before they are logits.
+    """The map from the products of a model's head to its logits.
 
     logits = cap * tanh(scale * products / cap),   without a cap: scale * products
     """
@@ -33,7 +33,7 @@ class LogitMap(NamedTuple):
     cap: float | None = None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """The logits; of a map that changes nothing the products themselves."""
+        """Return the logits; for the identity, the products themselves."""
         scaled = products if self.scale == 1.0 else products * self.scale
         return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
 
@@ -42,7 +42,7 @@ PLAIN = LogitMap()
 
 
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
-    """Tokens whose logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
+    """Return how many tokens' logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
     return max(1, min(MOST_TOKENS, budget_bytes // (BYTES_PER_LOGIT * vocabulary)))
 
 
@@ -58,14 +58,14 @@ def chunked_logprobs(
     bias_V: Tensor | None = None,
     logits: LogitMap = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution, under softmax(logits / temperature).
+    """Compute each target's log-prob and its distribution's entropy, under softmax(logits / temperature).
 
         logits = map(hidden_ND @ head_weight_VD.T + bias_V)
         logp_n = log softmax(logits_n / temperature_n)[target_n]
 
-    Only `chunk` rows of logits exist at a time, in the forward pass and, recomputed, in the backward pass:
-    memory is chunk * V, not N * V. Logits are float32 or better, whatever the model computes in: a logit of
-    20 rounded to bfloat16 may be off by 0.06, and so would be its log-prob.
+    Only `chunk` rows of logits exist at a time, so memory is chunk * V, not N * V; the backward pass
+    recomputes them. Logits are float32 or better, whatever the model's dtype: bfloat16 could round a logit of
+    20, and so its log-prob, by 0.06.
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
@@ -73,9 +73,9 @@ def chunked_logprobs(
         target_N: int64 token ids.
         temperature_N: above 0.
         chunk: tokens at a time.
-        factors: what both factors of the product are rounded to; its sums stay float32. None: as given.
-        reading: of the logits; None: `BY_TORCH`.
-        bias_V: what the LM head adds; None: nothing.
+        factors: dtype to which both factors of the product are rounded; sums are float32. None: not rounded.
+        reading: computes log-probs from logits; None: `BY_TORCH`.
+        bias_V: bias of the LM head; None: no bias.
         logits: the map from products to logits.
 
     Returns:
@@ -88,11 +88,11 @@ def chunked_logprobs(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    if logits.cap is None and logits.scale != 1.0:  # a scale is a temperature's inverse
+    if logits.cap is None and logits.scale != 1.0:  # a scale acts as an inverse temperature
         temperature_N, logits = temperature_N / logits.scale, PLAIN
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
-        # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.
+        # With a single chunk, recomputation would save no memory.
         products_NV = hidden_ND @ head_weight_VD.T
         logits_NV = logits(products_NV if bias_V is None else products_NV + bias_V)
         logp_NV = (logits_NV / temperature_N[:, None]).log_softmax(dim=-1)
@@ -106,13 +106,13 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps hidden states, head and [N] columns; tensors as wide as the vocabulary are recomputed.
+    """Saves hidden states, head and [N] columns; recomputes tensors as wide as the vocabulary.
 
     With p = softmax(z / T) and H its entropy:
 
         d logp_n / dz = (onehot(target) - p) / T        dH / dz = -p * (log p + H) / T
 
-    and by the products, where there is a cap, scale * (1 - (z / cap)^2) of that.
+    With a cap, the gradient of the products is that times scale * (1 - (logits / cap)^2).
     """
 
     @staticmethod
@@ -144,14 +144,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_ND, head_VD, bias_V, *columns_N = ctx.saved_tensors
         hidden, head = hidden_ND.to(ctx.factors), head_VD.to(ctx.factors)
         d_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        # Summed in float32: over many chunks, bfloat16 would lose what a chunk adds.
+        # Summed in float32: a bfloat16 sum over many chunks would lose small terms.
         wide = columns_N[-1].dtype
         d_head = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias_V, dtype=wide) if ctx.needs_input_grad[2] else None
         columns_N += [gradient_N.contiguous() for gradient_N in gradients_N]
         for part in _parts(len(hidden_ND), ctx.chunk):
             logits_CV = _logits(hidden[part], head, bias_V, ctx.logits)
-            slope_CV = _slope(logits_CV, ctx.logits)  # before the reading writes over the logits
+            slope_CV = None
+            if ctx.logits.cap is not None:  # computed first, because `back` overwrites the logits
+                slope_CV = (logits_CV / ctx.logits.cap).square_().neg_().add_(1.0).mul_(ctx.logits.scale)
             d_CV = ctx.reading.back(logits_CV, *(column[part] for column in columns_N))
             if slope_CV is not None:
                 d_CV = d_CV.mul_(slope_CV)
@@ -169,20 +171,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, logits: LogitMap) -> Tensor:
-    """[C, V] in one tensor."""
+    """Compute [C, V] logits, in place on the products."""
     products_CV = wide_product(hidden_CD, head_VD.T)
     if bias_V is not None:
         products_CV.add_(bias_V)
     if logits.scale != 1.0:
         products_CV.mul_(logits.scale)
     return products_CV if logits.cap is None else products_CV.div_(logits.cap).tanh_().mul_(logits.cap)
-
-
-def _slope(logits_CV: Tensor, logits: LogitMap) -> Tensor | None:
-    """[C, V] the derivative of logits by products; None where it is 1."""
-    if logits.cap is None:
-        return None
-    return (logits_CV / logits.cap).square_().neg_().add_(1.0).mul_(logits.scale)
 
 
 def _read(logits_CV: Tensor, target_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +198,7 @@ def _back(
     by_logprob_C: Tensor,
     by_entropy_C: Tensor,
 ) -> Tensor:
-    """In place, since nothing here is as large as the logits."""
+    """Compute the gradient of the logits, in place to save memory."""
     temperature_C1, by_logprob_C1 = temperature_C[:, None], by_logprob_C[:, None]
     logp_CV = logits_CV.div_(temperature_C1).sub_(total_C[:, None])
     p_CV = logp_CV.exp()
@@ -215,7 +210,7 @@ BY_TORCH = Reading(_read, _back)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, whose sums and result are float32 or better."""
+    """Compute a @ b with sums and result in float32 or better."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == wide:
         return a @ b
@@ -225,7 +220,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without a buffer of the size of `total`, which is of the width of `wide_product`."""
+    """Add a @ b to `total`, which has the dtype of `wide_product`, without a buffer of its size."""
     if a.is_cuda and a.dtype != total.dtype:
         if adds_wide():
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -236,12 +231,12 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_wide() -> bool:
-    """Whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
+    """Return whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def adds_wide() -> bool:
-    """Whether such a product can be added to a float32 tensor (torch 2.10; before, only to a low one)."""
+    """Return whether torch can add a low-precision product to a float32 tensor (torch 2.10)."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
 

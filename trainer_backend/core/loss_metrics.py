@@ -1,4 +1,4 @@
-"""What to watch while a clipped loss trains."""
+"""Metrics of a clipped loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def clip_metrics(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> dict[str, float]:
-    """How far the policy has moved from the proximal one, over tokens of weight above 0.
+    """Measure how far the policy has moved from the proximal policy, over tokens of weight above 0.
 
         loss/clip_low_share    weighted share of tokens held at 1 - clip_low (negative advantage)
         loss/clip_high_share   ... at 1 + clip_high (positive advantage)
         loss/ratio_mean        weighted mean of the ratio
-        loss/ratio_min, _max   its bounds; absent where no token has a weight, as an aggregation may decide
+        loss/ratio_min, _max   its bounds; absent if no token has a weight
 
-    Arguments as in `losses.clipped_policy_loss`. Shares and means are sums over the weights given, so
-    those of the cuts of a step add up to the step's (`merge_metrics`).
+    Arguments as in `losses.clipped_policy_loss`. Shares and means are weighted sums, so the metrics of a
+    step's micro-batches add up (`merge_metrics`).
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).detach().exp()
     held_low = (ratio < 1.0 - keys.clip_low) & (advantages < 0)
@@ -43,22 +43,21 @@ def clip_metrics(
 
 
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """[N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
+    """Estimate [N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
 
-    Never below 0, not even by rounding, so a sum over some tokens never exceeds that over all. Takes the
-    tokens' own log-probs, not those of `losses.level_ratios`: in the mean of a unit, opposite moves cancel.
+    Never below 0, so a partial sum never exceeds the whole. Takes the tokens' own log-probs, not those of
+    `losses.level_ratios`, because opposite changes cancel in the mean of a unit.
     """
     return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach()).clamp(min=0.0)
 
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's cuts: `_min` and `_max` by name, everything else adds up."""
+    """Merge the metrics of a step's micro-batches: minimum of `_min`, maximum of `_max`, sum of others."""
     return _merge(parts, sum)
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an iteration from those of its steps, each over the steps that have it: `_min` and `_max` by
-    name, of everything else the mean."""
+    """Merge the metrics of an iteration's steps: minimum of `_min`, maximum of `_max`, mean of others."""
     return _merge(parts, lambda values: sum(values) / len(values))
 
 

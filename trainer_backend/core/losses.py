@@ -1,6 +1,7 @@
-"""Losses over sampled tokens. Every sum is weighted by `core.aggregation`, so it adds up over any cut.
+"""Losses over sampled tokens. Sums are weighted by `core.aggregation`, so micro-batches add up.
 
-Tensor methods only: the plug board names these functions, and the orchestrator that reads it has no torch.
+Torch is not imported, only methods of tensors are used: the orchestrator, which reads the plug board, has no
+torch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from trainer_backend.core.keys import Table
 if TYPE_CHECKING:
     from torch import Tensor
 
-# exp(20) is 5e8: beyond it a ratio says only "far away", and inf * 0 would be a NaN in the gradient.
+# exp(20) is 5e8. Without a limit, a ratio may be infinite, and inf * 0 a NaN in the gradient.
 LOG_RATIO_LIMIT = 20.0
 
 
 class RangeKeys(Table):
-    """How far a ratio may move before its gradient stops: to [1 - clip_low, 1 + clip_high]."""
+    """The range of ratios, [1 - clip_low, 1 + clip_high], outside which their gradient stops."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """ratios are clipped below 1 - clip_low; at 1 none are"""
@@ -30,7 +31,7 @@ class RangeKeys(Table):
 
 
 class ClipKeys(RangeKeys):
-    """With clip_dual a token of negative advantage is also held once its ratio is above that."""
+    """With clip_dual, the gradient of tokens with negative advantage also stops above that ratio."""
 
     clip_dual: float | None = Field(default=None, gt=1)
     """upper clip of ratios with a negative advantage"""
@@ -45,7 +46,7 @@ class ClipKeys(RangeKeys):
 
 
 class SapoKeys(Table):
-    """Keys of `sapo_loss`, which has no range."""
+    """Keys of `sapo_loss`, which has no clip range."""
 
     tau_pos: float = Field(default=1.0, gt=0)
     """sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages"""
@@ -53,7 +54,7 @@ class SapoKeys(Table):
     """sapo: the same for negative advantages"""
 
 
-# log-probs of the policy and of the proximal one, advantages, weights, and the keys of the plug.
+# (log-probs, proximal log-probs, advantages, weights, keys of the plug) -> loss.
 PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", Any], "Tensor"]
 RatioLevel = Literal["token", "decision", "episode"]
 
@@ -64,20 +65,20 @@ class LossPlug:
 
     compute: PolicyLoss
     keys: type[Table] = Table
-    """What it reads of `[training]`; keys that [training] lacks stand in `[algorithm.NAME]`."""
+    """The keys that it reads from `[training]`, or from `[algorithm.NAME]` if [training] lacks them."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
     """Defaults from its paper, by dotted key of the job; the job's own values win."""
 
     @property
     def clips(self) -> bool:
-        """Whether it keeps a ratio near 1: only losses with keys do."""
+        """Return whether it keeps ratios near 1; only losses with keys do."""
         return bool(self.keys.model_fields)
 
 
 def clipped_policy_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: ClipKeys
 ) -> Tensor:
-    """The clipped surrogate of PPO, negated, as a weighted sum over tokens.
+    """Compute the negated clipped surrogate of PPO, as a weighted sum over tokens.
 
         ratio = exp(logprobs - proximal_logprobs)
         loss  = -sum(w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A))
@@ -85,18 +86,18 @@ def clipped_policy_loss(
     With clip_dual = c, where A < 0 the term is max(c * A, the one above).
 
     Args:
-        logprobs: of the policy in training (nats); [N], or any shape that the other three share.
-        proximal_logprobs: of the same learner before the step; no gradient.
-        advantages: of the decision that sampled the token, in reward units.
-        weights: of `core.aggregation`, times any of `core.behaviour`. Where it is 0 the token is padding:
-            whatever else stands there, NaN included, touches neither loss nor gradient.
+        logprobs: under the policy in training (nats); [N], or any shape that the other three share.
+        proximal_logprobs: under the learner's weights before the step; no gradient.
+        advantages: in reward units.
+        weights: from `core.aggregation`, times those of `core.behaviour`. A token of weight 0 is padding: its
+            other values, even NaN, affect neither loss nor gradient.
         keys: the clip range.
 
     Returns:
         Scalar, in reward units.
 
     Source: Schulman et al., PPO, arXiv:1707.06347, eq. 7; two-sided range: DAPO, arXiv:2503.14476, eq. 10;
-    dual clip: Ye et al., arXiv:1912.09729, eq. 5. It is off by default here, and always on, at 3, in verl.
+    dual clip: Ye et al., arXiv:1912.09729, eq. 5; off by default here, always 3 in verl.
     """
     # Mask before exp(): a NaN on a padded token would survive a mask applied afterwards, in the gradient.
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
@@ -112,15 +113,15 @@ def clipped_policy_loss(
 def cispo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> Tensor:
-    """Policy gradient with a clipped ratio as its weight, negated: every token keeps a gradient.
+    """Compute the negated policy gradient weighted by a clipped ratio: every token keeps a gradient.
 
         loss = -sum(w * stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob)
 
-    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. With clip_low = 1 it clips above
-    alone, as the paper does.
+    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. With clip_low = 1 only high
+    ratios are clipped, as in the paper.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: tokens count the same, no lower bound; it does not tell
-    its upper one. ScaleRL, arXiv:2510.13786, holds ratios at about 5, which is clip_high = 4.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: equal token weights, no lower bound; the upper bound is
+    not published. ScaleRL, arXiv:2510.13786, uses a bound of about 5, which is clip_high = 4.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
     clipped = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high)
@@ -130,18 +131,18 @@ def cispo_loss(
 def sapo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: SapoKeys
 ) -> Tensor:
-    """A soft gate instead of the clip, negated: the gradient fades as a ratio leaves 1, but never stops.
+    """Compute the negated surrogate with a soft gate: gradients fade as a ratio leaves 1, but never stop.
 
         loss     = -sum(w * gate(ratio) * A)
         gate(r)  = 4 / tau * sigmoid(tau * (r - 1)),     tau = tau_pos where A > 0, else tau_neg
         gradient = -w * 4 p (1 - p) * ratio * A of each logprob,     p = sigmoid(tau * (ratio - 1))
 
-    At ratio 1 that is the policy gradient for every tau. A higher tau fades faster; the paper lets tau_neg be
-    the higher one, as what pushes a token down lifts all the others. Arguments and result as in
-    `clipped_policy_loss`; of the keys only the taus are read.
+    At ratio 1 this is the policy gradient for every tau. A higher tau fades faster. In the paper tau_neg is
+    higher, because lowering one token's probability raises those of all others. Arguments and result as in
+    `clipped_policy_loss`.
 
-    Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8; it weighs sequences alike, which are a decision's
-    tokens here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
+    Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8, with equal weights of sequences; a sequence is a
+    decision here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
     masked_advantages = _masked(advantages, weights)
@@ -156,10 +157,10 @@ def _soft_gate(ratio: Tensor, tau: float) -> Tensor:
 def policy_gradient_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: Table
 ) -> Tensor:
-    """The plain policy gradient, negated: -sum(w * A * logprob).
+    """Compute the negated plain policy gradient: -sum(w * A * logprob).
 
-    Neither the proximal log-probs nor the keys are read, so nothing corrects for what earlier steps of the
-    iteration changed: exact for the first step. Arguments and result as in `clipped_policy_loss`.
+    Proximal log-probs and keys are not read, so earlier steps of the iteration are not corrected for: exact
+    only in the first step. Arguments and result as in `clipped_policy_loss`.
 
     Source: Williams, REINFORCE, 1992.
     """
@@ -167,32 +168,32 @@ def policy_gradient_loss(
 
 
 def level_ratios(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Return log-probs whose ratio to the proximal ones is their whole unit's ratio: for `ratio_level`.
+    """Return log-probs whose ratio to the proximal ones is the ratio of the token's unit (`ratio_level`).
 
         log s_u = mean of (logprob - proximal) over the tokens of unit u
         result  = proximal + log s_u + (logprob - stop_gradient(logprob))
 
-    So every token of a unit has the ratio s_u, and a gradient of its own: over the unit they sum to that of
-    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO. `means`
-    are log s_u of each token's unit, as `unit_means` gives them; all three are of one shape, as in
-    `clipped_policy_loss`, and a loss gets the result instead of `logprobs`.
+    Every token of a unit has the ratio s_u, and its own gradient. With equal weights, the gradients of a unit
+    sum to that of s_u. With the clipped loss and decisions as units this is GSPO. `means` are log s_u of each
+    token's unit, from `unit_means`. The tensors have one shape; a loss takes the result instead of
+    `logprobs`.
 
-    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
-    clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.
+    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (sequence ratio) and 14 (gradient per token). It clips
+    at 3e-4 and 4e-4 (section 5.1), with equal weights of sequences; a sequence is a decision here.
     """
     return attach_gradient(logprobs, proximal_logprobs + means)
 
 
 def attach_gradient(logprobs: Tensor, values: Tensor) -> Tensor:
-    """`values`, which have no gradient of their own, with the gradient of `logprobs`."""
+    """Return `values`, which have no gradient, with the gradient of `logprobs`."""
     return values + (logprobs - logprobs.detach())
 
 
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
-    """[N] mean of the log-ratios over the tokens of each token's unit, without gradient.
+    """Compute [N] the mean log-ratio over each token's unit, without gradient.
 
-    `units` are int64, equal for tokens of one unit, whose tokens have to be here all together; `log_ratios`
-    are nats, as `log_ratio` gives them; tokens of weight 0 are not counted.
+    `units` are int64, equal for tokens of one unit, all of which must be present; `log_ratios` are nats, from
+    `log_ratio`; tokens of weight 0 are not counted.
     """
     counted = (weights != 0).to(log_ratios.dtype)
     sums = counted.new_zeros(int(units.max()) + 1)
@@ -201,23 +202,23 @@ def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, other_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """logprobs - other_logprobs (nats), within +-LOG_RATIO_LIMIT; 0 where the weight is 0."""
+    """Compute logprobs - other_logprobs (nats), within +-LOG_RATIO_LIMIT; 0 where the weight is 0."""
     difference = (logprobs - other_logprobs).where(weights != 0, 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _masked(values: Tensor, weights: Tensor) -> Tensor:
-    """0 where the weight is 0, before anything is multiplied: NaN * 0 would be NaN, in the gradient too."""
+    """Set values to 0 where the weight is 0, before any product: NaN * 0 is NaN, in gradients too."""
     return values.where(weights != 0, 0.0)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """sum(w * value) over tokens whose weight is not 0; a scalar in the unit of the values."""
+    """Compute sum(w * value) over tokens of weight other than 0; a scalar in the unit of the values."""
     return (_masked(values, weights) * weights).sum()
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
-    """-sum(w * H) in nats: added with a coefficient, it keeps the policy spread out.
+    """Compute -sum(w * H) in nats: added with a coefficient, it keeps the policy's entropy high.
 
     Source: Mnih et al., A3C, arXiv:1602.01783, section 4.
     """

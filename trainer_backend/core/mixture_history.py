@@ -1,6 +1,6 @@
-"""The history of a mixture: metrics of earlier iterations. Later choices depend on nothing else. Pure.
+"""The history of a mixture: metrics of earlier iterations, on which later choices depend. Pure.
 
-A resumed run still has these metrics, so it makes the same choices as without the interruption.
+A resumed run has the same metrics, so it makes the same choices as an uninterrupted run.
 """
 
 import math
@@ -21,20 +21,20 @@ class Past:
     iteration: int
     """Its number, from 1."""
     episodes: Mapping[str, float]
-    """By policy, the number of episodes that it sampled; without policies that sampled none."""
+    """By policy, the number of episodes that it sampled, above 0."""
     outcomes: Mapping[str, float]
-    """By policy, the mean outcome of these episodes."""
+    """By policy, the mean outcome of its episodes."""
     counted: Mapping[str, float] = field(default_factory=dict)
-    """By policy, how much its samples counted in the update (`behaviour.counted_share`)."""
+    """By policy, `behaviour.counted_share` of its samples in the update."""
 
 
 def metric_name(policy: str, name: str) -> str:
-    """The name of one policy's metric."""
+    """Return the name of a policy's metric."""
     return f"mixture/{policy}/{name}"
 
 
 def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
-    """The iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
+    """Read the iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
 
     def by_policy(row: Mapping[str, Any], name: str) -> dict[str, float]:
         values = {policy: row.get(metric_name(policy, name)) for policy in (ACTOR, *fixed)}
@@ -53,7 +53,7 @@ def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[
 
 
 def mean_over(past: Iterable[Past], policies: Collection[str], *, of: str) -> float | None:
-    """Mean of OUTCOME or COUNTED over all episodes of these policies; None where none is known."""
+    """Compute the mean of OUTCOME or COUNTED over the episodes of these policies; None if none is known."""
     known = [
         (item.episodes[policy], values[policy])
         for item in past

@@ -1,14 +1,14 @@
-"""How the samples of one behaviour policy train: the three objectives of a mixture (DESIGN.md 4.10).
+"""The three objectives that train the samples of a behaviour policy (DESIGN.md 4.10).
 
-With pi the policy in training, p the proximal one (the learner's before the step) and mu who sampled:
+With pi the policy in training, p the proximal policy (the learner before the step) and mu the sampler:
 
     decoupled     the job's loss, its ratio pi/p, times the truncated weight p/mu    three policies
     single_ratio  the job's loss, its ratio pi/mu                                    as source 4 publishes it
     reinforce     -sum(w * truncated(pi/mu) * A * log pi)                            no clip
 
-The actor's own samples are `decoupled`: mu is the version that sampled them, and the weight corrects for
-staleness. `single_ratio` ties the trust region to a model that never moves, so more and more tokens are
-clipped as the actor leaves it. `reinforce` has no trust region; it only truncates.
+The actor's own samples use `decoupled`: mu is the version that sampled them, and the weight corrects for
+staleness. `single_ratio` centres the trust region on a fixed model, so more and more tokens are clipped as
+the actor moves away from it. `reinforce` has no trust region; it only truncates.
 
 Tensor methods only: see `core.losses`.
 """
@@ -40,22 +40,22 @@ class Tokens:
     """[N] columns of tokens that one policy sampled."""
 
     logprobs: Tensor
-    """Those of the policy in training (nats), with gradient."""
+    """Under the policy in training (nats), with gradient."""
     proximal_logprobs: Tensor
-    """Those of the learner before the step."""
+    """Under the learner's weights before the step."""
     behaviour_logprobs: Tensor
-    """As their sampler drew them."""
+    """Under the sampler."""
     advantages: Tensor
     """In reward units."""
     weights: Tensor
-    """As `core.aggregation` gives them."""
+    """From `core.aggregation`."""
     behaviour_weights: Tensor
-    """Truncated proximal/behaviour, made before the first step."""
+    """Truncated proximal/behaviour, computed before the first step."""
     units: Tensor
     """int64, equal for tokens of one unit of the objective's `unit_level`."""
 
     def at(self, chosen: Tensor | slice) -> Tokens:
-        """Some of them."""
+        """Return the columns of some of the tokens."""
         return Tokens(**{column.name: getattr(self, column.name)[chosen] for column in fields(self)})
 
 
@@ -67,31 +67,34 @@ class Objective:
     loss: PolicyLoss
     clip: ClipKeys
     ratio_level: RatioLevel
-    """Whether a clipped ratio is that of a token, its decision or its episode."""
+    """Whether a clipped ratio is that of a token, a decision or an episode."""
     weighting: WeightKeys
-    """Truncates the weight of the policy that sampled."""
+    """Truncates behaviour weights."""
     trains_head: bool = True
     """Whether a critic learns from the samples."""
     samples_truncated: bool = False
-    """Whether the sampler cannot sample some of the tokens."""
+    """Whether the sampler excludes some tokens (top-k, top-p)."""
 
     @property
     def clips(self) -> bool:
-        """Whether a ratio is held within a range."""
+        """Return whether a ratio is held within a range."""
         return self.kind != "reinforce"
 
     @property
     def unit_level(self) -> RatioLevel:
-        """What has to be known as a whole before any of its tokens can train."""
+        """Return the unit whose tokens must all be scored before any of them can train."""
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:
-        """[N] log-probs that the ratio of the policy in training is taken to."""
+        """Return [N] the log-probs in the denominator of the ratio."""
         return tokens.proximal_logprobs if self.kind == "decoupled" else tokens.behaviour_logprobs
 
     def unit_logs(self, tokens: Tokens) -> Tensor | None:
-        """[N] what the tokens of a unit share, None where each has its own: the log of their ratio, a mean,
-        or for `reinforce` of their weight, a sum. All tokens of each unit that has one must be here."""
+        """Compute [N] the log that the tokens of a unit share; None if each token is a unit.
+
+        It is the log of their ratio, a mean; or for `reinforce` of their weight, a sum. All tokens of a unit
+        must be present.
+        """
         if self.unit_level == "token":
             return None
         units = tokens.units - tokens.units.min()
@@ -100,21 +103,21 @@ class Objective:
         ratios = log_ratio(tokens.logprobs, self.denominators(tokens), tokens.weights)
         return unit_means(units, ratios, tokens.weights)
 
-    def levelled(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """[N] log-probs whose ratio to the denominators is the ratio of the token's unit."""
+    def level_logprobs(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
+        """Return [N] log-probs whose ratio to the denominators is the ratio of the token's unit."""
         if unit_logs is None or not self.clips:
             return tokens.logprobs
         return level_ratios(unit_logs, tokens.logprobs, self.denominators(tokens))
 
     def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """The loss of these tokens, in reward units; the losses of a step's cuts add up."""
-        levelled, denominators = self.levelled(tokens, unit_logs), self.denominators(tokens)
+        """Compute the loss of these tokens, in reward units; losses of micro-batches add up."""
+        logprobs, denominators = self.level_logprobs(tokens, unit_logs), self.denominators(tokens)
         weights, loss = tokens.weights, self.loss
         if self.kind == "decoupled":
             weights = weights * tokens.behaviour_weights
         elif self.kind == "reinforce":
-            # Truncated pi/mu, of the policy as it is after the steps so far.
+            # Truncated pi/mu, with the current policy.
             if unit_logs is None:
                 unit_logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None)
             weights, loss = weights * truncated(unit_logs, self.weighting), policy_gradient_loss
-        return loss(levelled, denominators, tokens.advantages, weights, self.clip)
+        return loss(logprobs, denominators, tokens.advantages, weights, self.clip)

@@ -1,4 +1,4 @@
-"""The shapes of the small models that `model.preset` names. No torch: a job is checked against them."""
+"""The shapes of the small models that `model.preset` names. No torch, because checks of a job read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The shape of a preset. Key and value heads equal the query heads: no repetition in attention.
+    """The shape of a preset. It has as many key and value heads as query heads.
 
-    A head has 32 numbers at least: the fewest that attention of vLLM on a CPU takes, so a checkpoint runs
-    there too.
+    Head dimensions are at least 32, the least that vLLM supports on a CPU.
     """
 
     width: int
@@ -25,7 +24,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "tiny-0.3m": Preset(width=96, layers=2, heads=3, head_dim=32, mlp_width=256),
         "tiny-0.8m": Preset(width=128, layers=3, heads=4, head_dim=32, mlp_width=384),
-        # For a GPU, where each layer costs kernels to start in every pass: few layers, and wide ones.
+        # For a GPU, where every layer costs kernel launches: few, wide layers.
         "small-26m": Preset(width=512, layers=6, heads=8, head_dim=64, mlp_width=2048),
     }
 )

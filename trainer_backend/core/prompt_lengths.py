@@ -1,4 +1,4 @@
-"""The length of a prompt in tokens: the learner has the tokenizer, and the orchestrator has the rows."""
+"""Interface to measure prompts in tokens: the orchestrator has the rows, the learner has the tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -8,7 +8,7 @@ class LongPrompt(NamedTuple):
     """A prompt that is longer than a limit."""
 
     place: int
-    """Its index among the prompts that were measured."""
+    """Its index among the measured prompts."""
     tokens: int
     is_bound: bool = False
     """Whether `tokens` is a lower bound: counting stops far beyond the limit."""

@@ -35,5 +35,5 @@ def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
 
 
 def discounted_sizes(rewards_T: Sequence[float], gamma: float) -> list[float]:
-    """[T] returns-to-go of |r_t|: what rounding errors of `discounted_returns` are measured by."""
+    """Compute [T] returns-to-go of |r_t|: rounding errors of `discounted_returns` are relative to them."""
     return discounted_returns([abs(reward) for reward in rewards_T], gamma)

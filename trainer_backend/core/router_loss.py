@@ -1,11 +1,11 @@
-"""The loss that spreads tokens evenly over the experts of a mixture, and metrics of their load.
+"""The load-balancing loss of a mixture of experts, and metrics of the load.
 
-With f_e the share of tokens that are sent to expert e, P_e its mean probability by the router, both over all
-tokens and layers, and E experts:
+With f_e the share of tokens that are sent to expert e, P_e its mean router probability, both over all tokens
+and layers, and E experts:
 
     loss = E * sum_e f_e * P_e
 
-Of k experts a token it is k where the load is even, else more. Its gradient is that of P alone.
+With k experts per token, the loss is k for an even load, otherwise more. Only P has a gradient.
 
 Source: Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6; over the layers as in
 transformers' `load_balancing_loss_func`.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RouterKeys(Table):
-    """Of the router of a mixture of experts."""
+    """Keys of the router of a mixture of experts."""
 
     router_aux_coef: float | None = Field(default=None, ge=0)
     """weight of the loss that spreads tokens over experts, of a model that has them, in the updates of the
@@ -33,18 +33,18 @@ class RouterKeys(Table):
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:
-    """The loss, or its part for some of the tokens; the parts add up.
+    """Compute the loss, or its part for some of the tokens; parts add up.
 
     Args:
-        probability_E: sums of the router's probabilities over these tokens and their layers.
-        sent_E: how many of all tokens were sent to each expert, over the layers; without gradient.
-        routed: all tokens, times the layers with experts.
+        probability_E: sums of the router's probabilities over these tokens and all layers.
+        sent_E: number of all tokens sent to each expert, over all layers; without gradient.
+        routed: number of all tokens, times the layers with experts.
     """
     return len(sent_E) * (sent_E / routed * probability_E).sum() / routed
 
 
 def load_metrics(sent_ME: Tensor) -> dict[str, float]:
-    """How evenly tokens were sent to experts, from their numbers in each of M layers; means over the layers.
+    """Measure the evenness of the load, given the tokens of each expert in M layers; means over layers.
 
     moe/load_max        tokens of the busiest expert, over those of an even load: 1 to E / k
     moe/load_entropy    entropy of the shares over log E: 1 where the load is even
@@ -53,7 +53,7 @@ def load_metrics(sent_ME: Tensor) -> dict[str, float]:
     experts = sent_ME.shape[1]
     share_ME = sent_ME.double() / sent_ME.sum(dim=1, keepdim=True)
     entropy_M = -share_ME.xlogy(share_ME).sum(dim=1)
-    most = max(experts, 2)  # one expert alone has an entropy of 0
+    most = max(experts, 2)  # log 1 would divide by 0
     return {
         "moe/load_max": float(share_ME.amax(dim=1).mean()) * experts,
         "moe/load_entropy": float(entropy_M.mean() / entropy_M.new_tensor(most).log()),

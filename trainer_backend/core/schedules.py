@@ -1,4 +1,4 @@
-"""What changes over a run, as pure functions of how far the run is."""
+"""Schedules of the learning rate, as pure functions of a run's progress."""
 
 import math
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from pydantic import Field
 
 from trainer_backend.core.keys import Table
 
-# From the share of the fall that is behind, in [0, 1], to how much of it has happened, in [0, 1].
+# From the progress of the fall in time, in [0, 1], to its progress in value, in [0, 1].
 Fall = Callable[[float], float]
 
 
 class FallKeys(Table):
-    """Of a rate that falls."""
+    """Keys of a learning rate that falls."""
 
     learning_rate_final: float = Field(default=0.1, ge=0, le=1)
     """share of learning_rate that it falls to; reached one step after the last"""
 
 
 class DesiredKlKeys(Table):
-    """Of a rate that follows how far an iteration moves the policy."""
+    """Keys of a learning rate that follows the KL of an iteration's update."""
 
     desired_kl: float = Field(default=0.01, gt=0)
     """nats per decision that is not certain by which an iteration is to move the policy: where the last one
@@ -31,23 +31,21 @@ class DesiredKlKeys(Table):
 
 @dataclass(frozen=True, slots=True)
 class FallPlug:
-    """A course of the learning rate on the plug board, and the keys that it reads.
-
-    `follows_kl`: after each iteration `followed_rate` moves the peak.
-    """
+    """A schedule of the learning rate on the plug board."""
 
     fall: Fall
     keys: type[Table] = FallKeys
     follows_kl: bool = False
+    """Whether `followed_rate` adapts the peak after each iteration."""
 
 
 def linear(behind: float) -> float:
-    """The same loss in every step."""
+    """Fall by the same amount in every step."""
     return behind
 
 
 def cosine(behind: float) -> float:
-    """Slow at both ends, half way down in the middle: (1 - cos(pi * behind)) / 2.
+    """Fall slowly at both ends: (1 - cos(pi * behind)) / 2.
 
     Source: Loshchilov & Hutter, SGDR, arXiv:1608.03983, eq. 5, with one period.
     """
@@ -55,7 +53,7 @@ def cosine(behind: float) -> float:
 
 
 def constant(behind: float) -> float:
-    """No fall at all, so `final` of `learning_rate` is not reached."""
+    """Do not fall, so `final` of `learning_rate` is not reached."""
     return 0.0
 
 
@@ -65,23 +63,22 @@ SCHEDULES = {
     "constant": FallPlug(constant, Table),
     "desired_kl": FallPlug(constant, DesiredKlKeys, follows_kl=True),
 }
-# The rate moves by this factor, once the KL is further from the desired one than by the factor of the margin;
-# it stays between these shares of where it began.
+# The rate changes by _FACTOR if the KL differs from the desired one by more than the factor _MARGIN; it stays
+# between these shares of the first rate.
 _FACTOR, _MARGIN, _LOWEST, _HIGHEST = 1.5, 2.0, 0.01, 10.0
 
 
 def learning_rate(peak: float, *, progress: float, rise: float, final: float, fall: Fall = linear) -> float:
-    """Linear rise to the peak, then the fall.
+    """Compute the learning rate: a linear rise to the peak, then the fall.
 
         progress < rise:  peak * progress / rise
         otherwise:        peak * (1 - (1 - final) * fall((progress - rise) / (1 - rise)))
 
     Args:
         peak: the highest rate.
-        progress: share of the run that is done before the step, in [0, 1]; so 1, and `final`, lie one step
-            behind the last one.
-        rise: share of the run over which the rate rises, in [0, 1); then the first step's rate is 0.
-        final: what the rate falls to, as a share of the peak, in [0, 1].
+        progress: share of the run before the step, in [0, 1]; 1, and so `final`, is one step after the last.
+        rise: share of the run over which the rate rises, in [0, 1); above 0, the first step's rate is 0.
+        final: share of the peak to which the rate falls, in [0, 1].
         fall: `linear`, `cosine` or `constant`.
 
     Raises:
@@ -98,14 +95,14 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
 
 
 def followed_rate(rate: float, kl: float, *, desired: float, begin: float) -> float:
-    """The rate after an iteration that moved the policy by `kl`.
+    """Compute the rate after an iteration that moved the policy by `kl`.
 
         kl > 2 * desired:        rate / 1.5, at least begin / 100
         0 < kl < desired / 2:    rate * 1.5, at most begin * 10
         otherwise:               rate
 
-    A KL grows with the square of a small step, so rates between these two lie within a factor of 2, which one
-    move cannot leap over. Both numbers are in nats; `begin` is the rate of the first iteration.
+    The KL grows with the square of the rate, so the accepted rates span a factor of 2, which a single change
+    cannot skip. `kl` and `desired` are in nats; `begin` is the rate of the first iteration.
 
     Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", with its 1e-5 to
     1e-2 around the usual 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.

@@ -1,6 +1,6 @@
-"""Every seed of a job, as a pure function of the job's seed and its purpose.
+"""Derives every seed of a job from the job's seed and a purpose. Pure.
 
-Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so the two never meet.
+Seeds of training worlds are below HELD_OUT_FROM, those of evaluation worlds are not, so they never overlap.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,22 +15,22 @@ World = TypeVar("World", int, str)
 
 
 def derived_seed(*parts: int | str, below: int = _SEED_LIMIT) -> int:
-    """A number in [0, below) that depends on all parts and on nothing else (process, platform, order)."""
+    """Return a number in [0, below) that depends only on the parts, not on process, platform or order."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % below
 
 
 def training_world(job_seed: int, purpose: str, iteration: int, group: int, held_out: Collection[int]) -> int:
-    """World seed of a training group, in [0, HELD_OUT_FROM), never one of `held_out`."""
+    """Return the world seed of a training group, in [0, HELD_OUT_FROM), never one of `held_out`."""
     stem = job_seed, purpose, iteration, group
     seeds = (derived_seed(*stem, attempt, below=HELD_OUT_FROM) for attempt in count())
     return next(seed for seed in seeds if seed not in held_out)
 
 
 def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:
-    """Worlds of a fixed set in shuffled epochs: each is played once before any repeats.
+    """Return worlds of a fixed set in shuffled epochs: each is played once before any repeats.
 
-    `seeds` is the set, or the ids of rows, in any order; `numbers` are places of the endless sequence.
+    `seeds` is the set, or the ids of rows, in any order; `numbers` are indices of the endless sequence.
     """
     size = len(seeds)
     epochs = {number // size for number in numbers}
@@ -41,7 +41,7 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: 
 def other_worlds(
     job_seed: int, seeds: Sequence[World], *, iteration: int, played: Collection[World]
 ) -> list[World]:
-    """A fixed set in the order in which an iteration refills its batch: unplayed worlds first."""
+    """Return a fixed set in the order in which an iteration refills its batch: unplayed worlds first."""
     order = _shuffled(seeds, job_seed, "refill", iteration)
     return sorted(order, key=lambda world: world in played)
 
@@ -51,9 +51,9 @@ def _shuffled(seeds: Sequence[World], *parts: int | str) -> list[World]:
 
 
 def evaluation_worlds(instances: int, explicit: Sequence[int] = ()) -> Sequence[int]:
-    """World seeds of the evaluation: the given ones, or the first `instances` held-out ones.
+    """Return the world seeds of the evaluation: the given ones, or the first `instances` held-out ones.
 
     They are the same for every job, so that jobs can be compared world by world.
     """
-    # A range, since a look-up in it takes no memory and no walk.
+    # A range, because membership tests take no memory and constant time.
     return explicit or range(HELD_OUT_FROM, HELD_OUT_FROM + instances)

@@ -15,15 +15,15 @@ from trainer_backend.core.experts import ID as EXPERT
 from trainer_backend.core.experts import UNKNOWN, join_experts, read_experts
 from trainer_backend.errors import BatchError, SegmentError, TrainerError, place
 
-# Stands for the decision of a token that none sampled, and for the version where no policy sampled.
+# The decision and the policy version of tokens that were not sampled.
 CONTEXT = -1
 
 # Adjacent tokens that one version of the policy sampled in one decision:
 #   start, end: their positions, the end not included.
 #   decision: t of the decision, from 0.
 #   version: the policy version.
-#   temperature: of the softmax by which the learner scores them: the sampling temperature, except for
-#     samples of another policy (`build_segments`).
+#   temperature: of the softmax that scores them: the sampling temperature, except for samples of another
+#     policy (`build_segments`).
 SPAN = np.dtype(
     [("start", "<i4"), ("end", "<i4"), ("decision", "<i4"), ("version", "<i4"), ("temperature", "<f8")]
 )
@@ -38,21 +38,21 @@ _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 class Segment:
     """One sequence of tokens, as the policy saw and wrote it.
 
-    A token is *sampled* here if it belongs to a decision of this segment; every other one is context
-    (prompts, and what earlier segments already trained). Facts about sampled tokens are stored for those N
-    only. Do not write to the arrays.
+    A token is *sampled* here if it belongs to a decision of this segment. All other tokens are context:
+    prompts and tokens that earlier segments train. Data of sampled tokens are stored for these N tokens only.
+    Do not write to the arrays.
     """
 
     rollout_id: str
-    """Whose tokens these are."""
+    """The rollout that the tokens belong to."""
     token_ids: Annotated[NDArray[np.int32], Column(_ID)]
     """[L] vocabulary ids."""
     logprobs: Annotated[NDArray[np.float64], Column(_LOGPROB)]
     """[N] the sampler's log-prob (nats) of each sampled token, in order."""
     spans: Annotated[NDArray[Any], Column(SPAN)]
-    """[K] which tokens are sampled, in order; see SPAN."""
+    """[K] spans of sampled tokens, in order; see SPAN."""
     experts: Annotated[NDArray[np.uint16], Column(EXPERT)] = field(default_factory=lambda: NO_EXPERTS)
-    """[L * W] the experts of each token, as its sampler chose them (`core.experts`); empty: not known."""
+    """[L * W] the experts that the sampler chose for each token (`core.experts`); empty: unknown."""
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class Segment:
 
     @property
     def sampled_positions(self) -> NDArray[np.int64]:
-        """[N] positions of the sampled tokens, in order; never 0, which nothing predicts."""
+        """[N] positions of the sampled tokens, in order; never 0, because no token predicts position 0."""
         return positions(self.spans)
 
     @property
@@ -99,14 +99,14 @@ class Segment:
 
     @property
     def temperatures(self) -> NDArray[np.float64]:
-        """[N] temperature that the learner scores the token by; see SPAN."""
+        """[N] temperature at which the learner scores the token; see SPAN."""
         return self._of_tokens("temperature")
 
     def _of_tokens(self, name: str) -> NDArray[Any]:
         return np.repeat(self.spans[name], self.spans["end"] - self.spans["start"])
 
     def refuse_non_finite(self, values: Row, what: str, error: type[TrainerError]) -> None:
-        """Name the first sampled token whose number, one of [N], is not finite."""
+        """Raise `error` at the first sampled token whose value, of [N], is not finite."""
         finite_N = np.isfinite(values)
         if not finite_N.all():
             n = int(finite_N.argmin())
@@ -115,7 +115,7 @@ class Segment:
 
 
 def positions(spans: NDArray[Any]) -> NDArray[np.int64]:
-    """[N] of the tokens of spans, one span after the other."""
+    """Return [N] the positions of the tokens of spans, span after span."""
     count_K = (spans["end"] - spans["start"]).astype(np.int64)
     first_K = count_K.cumsum() - count_K
     start_N: NDArray[np.int64] = np.repeat(spans["start"] - first_K, count_K)
@@ -123,15 +123,15 @@ def positions(spans: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
-    """The spans of all segments, one segment after the other."""
-    # np.concatenate takes 5 µs an array of this kind, and this 0.1.
+    """Concatenate the spans of all segments."""
+    # 0.1 µs per array; np.concatenate takes 5 µs for this dtype.
     return np.frombuffer(b"".join(segment.spans.data for segment in segments), SPAN)
 
 
 def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
-    """[L, W] experts of each segment, UNKNOWN where a segment names none; None if none names any.
+    """Return [L, W] the experts of each segment, UNKNOWN for segments without; None if no segment has any.
 
-    Raises BatchError where segments name different numbers of experts per token.
+    Raises BatchError if segments have different numbers of experts per token.
     """
     width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
     if not width:
@@ -139,7 +139,7 @@ def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | 
     for segment in segments:
         if len(segment.experts) not in (0, width * len(segment)):
             raise BatchError(
-                f"{len(segment.experts)} experts for {len(segment)} tokens, and others have {width} a token",
+                f"{len(segment.experts)} experts for {len(segment)} tokens, but others have {width} a token",
                 where=place(segment.rollout_id),
             )
     return [
@@ -153,24 +153,24 @@ def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | 
 def build_segments(
     steps: Sequence[StepData], *, rollout_id: str, temperature: float | None = None
 ) -> list[Segment]:
-    """The segments of one episode.
+    """Build the segments of one episode.
 
     The prompt of a decision is the first `prompt_ids_reused` ids of the previous prompt + response, then
     its own `prompt_token_ids`. If it reuses all of them, the decision continues the open segment. If it
-    reuses fewer (an edited context, a template that drops reasoning, a fresh prompt), a new segment
-    opens, whose context they are. So every sampled token is trained exactly once, on the exact view that
-    it was sampled from. Segments without a sampled token are left out.
+    reuses fewer (an edited context, a template that drops reasoning, a fresh prompt), they become the
+    context of a new segment. So every sampled token is trained exactly once, after the exact prompt from
+    which it was sampled. Segments without a sampled token are left out.
 
     Args:
-        temperature: of the softmax that is trained, where another policy sampled at its own; the
-            sampler's log-probs stay as they are. None: the temperature of sampling.
+        temperature: of the trained softmax, for samples of another policy; the sampler's log-probs are
+            kept. None: the temperature of sampling.
 
     Returns:
         Segments in order of their first decision.
 
     Raises:
-        SegmentError: a decision without token ids or sampling, sampled at temperature 0, or whose lists
-            do not fit together; more ids reused than exist; a log-prob that is not finite.
+        SegmentError: a decision without token ids or sampling, at temperature 0, or with lists of
+            different lengths; more ids reused than exist; a log-prob that is not finite.
 
     Source: DESIGN.md section 3, "Token ids in, token ids out", and 4.9.
     """
@@ -181,20 +181,19 @@ def build_segments(
         call = _checked_call(step, where, previous_length=len(open_segment.token_ids))
         if step.sampling is None or step.sampling.temperature <= 0.0:
             found = "no sampling" if step.sampling is None else "temperature 0 (greedy)"
-            told = f"{found}; a log-prob needs the temperature of its softmax, above 0"
-            raise SegmentError(told, where=where)
+            message = f"{found}; a log-prob needs the temperature of its softmax, above 0"
+            raise SegmentError(message, where=where)
         trained_at = step.sampling.temperature if temperature is None else temperature
         if call.prompt_ids_reused < len(open_segment.token_ids):
             segments.append(open_segment.close())
             open_segment = open_segment.cut(call.prompt_ids_reused)
-        open_segment.add(call, decision=step.turn - 1, temperature=trained_at)
-        open_segment.add_experts(call, where)
+        open_segment.add(call, where, decision=step.turn - 1, temperature=trained_at)
     segments.append(open_segment.close())
     return [segment for segment in segments if len(segment.logprobs)]
 
 
 class _Builder:
-    """A segment that still grows."""
+    """A segment that is being built."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class _Builder:
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
 
-    def add(self, call: PolicyLogprobs, *, decision: int, temperature: float) -> None:
+    def add(self, call: PolicyLogprobs, where: str, *, decision: int, temperature: float) -> None:
         self.token_ids += call.prompt_token_ids
         first = len(self.token_ids)
         self.token_ids += call.token_ids
@@ -219,14 +218,12 @@ class _Builder:
             for (start, version), end in zip(call.versions, ends, strict=False)
             if start < end
         ]
-
-    def add_experts(self, call: PolicyLogprobs, where: str) -> None:
         if call.experts is not None:
             experts_LW = read_experts(call.experts, length=len(self.token_ids), where=where)
             self.experts.append((call.experts.first, experts_LW))
 
     def cut(self, length: int) -> "_Builder":
-        """A new one whose context is the first tokens of this one."""
+        """Begin a segment whose context is the first tokens of this one."""
         experts = [(first, part_LW[: length - first]) for first, part_LW in self.experts if first < length]
         return _Builder(self.rollout_id, self.token_ids[:length], experts)
 
@@ -236,12 +233,12 @@ class _Builder:
 
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:
-    """The model call of a decision, after checks that it can be trained on."""
+    """Return the model call of a decision; refuse a call that cannot be trained."""
     call = exact_tokens(step)
     if call is None:
         raise SegmentError(
             f"no exact tokens: policy {step.policy_name!r} samples no tokens, or its server returns "
-            "no token ids; reinforcement needs the exact tokens and their log-probs",
+            "no token ids; training needs the exact tokens and their log-probs",
             where=where,
         )
     if call.prompt_ids_reused > previous_length:

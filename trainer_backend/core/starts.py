@@ -1,6 +1,6 @@
-"""Groups that start at snapshots of the run's own games: which are kept, and which are started from. Pure.
+"""Groups that start at snapshots of the run's own games: which snapshots to keep, and to start from. Pure.
 
-A *cell* is a set of achievements. A snapshot with a rare one is at the frontier of what the policy reaches.
+A *cell* is a set of achievements. A snapshot in a rare cell is at the frontier of what the policy reaches.
 """
 
 import math
@@ -15,12 +15,12 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.seeds import derived_seed
 
 Cell = tuple[str, ...]
-# Snapshots that an iteration adds, at most: for most of them a game is played again.
+# The most snapshots that an iteration adds; for most of them a game must be played again.
 MOST_NEW = 16
 
 
 class CurriculumKeys(Table):
-    """Of starts from the run's own snapshots."""
+    """Keys of starts from the run's own snapshots."""
 
     share: float = Field(default=0.25, gt=0, lt=1)
     """share of an iteration's groups that start at a snapshot, rounded down; none while none is kept"""
@@ -36,59 +36,58 @@ class CurriculumKeys(Table):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A snapshot of a game of training, from which others may start."""
+    """A snapshot of a training game, from which others may start."""
 
     key: str
-    """Its game's place in the plan, and `turn`."""
+    """The game's name in the plan, and `turn`."""
     iteration: int
     rollout_id: str
-    """The game, or the last part of it where it began at a snapshot itself."""
+    """The game; if it began at a snapshot itself, its last part."""
     group_id: str
     seed: int
-    """Of the world."""
+    """Seed of the world."""
     turn: int
-    """Decisions of the whole game before it."""
+    """Number of decisions of the whole game before it."""
     invalid: int
-    """How many of them were invalid."""
+    """Number of these that were invalid."""
     cell: Cell
-    """What was achieved before it."""
+    """Achievements before it."""
     snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The snapshots that are kept, oldest first, and what starts from them gave."""
+    """The kept snapshots, oldest first, and the results of starts from them."""
 
     moments: tuple[Moment, ...] = ()
     results: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By key of a moment, how many starts gained something, and how many there were."""
+    """By key of a moment, the number of starts that gained something, and of all starts."""
 
     @property
     def mib(self) -> float:
         return sum(len(item.snapshot) for item in self.moments) / 2**20
 
     def cells(self) -> Counter[Cell]:
-        """How many snapshots each set of achievements has."""
+        """Count the snapshots of each set of achievements."""
         return Counter(item.cell for item in self.moments)
 
     def after(
         self, moments: Iterable[Moment], gains: Iterable[tuple[str, bool]], keys: CurriculumKeys
     ) -> "Pool":
-        """The pool after an iteration, which added `moments` and whose starts had these `gains`, by key."""
+        """Return the pool after an iteration with these new moments, and gains of starts by key."""
         results = dict(self.results)
         for key, gained in gains:
             gain, count = results.get(key, (0, 0))
             results[key] = (gain + gained, count + 1)
-        kept = _bounded([*self.moments, *moments], keys.pool, keys.pool_mib * 2**20)
+        kept = _drop_common([*self.moments, *moments], keys.pool, keys.pool_mib * 2**20)
         names = {item.key for item in kept}
         return Pool(tuple(kept), {key: found for key, found in results.items() if key in names})
 
 
-def _bounded(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
-    """Without the oldest of the most common turn of the most common cell, until the rest is within bounds.
+def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
+    """Drop moments until the rest fits: always the oldest of the most common turn of the most common cell.
 
-    Were it the oldest of the cell, the games that all reach its first turn would soon be all that is kept of
-    it, and the few that came further forgotten.
+    Dropping the oldest of the cell would soon leave only the early turns, which all games reach.
     """
     by_cell: defaultdict[Cell, dict[int, deque[int]]] = defaultdict(dict)
     counts: Counter[Cell] = Counter(item.cell for item in moments)
@@ -110,22 +109,22 @@ def _bounded(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Mo
     return [item for number, item in enumerate(moments) if number not in gone]
 
 
-# From the pool to the weight of each of its moments; a start is drawn by them.
+# From the pool to the weight of each of its moments, by which starts are drawn.
 Rule = Callable[[Pool], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class StartPlug:
-    """A rule of the plug board."""
+    """A rule on the plug board."""
 
     weights: Rule
 
 
 def frontier(pool: Pool) -> list[float]:
-    """A cell in proportion to 1/sqrt of its snapshots, then each turn of it alike, then each snapshot of it.
+    """Weigh cells by 1/sqrt of their snapshots, turns of a cell equally, and snapshots of a turn equally.
 
-    Of a cell, most snapshots are those of its first turns. The last ones lead on, and from there a reward is
-    near enough for some of the siblings.
+    Most snapshots of a cell are from its first turns. From its last turns, some siblings are likely to reach
+    the next reward.
 
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
     with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
@@ -138,9 +137,10 @@ def frontier(pool: Pool) -> list[float]:
 
 
 def uncertain(pool: Pool) -> list[float]:
-    """Those from which 20 to 80 % of the starts gained something, with one gain and one miss as the prior.
+    """Weigh equally the snapshots from which 20 to 80 % of the starts gained something; others 0.
 
-    A snapshot without starts so counts as one of 50 %. All weights may be 0: then no group starts at one.
+    The prior is one gain and one miss, so a snapshot without starts has 50 %. If all weights are 0, no group
+    starts at a snapshot.
 
     Source: the bounds: Florensa et al., Reverse Curriculum Generation, arXiv:1707.05300, section 4.2, who
     keep starts of intermediate success.
@@ -150,7 +150,7 @@ def uncertain(pool: Pool) -> list[float]:
 
 
 def late(pool: Pool) -> list[float]:
-    """Each turn that a snapshot was taken at alike, then each snapshot of it alike."""
+    """Weigh all turns with snapshots equally, and the snapshots of a turn equally."""
     turns = Counter(item.turn for item in pool.moments)
     return [1.0 / turns[item.turn] for item in pool.moments]
 
@@ -160,17 +160,17 @@ STARTS = {"frontier": StartPlug(frontier), "uncertain": StartPlug(uncertain), "l
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Where the groups of an iteration start that begin at snapshots."""
+    """Chooses the snapshots at which groups of an iteration start."""
 
     keys: CurriculumKeys
     rule: Rule
     pool: Pool
     job_seed: int
     reseedable: bool
-    """Whether each group gets draws of its own."""
+    """Whether each group gets its own random draws."""
 
     def choose(self, iteration: int, groups: int) -> list[Moment]:
-        """The moments that the last groups of an iteration start from, in the order of the groups."""
+        """Draw the moments at which the last groups of an iteration start, in the order of the groups."""
         count = math.floor(self.keys.share * groups)
         weights = self.rule(self.pool) if self.pool.moments else []
         if not count or not any(weights):
@@ -179,29 +179,29 @@ class Starts:
         return draws.choices(self.pool.moments, weights, k=count)
 
     def draws_seed(self, iteration: int, group: int) -> int | None:
-        """The seed of a group's draws; None: those of the snapshot."""
+        """Return the seed of a group's random draws; None: the snapshot's generator continues."""
         return derived_seed(self.job_seed, "start draws", iteration, group) if self.reseedable else None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A moment of a game that may be kept: after `own_turn` of its own decisions, with this cell."""
+    """A moment of a game that may be kept: after `own_turn` of the game's own decisions."""
 
     plan: str
     own_turn: int
     turn: int
-    """Decisions of the whole game before it: more than its own where it began at a snapshot."""
+    """Decisions of the whole game before it, including those before the game's first snapshot."""
     cell: Cell
 
 
 def candidates(plan: str, cells: Sequence[Cell], seed: int, *, done: int = 0) -> list[Candidate]:
-    """The moments of a game that may be kept: after each new set of achievements, and one at random.
+    """Return the moments of a game that may be kept: after each new achievement, and a random moment.
 
     Args:
-        plan: the game's place in the plan.
-        cells: the set of achievements before each decision that could be played on from, from the first.
-        seed: of the random one, which is never the start.
-        done: decisions before the first of these, where the game began at a snapshot.
+        plan: the game's name in the plan.
+        cells: the set of achievements before each decision with a snapshot, from the first.
+        seed: of the random moment, which is never the start.
+        done: decisions before the first one, if the game began at a snapshot.
     """
     rises = [turn for turn in range(1, len(cells)) if cells[turn] != cells[turn - 1]]
     some = random.Random(derived_seed(seed, "kept", plan)).randrange(1, len(cells)) if len(cells) > 1 else 0
@@ -210,9 +210,9 @@ def candidates(plan: str, cells: Sequence[Cell], seed: int, *, done: int = 0) ->
 
 
 def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Candidate]:
-    """At most so many of an iteration's candidates: of each set of achievements as often as of the others.
+    """Draw at most `most` of an iteration's candidates, evenly over sets of achievements.
 
-    Of a set, one of every turn comes before a second one of any; which, is drawn.
+    Within a set, each turn gives one candidate before any gives a second.
     """
     drawn = sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn))
     by_turn = _take_turns(drawn, lambda one: (one.cell, one.turn))
@@ -220,7 +220,7 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
-    """The first one of each group, then the second of each, and so on; otherwise in the order given."""
+    """Sort: the first candidate of each group, then the second of each, and so on; stable otherwise."""
     counts = Counter[Hashable]()
     numbers = []
     for one in found:

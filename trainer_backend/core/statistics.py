@@ -16,7 +16,7 @@ from trainer_backend.core.agreement import centred
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its 95 % confidence interval; the bounds are None where they are undefined."""
+    """A mean with its 95 % confidence interval; the bounds are None if they are undefined."""
 
     mean: float
     low: float | None
@@ -24,13 +24,13 @@ class Interval:
     count: int
 
     def word(self, form: str = "{:.2f}", before: str = "95 % ") -> str:
-        """`1.50 (95 % -4.85 to 7.85)`, or the mean alone where there are no bounds."""
+        """Format as `1.50 (95 % -4.85 to 7.85)`, or as the mean alone without bounds."""
         bounds = " to ".join(form.format(bound) for bound in (self.low, self.high) if bound is not None)
         return form.format(self.mean) + (f" ({before}{bounds})" if bounds else "")
 
 
 Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
-# 97.5 % quantiles of Student's t by degrees of freedom; beyond these a series is exact enough.
+# 97.5 % quantiles of Student's t by degrees of freedom; beyond these, a series is precise enough.
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -38,9 +38,9 @@ _T_975 = (
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval (Student's t) of independent values; a single value has no interval.
+    """Compute the mean and the 95 % interval (Student's t) of independent values.
 
-    Raises ValueError where there are no values.
+    A single value has no bounds. Raises ValueError without values.
     """
     count = len(values)
     if count == 0:
@@ -53,16 +53,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def sample_variance(values: Sequence[float]) -> float:
-    """Of two values or more."""
+    """Compute the sample variance of two or more values."""
     return math.fsum(difference**2 for difference in centred(values)) / (len(values) - 1)
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
-    """Mean of episodes' values, one at least, with its 95 % interval over worlds or groups, named for each.
+    """Compute the mean over worlds of episodes' values, with its 95 % interval.
 
-    Episodes of a world share their start, so worlds are the independent values. Each counts the same, so the
-    mean is that of the episodes where worlds have equally many. Values of one sign have a mean of that sign:
-    the interval of a count does not begin below 0.
+    `worlds` names each episode's world or group. Episodes of a world share their start, so worlds are the
+    independent values; each counts the same. If all values have one sign, the interval is cut at 0.
     """
     interval = mean_interval(by_world(values, worlds, fmean))
     least, most = min(values), max(values)
@@ -80,18 +79,18 @@ def by_world(
 
 
 def bounded(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval to the possible range of its quantity, which costs no coverage."""
+    """Cut an interval to the possible range of its quantity, without loss of coverage."""
     if interval.low is None or interval.high is None:
         return interval
     return Interval(interval.mean, max(interval.low, low), min(interval.high, high), interval.count)
 
 
 def t_quantile_975(freedom: int) -> float:
-    """97.5 % quantile of Student's t: a table up to 30 degrees of freedom, then within 2e-6 of the truth.
+    """Compute the 97.5 % quantile of Student's t: by table up to 30 degrees of freedom, then within 2e-6.
 
         t = z + (z^3 + z) / 4n + (5 z^5 + 16 z^3 + 3 z) / 96 n^2 + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / 384 n^3
 
-    n being `freedom`, z the quantile of the normal distribution.
+    n is `freedom`, z the quantile of the normal distribution.
 
     Raises:
         ValueError: no degree of freedom.
@@ -112,47 +111,46 @@ def t_quantile_975(freedom: int) -> float:
 
 
 def step_deltas(step: StepData) -> DecisionRewards:
-    """What a decision achieved, from its counters; its metadata depends on the reward mode."""
+    """Compute a decision's achievements from its counters, because metadata depend on the reward mode."""
     after = step.next_observation or step.observation_data
     before = step.observation_data.achievements_counts
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
 
 
 def unique_achievements(trajectory: Trajectory) -> int:
-    """Achievements that the episode unlocked."""
+    """Count the achievements that the episode unlocked."""
     return sum(count > 0 for count in trajectory.achievements_counts.values())
 
 
 def env_reward(trajectory: Trajectory) -> float:
-    """The environment's own reward, summed over the episode."""
+    """Sum the environment's own rewards over the episode."""
     return math.fsum(reward for step in trajectory.steps for reward in step.env_rewards or ())
 
 
 def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether their environment counts achievements at all, unlocked or not."""
+    """Return whether the environment counts achievements, unlocked or not."""
     return any(item.achievements_counts for item in trajectories)
 
 
 def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
-    """The name of an episode's outcome, as its environment or its judge defines it."""
+    """Return the definition of the episodes' outcome, by their environment or judge."""
     return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
 
 
 def decision_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """The logs that source 1 asks for, of a batch of episodes and their r_t [T].
+    """Compute the metrics that source 1 requires, of a batch of episodes and their r_t [T].
 
     They are decision/count, decision/unique_sum, decision/ach_sum, decision/nonzero (decisions with
-    unique_delta > 0) and decision/nonzero_frac, decision/batch_nonzero (1 when this batch has such a
-    decision: its mean over iterations is the share of batches with event reward, in every reward mode),
-    reward/sum (of r over the batch) and reward/mean (an episode), reward/nonzero_episode_frac (share of
-    episodes with a non-zero r_t), reward/batch_nonzero (1 when this batch has a non-zero r_t, wherever it
-    comes from).
+    unique_delta > 0) and decision/nonzero_frac, decision/batch_nonzero (1 if the batch has such a decision,
+    in every reward mode), reward/sum (of r over the batch) and reward/mean (per episode),
+    reward/nonzero_episode_frac (share of episodes with a non-zero r_t), reward/batch_nonzero (1 if the batch
+    has a non-zero r_t of any origin).
 
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
-    # Most decisions change no counter: comparing the two is all that those cost.
+    # Most decisions change no counter; for those, comparing the counters is the only cost.
     deltas = [
         step_deltas(step)
         for trajectory in trajectories
@@ -180,12 +178,12 @@ def decision_metrics(
 
 
 def unique_by_turn(trajectories: Sequence[Trajectory]) -> list[float]:
-    """[T] mean unique_delta of each decision turn; an episode that ended earlier counts 0."""
+    """Return [T] the mean unique_delta of each turn; an episode that ended earlier counts 0."""
     return _by_turn(trajectories, lambda delta: delta.unique_delta)
 
 
 def ach_by_turn(trajectories: Sequence[Trajectory]) -> list[float]:
-    """[T] mean ach_delta of each decision turn; an episode that ended earlier counts 0."""
+    """Return [T] the mean ach_delta of each turn; an episode that ended earlier counts 0."""
     return _by_turn(trajectories, lambda delta: delta.ach_delta)
 
 
@@ -199,7 +197,7 @@ def _by_turn(trajectories: Sequence[Trajectory], of: Callable[[DecisionRewards],
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Length, endings and outcomes of a batch; unique achievements where there are achievements."""
+    """Compute the lengths, endings and outcomes of a batch, and unique achievements if there are any."""
     count = max(len(trajectories), 1)
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
@@ -218,9 +216,9 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many versions the samplers of the tokens lag behind the policy, before it learns.
+    """Measure how many versions the samplers of tokens lag behind the policy, before the update.
 
-    Gives policy/staleness_max and policy/staleness_mean (over tokens); empty where no versions are known.
+    Returns policy/staleness_max and policy/staleness_mean (over tokens); empty if no versions are known.
     """
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
@@ -237,7 +235,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
 
 
 def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the episodes that a reward function judged; empty where none was.
+    """Compute means over the episodes that a reward function judged; empty without such episodes.
 
     user_reward/score, user_reward/base_sum (of an episode's base_reward), user_reward/warnings (a sum over
     the batch), and episode/environment_outcome_reward, which the score replaced.
@@ -246,20 +244,20 @@ def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not judged:
         return {}
     means = {
-        "user_reward/score": [said.result.score for _, said in judged],
+        "user_reward/score": [reward.result.score for _, reward in judged],
         "user_reward/base_sum": [
             math.fsum(step.base_reward or 0.0 for step in item.steps) for item, _ in judged
         ],
-        "episode/environment_outcome_reward": [said.environment_outcome_reward for _, said in judged],
+        "episode/environment_outcome_reward": [reward.environment_outcome_reward for _, reward in judged],
     }
     metrics = {name: math.fsum(values) / len(judged) for name, values in means.items()}
     return metrics | {"user_reward/warnings": float(sum(len(item.warnings) for item, _ in judged))}
 
 
 def progress(trajectories: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Mean share of the achievements that an episode unlocked, in percent; some episode must count them.
+    """Compute the mean share of achievements that an episode unlocked, in percent, with its interval.
 
-    The interval is over worlds, `worlds` naming that of each episode.
+    The interval is over worlds; `worlds` names each episode's. An episode must have achievements.
 
     Source: BALROG (arXiv 2411.13543), its measure of progress in Crafter.
     """
@@ -268,5 +266,5 @@ def progress(trajectories: Sequence[Trajectory], worlds: Sequence[str]) -> Inter
     return bounded(over_worlds(shares, worlds), 0.0, 100.0)
 
 
-# The environment whose published results have a score.
+# The environment with the Crafter score.
 CRAFTER = "crafter"

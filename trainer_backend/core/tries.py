@@ -1,4 +1,4 @@
-"""Chooses which segments share a row, and which of their prefixes are stored once."""
+"""Chooses which segments share a row, and which prefixes a row stores once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer_backend.errors import BatchError
 
 Numbers = NDArray[np.int64]
 
-# A part that is cut off a trie fills at least this share of its row.
+# The least share of a row that a part of a cut trie fills.
 _NEARLY = 7 / 8
 
 
 @dataclass(slots=True)
 class Beginnings:
-    """The segments of a row in order, and how many first tokens each shares with those before it."""
+    """The segments of a row in order, and how many first tokens each shares with earlier ones."""
 
     members: list[int]
     shared: list[int] = field(default_factory=list)
@@ -34,32 +34,32 @@ class Tries:
     """Segments sorted by their tokens, so that those with a common prefix are adjacent."""
 
     order_S: Sequence[int]
-    """The index of each segment."""
+    """Index of each segment in the order given."""
     length_S: Numbers
-    """Its number of tokens."""
+    """Number of tokens."""
     sampled_S: Numbers
-    """Its number of sampled tokens."""
+    """Number of sampled tokens."""
     shared_S: Numbers
-    """How many first tokens it shares with the one before it; 0: a trie begins."""
+    """Number of first tokens shared with the segment before; 0: a trie begins."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], share_from: int) -> Tries:
         """Build the tries; prefixes below `share_from` tokens, or with different experts, are not shared."""
-        rows = _compared(segments)
-        # Bytes in this order compare as the numbers do.
+        rows = _number_tokens(segments)
+        # Big-endian bytes sort like the numbers.
         keys = [row.astype(">u4").tobytes() for row in rows]
         order = sorted(range(len(segments)), key=keys.__getitem__)
-        alike = _alike([rows[index] for index in order])
+        common = _count_common([rows[index] for index in order])
         return cls(
             order,
             np.array([len(segments[index]) for index in order]),
             np.array([len(segments[index].logprobs) for index in order]),
-            np.array(_branches(alike, share_from)),
+            np.array(_drop_short_branches(common, share_from)),
         )
 
     @property
     def distinct(self) -> int:
-        """Number of tokens without repetition: the least that has to be computed."""
+        """Number of tokens without repetition."""
         return int((self.length_S - self.shared_S).sum())
 
     def rows(self, row_tokens: int) -> list[Beginnings]:
@@ -72,16 +72,16 @@ class Tries:
         shared_S, rows = self.shared_S.tolist(), []
         for parts in pack(lengths, row_tokens, sampled):
             places = [place_ for part in sorted(parts) for place_ in range(starts[part], starts[part + 1])]
-            # Parts of one trie that meet in a row share what lies between them.
+            # Parts of one trie in the same row share their common prefix.
             shared = [min(shared_S[a + 1 : b + 1]) for a, b in pairwise(places)]
             rows.append(Beginnings([self.order_S[place_] for place_ in places], [0, *shared]))
         return rows
 
     def _parts(self, row_tokens: int) -> list[int]:
-        """The starts of parts that fit a row, then the end.
+        """Cut tries into parts that fit a row; return the parts' starts and the end.
 
-        A longer trie is cut so that parts are nearly full, and where the fewest tokens are computed twice.
-        This keeps siblings together and adds hardly any rows.
+        A longer trie is cut so that parts nearly fill a row and few tokens are repeated. This keeps siblings
+        together and adds hardly any rows.
         """
         shared_S, nearly = self.shared_S.tolist(), row_tokens * _NEARLY
         own_S, sampled_S = (
@@ -108,13 +108,13 @@ class Tries:
 def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -> list[list[int]]:
     """Pack sequences of these lengths into rows of at most `row_tokens` tokens: best-fit decreasing.
 
-    Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
-    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection. Equal lengths
-    keep their order, so the result is deterministic: for each row, the indices of its sequences in order of
-    placement. Raises BatchError for a sequence that is empty or longer than a row.
+    Each sequence, longest first, goes to the fullest row with room for it, found by bisection. The bound is
+    that of first fit (11/9 of the fewest rows possible, and a constant). Equal lengths keep their order, so
+    the result is deterministic. Returns for each row the indices of its sequences in order of placement.
+    Raises BatchError for a sequence that is empty or longer than a row.
 
-    `sampled` are the sampled tokens of each sequence, which exceed its tokens if several segments share them;
-    a row has at most `row_tokens` of these too.
+    `sampled` are the sequences' numbers of sampled tokens; a row also has at most `row_tokens` of these. A
+    sequence has more sampled tokens than tokens if several segments share them.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -142,13 +142,13 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
     return rows
 
 
-def _branches(alike: Sequence[int], least: int) -> list[int]:
-    """How many of the `alike` first ids each sorted row shares with the one before it.
+def _drop_short_branches(alike: Sequence[int], least: int) -> list[int]:
+    """Return how many first ids each sorted row shares with the row before it; at most `alike`.
 
-    Each branch of a trie costs attention another call. So a branch less than `least` ids below the one above
-    it is dropped: its rows branch at that one, and repeat those ids.
+    Each branch of a trie costs an attention call. So a branch less than `least` ids below its parent branch
+    is dropped: its rows branch at the parent, and repeat those ids.
     """
-    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest shallower one
+    above: list[int | None] = [None] * len(alike)  # the parent branch: the deepest shallower neighbour
     for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
         path: list[int] = []
         for here in places:
@@ -166,11 +166,11 @@ def _branches(alike: Sequence[int], least: int) -> list[int]:
     return kept
 
 
-def _compared(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
-    """[L] ids of each segment, or numbers that are equal where both ids and experts are.
+def _number_tokens(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
+    """Return [L] ids of each segment; with experts, numbers that are equal if both ids and experts are.
 
-    A cell has one choice of experts, but another version of the policy, or another batch in bfloat16, may
-    have chosen different ones for the same text.
+    A cell has one choice of experts. Another version of the policy, or another batch in bfloat16, may choose
+    other experts for the same text.
     """
     experts = experts_by_token(segments)
     if experts is None:
@@ -188,8 +188,8 @@ def _compared(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
     return rows
 
 
-def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
-    """How many first ids each row has in common with the one before it; 0 for the first row."""
+def _count_common(rows: Sequence[NDArray[Any]]) -> list[int]:
+    """Return how many first ids each row has in common with the row before it; 0 for the first row."""
     shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (
@@ -198,7 +198,7 @@ def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
         )
         for side in (rows[1:], rows[:-1])
     )
-    # The first difference in each row; beyond its end where there is none.
+    # The first difference of each row; beyond its end if there is none.
     apart = np.append(np.flatnonzero(ones != others), len(ones))
     found_S = apart[np.searchsorted(apart, first_S)] - first_S
     alike: list[int] = np.minimum(found_S, shortest_S).tolist()

@@ -1,7 +1,7 @@
-"""The true advantage of stored decisions, and the scores of estimators against it. Pure.
+"""True advantages of stored decisions, and scores of estimators against them. Pure.
 
-The truth of a decision is measured by pairs of continuations, which `evaluation.truth_player` plays: in pair
-k the policy plays on from after the decision, and once more from before it, with the same random numbers.
+A true advantage is measured by pairs of continuations, which `evaluation.truth_player` plays: in pair k the
+policy plays on from after the decision, and again from before it, with the same random numbers.
 """
 
 import math
@@ -15,7 +15,7 @@ from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, measure_spread, rank_correlation, sign_agreement
 from trainer_backend.core.statistics import sample_variance, t_quantile_975
 
-# Sampled choices before a decision, per pair. A choice costs one decision, a pair about twenty.
+# Choices that are sampled before a decision, per pair. A choice costs one decision, a pair about twenty.
 CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
@@ -28,13 +28,13 @@ class Departures:
     """
 
     sampled: int
-    """N: choices of the policy before the decision."""
+    """N: number of sampled choices before the decision."""
     count: float
-    """x: how many of them change the return, estimated from the pairs."""
+    """x: number of these that change the return, estimated from the pairs."""
     pairs: int
-    """n: pairs with a d_k other than 0."""
+    """n: number of pairs with d_k other than 0."""
     square: float
-    """Mean of d_k^2 over those, by the share of their choices; 0 without any."""
+    """Mean of d_k^2 over these, weighted by the share of their choices; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,27 @@ class TrueAdvantage:
     rollout_id: str
     turn: int
     reward: float
-    """Its r_t."""
+    """r_t."""
     advantage: float
     error: float
-    """Standard error of `advantage` by the decision's own pairs (`mean_difference`); `pooled_errors` replaces
-    it where these are too few."""
+    """Standard error of `advantage` from the decision's own pairs (`mean_difference`); if these are too few,
+    `pooled_errors` replaces it."""
     action_value: float | None
-    """Q: mean of r + gamma * G_k(s') over the pairs that were played; None without any."""
+    """Q: mean of r + gamma * G_k(s') over played pairs; None without any."""
     pairs: int
     """K: complete pairs."""
     failed: int
-    """Pairs lost to infrastructure failures; they are in no mean."""
+    """Pairs lost to infrastructure failures; not part of any mean."""
     others: int
     """Pairs in which the policy chose differently from the stored decision."""
     decisions: int
     """Cost: the number of decisions played."""
     departures: Departures | None = None
-    """None in files from before they were stored."""
+    """None in older files."""
 
     @property
     def known_departures(self) -> Departures:
-        """`departures`, or an estimate from the pairs, scaled up to the sampled choices."""
+        """`departures`, or an estimate from the pairs, scaled to the sampled choices."""
         if self.departures is not None:
             return self.departures
         sampled = CHOICES * (self.pairs + self.failed)
@@ -87,14 +87,14 @@ class TrueAdvantage:
 
     @property
     def state_value(self) -> float | None:
-        """V = Q - advantage; None where Q was not played."""
+        """V = Q - advantage; None if Q was not played."""
         return None if self.action_value is None else self.action_value - self.advantage
 
     @property
     def is_known(self) -> bool:
-        """Whether the advantage's 95 % interval by Student's t excludes 0.
+        """Return whether the advantage's 95 % interval by Student's t excludes 0.
 
-        It has `others` - 1 degrees of freedom: pairs that chose as stored do not show how the others vary.
+        It has `others` - 1 degrees of freedom, because pairs with the stored choice show no variance.
         """
         size = largest([self.reward, self.action_value or 0.0])
         is_too_few = self.others < 2 or self.known_departures.pairs < 2
@@ -104,20 +104,20 @@ class TrueAdvantage:
 
 
 class Stratum(NamedTuple):
-    """Pairs that begin with one choice of the policy, or with any of its rare ones."""
+    """Pairs that begin with the same choice of the policy, or with any rare choice."""
 
     share: float
-    """Share of the policy's sampled choices that are of this kind."""
+    """Share of the sampled choices that are of this kind."""
     members: tuple[int, ...]
     """For each pair, the index of a sampled choice."""
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
-    """Choose from N sampled choices those to play on from, for `pairs` pairs, or N if that is less.
+    """Select from N sampled choices those to play on from, for min(`pairs`, N) pairs.
 
     A frequent choice gets its share of the pairs, rounded down, if that is two or more. The remaining pairs
-    go to random ones, by `seed`, of all other choices; if these are too few, to the frequent choices that
-    lost most by rounding.
+    go to random choices among all others, by `seed`; if these are too few, to the frequent choices that lost
+    most by rounding.
     """
     total = len(choices_N)
     pairs = min(pairs, total)
@@ -142,13 +142,13 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
 
 
 def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> tuple[float, float]:
-    """Mean difference over the policy's choices, and its standard error.
+    """Compute the mean difference over the policy's choices, and its standard error.
 
         mean = sum_h w_h * mean(d_h),   error^2 = sum_h w_h^2 * s_h^2 / n_h + B / N
 
-    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata,
-    which all N choices measure, and not only the pairs. `strata` are (share, differences) of each; shares are
-    scaled to a sum of 1. `sampled` is N. Raises ValueError for fewer than two pairs.
+    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata.
+    B is divided by N, because all N sampled choices measure the shares. `strata` are (share, differences);
+    shares are scaled to a sum of 1. `sampled` is N. Raises ValueError for fewer than two pairs.
 
     Source: double sampling for stratification, Cochran, Sampling Techniques, 3rd ed. 1977, section 12.2.
     """
@@ -161,7 +161,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
     weights_means = [(share / total, math.fsum(values) / len(values)) for share, values in kept]
     mean = math.fsum(weight * value for weight, value in weights_means)
     for (weight, value), (_, values) in zip(weights_means, kept, strict=True):
-        # A single pair varies like all of them.
+        # A stratum with a single pair gets the variance of all pairs.
         variance = sample_variance(values if len(values) > 1 else everything)
         within += weight * weight * variance / len(values)
         between += weight * (value - mean) ** 2
@@ -169,10 +169,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 
 
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
-    """Estimate from the pairs of a decision how its choices change the return.
-
-    The arguments are those of `mean_difference`.
-    """
+    """Estimate from a decision's pairs how choices change the return; arguments as in `mean_difference`."""
     kept = [(share / len(values), values) for share, values in strata if values]
     total = math.fsum(share * len(values) for share, values in kept)
     changed = [(share / total, value) for share, values in kept for value in values if value]
@@ -184,17 +181,17 @@ def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) ->
 def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
     """Replace the errors of near-certain decisions by estimates from all decisions.
 
-    A decision with fewer than two pairs that change the return does not show how much these vary. If none of
-    its N choices changed it, its own error is even 0, although the policy may make such a choice.
+    With fewer than two pairs that change the return, a decision does not show how much these vary. If none of
+    its N choices changed it, its own error is 0, although the policy may make such a choice.
 
         A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
         error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
 
     q is the probability of a choice that changes the return; x, N, n are those of `Departures`. All decisions
     together give m and c (`_prior_chance`), M, the mean square of such a change, and S, the variance of a
-    single difference around it (`_other_choices`). So in near-certain decisions another choice is assumed to
-    change as much as in the others. If two pairs or more all differ by the same, M is their own square and S
-    is 0. An error stays 0 only if no pair of any decision changed anything.
+    single difference around it (`_other_choices`). So another choice in a near-certain decision is assumed to
+    change the return as much as in other decisions. If two or more pairs all differ by the same amount, M is
+    its square and S is 0. An error stays 0 only if no pair of any decision changed the return.
 
     Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
     (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
@@ -219,11 +216,11 @@ def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
 
 
 def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
-    """Mean m over decisions of the probability q, and the weight c of its Beta distribution, in choices.
+    """Estimate the mean m of the probability q over decisions, and the weight c of its Beta distribution.
 
         c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
 
-    c is at least 1, and at most the number of sampled choices.
+    c is a number of choices, from 1 to that of all sampled choices.
     """
     shares = [item.count / item.sampled for item in seen]
     mean = math.fsum(shares) / len(shares)
@@ -236,9 +233,9 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 
 
 def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
-    """M and S of `pooled_errors`, in squared reward units: M + S is the mean of d_k^2 over decisions.
+    """Estimate M and S of `pooled_errors`, in squared reward units; M + S is the mean of d_k^2.
 
-    Decisions with two pairs or more separate M from S; with fewer than two such decisions, each is half.
+    Decisions with two or more pairs separate M from S; with fewer than two such decisions, each is half.
     """
     seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
     if not seen:
@@ -259,10 +256,10 @@ def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
 
 
 def even_order(count: int, seed: int) -> Iterator[int]:
-    """Yield all indices below `count` so that any first n are spread evenly over the range.
+    """Yield all indices below `count` in an order whose first n, for any n, are spread evenly.
 
-    In a sorted list, the first n are nearly a stratified sample: each stratum has its share, up to about one.
-    A longer sample begins with a shorter one, so a measurement can be continued. `seed` sets the first index.
+    In a sorted list, the first n are nearly a stratified sample. A longer sample extends a shorter one, so a
+    measurement can be continued. `seed` sets the first index.
 
     Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
     Sequences, 1974, chapter 2.3.
@@ -279,12 +276,12 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How precisely the truth is known."""
+    """The precision of measured truths."""
 
     decisions: int
     """Measured decisions."""
     spread: float
-    """Std of the true advantages over decisions, in reward units, without the noise of measurement."""
+    """Std of the true advantages over decisions, in reward units, without measurement noise."""
     error: float
     """Root mean square of their standard errors (`pooled_errors`)."""
     known: float
@@ -296,21 +293,21 @@ class Noise:
 
     @property
     def ratio(self) -> float | None:
-        """The standard error divided by the spread; None without spread."""
+        """Return the standard error divided by the spread; None without spread."""
         return self.error / self.spread if self.spread > 0.0 else None
 
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
-        """About how many pairs, instead of `pairs`, reduce the standard error to `ratio` of the spread."""
+        """Estimate how many pairs, instead of `pairs`, reduce the standard error to `ratio` of the spread."""
         return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
 
 def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
-    """Mean square of the standard errors."""
+    """Compute the mean square of the standard errors."""
     return math.fsum(item.error**2 for item in truths) / len(truths)
 
 
 def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
-    """The noise of at least one measured decision, with `pooled_errors`."""
+    """Measure the noise of at least one decision, with `pooled_errors`."""
     truths = pooled_errors(truths)
     noise = _noise_square(truths)
     variance = measure_spread([item.advantage for item in truths]).std ** 2
@@ -325,14 +322,14 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
 
 
 def unbiased_correlation(std: float, noise: Noise) -> float | None:
-    """The correlation with the measured truth of an unbiased estimator whose advantages have this std.
+    """Compute the correlation with the measured truth of an unbiased estimator with this std.
 
         A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
 
-    T is the true advantage, m the error of its measurement, e the noise of the estimator. An estimator that
-    reaches this correlation shows no bias. Its std measures its noise only if its advantages are in reward
-    units. `std` and `noise` are of the same measured decisions. None where the truth is all noise, or where A
-    varies less than T, as no unbiased estimator does.
+    T is the true advantage, m its measurement error, e the noise of the estimator. An estimator that reaches
+    this correlation shows no bias. Its std measures its noise only if its advantages are in reward units.
+    `std` and `noise` must be of the same decisions. None if the truth is only noise, or if A varies less than
+    T, which is impossible for an unbiased estimator.
 
     Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
@@ -343,46 +340,46 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How far an estimator's scaled advantages deviate from the truth on average, over some decisions."""
+    """The mean deviation of an estimator's scaled advantages from the truth, over some decisions."""
 
     name: str
     decisions: int
     mean: float
     """Mean of scale * A - truth, in reward units."""
     error: float | None
-    """Its standard error over decisions."""
+    """Standard error of the mean over decisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruthScore:
-    """An estimator's advantages A against the truth T of the same decisions.
+    """Scores of an estimator's advantages A against the truth T of the same decisions.
 
     Source: the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
 
     decisions: int
     correlation: float | None
-    """Pearson's of A and T; None where one of them is constant. `low` and `high` are its 95 % interval over
-    groups, since siblings share a world and most baselines."""
+    """Pearson's correlation of A and T; None if either is constant. `low` and `high` are its 95 % interval
+    over groups, because siblings share a world and most baselines."""
     low: float | None
     high: float | None
     noiseless: float | None
-    """The correlation without the noise of T: divided by sqrt(1 - noise / variance of T); None where T is
-    all noise."""
+    """The correlation divided by sqrt(1 - noise / variance of T), to remove the noise of T; None if T is only
+    noise."""
     rank: float | None
     """Spearman's correlation."""
     sign_agreement: float | None
     """Share of equal signs among decisions whose sign is known and whose A is not 0."""
     scale: float
-    """The c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit."""
+    """The c >= 0 for which c * A is nearest to T; the learning rate compensates for an estimator's unit."""
     error: float
-    """Mean squared error of scale * A, less the noise of T, in squared reward units."""
+    """Mean squared error of scale * A minus the noise of T, in squared reward units."""
     explained: float | None
-    """1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal."""
+    """1 - error / mean square of the true advantages: 1 for the truth, 0 for no signal."""
     variance: float
     """Variance of scale * A."""
     std: float
-    """Std of A, in its own unit."""
+    """Std of A, in its unit."""
     zero_share: float
     """Share of decisions with A = 0."""
     biases: tuple[Bias, ...]
@@ -391,7 +388,7 @@ class TruthScore:
 def truth_score(
     advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
 ) -> TruthScore:
-    """Score one estimator over at least one measured decision; `groups` are those of their rollouts."""
+    """Score one estimator over at least one measured decision; `groups` are the decisions' groups."""
     truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
     noise = _noise_square(truths)
@@ -433,9 +430,9 @@ def _without_noise(found: float | None, true: Sequence[float], noise: float) -> 
 def _interval(
     advantages: Sequence[float], true: Sequence[float], groups: Sequence[str]
 ) -> tuple[float | None, float | None]:
-    """95 % interval of the correlation r over G groups.
+    """Compute the 95 % interval of the correlation r over G groups.
 
-    None with one group, where |r| is 1, and where r is undefined without one of the groups.
+    (None, None) for a single group, for |r| = 1, and if r is undefined without one of the groups.
 
         tanh(atanh r +- t_{G-1} s),   s^2 = (G - 1) / G * sum_g (z_g - mean z)^2
 
@@ -464,13 +461,13 @@ def _without(name: str, groups: Sequence[str], *columns: Sequence[float]) -> Ite
 
 
 def _fisher_z(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """None where one of the two is constant, or both are the same."""
+    """Compute Fisher's z of the correlation; None if either side is constant, or for |r| = 1."""
     found = correlation(left, right) if left else None
     return None if found is None or abs(found) >= 1.0 - 1e-12 else math.atanh(found)
 
 
 def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bias, ...]:
-    """Biases by thirds of the turns, and by whether the decision was rewarded."""
+    """Compute biases by thirds of the turns, and by whether the decision was rewarded."""
     turns = sorted(item.turn for item in truths)
     first, second = turns[len(turns) // 3], turns[2 * len(turns) // 3]
     kinds: Mapping[str, Callable[[TrueAdvantage], bool]] = {

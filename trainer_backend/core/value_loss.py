@@ -1,4 +1,4 @@
-"""The loss of a critic, and its columns over the sampled tokens of a packed batch."""
+"""The loss of a critic, and its columns of a packed batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class CriticColumns:
-    """[N] columns for the critic, in the order of the policy loss's columns."""
+    """[N] columns for the value loss, in the order of the policy loss's columns."""
 
     value_N: Tensor
-    """float32, V as scored before the update."""
+    """float32, V before the update."""
     return_N: Tensor
-    """float32, its target."""
+    """float32, target of V."""
     weight_N: Tensor
-    """float32; 0 where no value is read; sums to 1 over the optimizer step."""
+    """float32; 0 if no value is read; sums to 1 over the optimizer step."""
 
     def each(self, of: Callable[[Tensor], Tensor]) -> CriticColumns:
         """Apply `of` to every column."""
@@ -35,9 +35,9 @@ class CriticColumns:
 def critic_columns(
     segments: Sequence[Segment], targets: Mapping[str, CriticTargets], order: Sequence[int]
 ) -> CriticColumns:
-    """The columns of one optimizer step: each place where a value is read counts the same.
+    """Build the columns of one optimizer step; each value that is read has the same weight.
 
-        w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
+        w = 1 / (decisions of the step), or for values by token 1 / (sampled tokens of the step)
 
     Targets are by rollout id; `order` is the packing order of the segments. Raises BatchError as
     `read_column`.
@@ -46,7 +46,7 @@ def critic_columns(
     returns = {name: item.returns for name, item in targets.items()}
     value_columns = [read_column(segment, values, "value") for segment in segments]
     return_columns = [read_column(segment, returns, "return") for segment in segments]
-    # Where each token is predicted, or the first one of a decision.
+    # At each sampled token, or at the first of a decision.
     read = [(offsets(part) == 0) | isinstance(values[part.rollout_id], ByToken) for part in segments]
     share = 1.0 / sum(int(row.sum()) for row in read)
 
@@ -58,13 +58,13 @@ def critic_columns(
 
 
 def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) -> Tensor:
-    """Half the squared error of the values, as a weighted sum.
+    """Compute half the squared error of the values, as a weighted sum.
 
         loss = sum(w * 1/2 * (V - R)^2)
 
-    With clip = c: R is compared with both V and V_old + clamp(V - V_old, -c, c), and the larger error counts,
-    so a value that moved by more than c towards R has no gradient. `values` are [N] of the critic in
-    training; where the weight is 0 they are not read. The losses of a step's cuts add up.
+    With clip = c, the larger error of V and V_old + clamp(V - V_old, -c, c) counts, so a value that moved by
+    more than c towards R has no gradient. `values` are [N] of the critic in training, not read where the
+    weight is 0. Losses of micro-batches add up.
 
     Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
     """

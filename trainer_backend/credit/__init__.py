@@ -1,1 +1,1 @@
-"""Credit of an iteration: rewards of episodes, advantages, and the same of stored rollouts."""
+"""Credit assignment: rewards and advantages of an iteration's rollouts, or of stored ones."""

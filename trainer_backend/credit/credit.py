@@ -1,6 +1,6 @@
 """Stops 7, 9 and 10 of the route: finished rollouts -> segments, r_t and advantages.
 
-Pure: a stored rollout file gives the same numbers anywhere.
+Pure: the same stored rollouts give the same numbers on any machine.
 """
 
 import math
@@ -33,16 +33,16 @@ from trainer_backend.rundir.rollout_files import Credit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of rollouts after they were played, by rollout id, for estimators that need them."""
+    """Values, branches and log-probs that some estimators need; measured after play, by rollout id."""
 
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
-    """V of a critic; they are stored with the credit."""
+    """The critic's V; stored with the credit."""
     after: Mapping[str, float] | None = None
-    """V of the state after the last decision of episodes that a limit cut short; None: not read."""
+    """V of the last state of episodes that a limit cut short; None: not measured."""
     branches: Mapping[str, Branches] | None = None
-    """Rollouts that branched off an episode; None: there are none."""
+    """Rollouts that branched off an episode; None: not played."""
     scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
-    """Log-probs of its tokens and of its branches' tokens, under policy and reference."""
+    """Log-probs of the tokens of rollouts and branches, under policy and reference."""
 
 
 NOTHING = Measured()
@@ -50,22 +50,22 @@ NOTHING = Measured()
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """Stops 7, 9 and 10 for a batch of episodes: input of the update, and metrics."""
+    """A batch of credited episodes: input of the update, stored credit, and metrics."""
 
     episodes: list[CreditedEpisode]
-    """Those to train: all, or all but the `flat` groups where the job skips these."""
+    """The episodes to train; without the `flat` groups if the job skips them."""
     credits: list[Credit]
-    """One for every episode, in the order given."""
+    """One for each rollout, in the order given."""
     metrics: dict[str, float]
     flat: list[str]
     """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`), without the cost
-    of KL, which differs a little between any two episodes."""
+    of KL, because that differs a little between any two episodes."""
     fork_credits: Mapping[str, Credit] = field(default_factory=dict)
-    """Of trained continuations, by rollout id."""
+    """Credit of trained continuations, by rollout id."""
 
 
-def _flat(estimate: "_Estimate") -> list[str]:
-    """Flat groups as they were played, even if only parts of a group were compared."""
+def _find_flat_groups(estimate: "_Estimate") -> list[str]:
+    """Find flat groups, by the group ids of the rollouts even if the estimator compared parts of a group."""
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
@@ -73,25 +73,25 @@ def _flat(estimate: "_Estimate") -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """Stops 9 and 10; all lists in the order of the rollouts."""
+    """Rewards and advantages of rollouts; all lists are in the order of the rollouts."""
 
     rollouts: Sequence[Rollout]
     trajectories: list[Trajectory]
     policies: list[str]
-    """Who sampled each."""
+    """The policy that sampled each rollout."""
     earned: list[Earned]
     episodes: list[EpisodeRewards]
     advantages: Advantages
     trained: Sequence[OfEpisode]
-    """Advantages of each episode for the update, by decision or by token."""
+    """Advantages for the update, by decision or by token."""
     targets: list[CriticTargets | None]
-    """What the critic learns; None without one."""
+    """Targets of the critic; None without a critic."""
 
     def credits(self, algorithm: AlgorithmTable) -> list[Credit]:
         return [self._credit(index, algorithm) for index in range(len(self.episodes))]
 
     def actor_metrics(self, gamma: float) -> dict[str, float]:
-        """Metrics of the actor's samples, where it has any, and the estimator's own of all samples."""
+        """Return the metrics of the actor's rollouts, if any, and the estimator's metrics of all rollouts."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
         metrics = self.advantages.diagnostics
         if not own:
@@ -102,7 +102,7 @@ class _Estimate:
         return decision_metrics([self.trajectories[index] for index in own], paid) | metrics
 
     def _credit(self, index: int, algorithm: AlgorithmTable) -> Credit:
-        """Return the credit that is stored with one episode; with a critic, returns are its targets."""
+        """Return the stored credit of one episode; with a critic, its returns are the critic's targets."""
         episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
         discounted_T = discounted_returns(episode.rewards_T, algorithm.gamma)
         return Credit(
@@ -121,17 +121,17 @@ class _Estimate:
 
 @dataclass(frozen=True, slots=True)
 class CreditAssignment:
-    """Credits the decisions of a job: by who sampled them, by their rewards, and by its estimator."""
+    """Computes the credit of a job's decisions from its policies, rewards and estimator."""
 
     algorithm: AlgorithmTable
     policies: Policies
     rewards: Rewards
     skips_flat_groups: bool = False
-    """Groups whose advantages are all 0 are not trained."""
+    """Whether groups whose advantages are all 0 are left out of the update."""
 
     @property
     def has_branches(self) -> bool:
-        """Whether others play on from decisions, to measure or to be trained."""
+        """Return whether the job plays branches, for its estimator or for training."""
         return self.estimator.needs_branches or self.algorithm.train_branches
 
     @property
@@ -141,14 +141,14 @@ class CreditAssignment:
     def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
         """Compute segments, r_t and advantages of finished rollouts.
 
-        `measured` holds what the job's estimator needs in addition. Raises CreditError with the name of the
-        rollout where an episode lacks something or is broken.
+        `measured` holds the measurements that the job's estimator needs. Raises CreditError with the id of
+        the rollout if data is missing or invalid.
         """
         estimate, forks = estimates = self._estimates(rollouts, measured)
         without_kl = estimates
         if self.rewards.pays_kl:
             without_kl = replace(self, rewards=self.rewards.without_kl())._estimates(rollouts, measured)
-        flat, flat_forks = map(_flat, without_kl)
+        flat, flat_forks = map(_find_flat_groups, without_kl)
         skipped = {*flat, *flat_forks} if self.skips_flat_groups else set()
         trained, after_forks = (self._credited(item, skipped) for item in estimates)
         metrics = {
@@ -159,30 +159,29 @@ class CreditAssignment:
             "group/count": float(len({rollout.group_id for rollout in rollouts})),
             "group/flat": float(len(flat)),
         }
-        credits, of_forks = (item.credits(self.algorithm) for item in estimates)
+        credits, fork_credits = (item.credits(self.algorithm) for item in estimates)
         names = (rollout.rollout_id for rollout in forks.rollouts)
-        return Credited(
-            [*trained, *after_forks], credits, metrics, flat, dict(zip(names, of_forks, strict=True))
-        )
+        by_name = dict(zip(names, fork_credits, strict=True))
+        return Credited([*trained, *after_forks], credits, metrics, flat, by_name)
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
-        """The credits of `credit`, without the input of the update and its metrics."""
+        """Compute only the stored credit of finished rollouts; see `credit`."""
         return self._estimate(rollouts, measured).credits(self.algorithm)
 
     def continuations(self, measured: Measured) -> list[Rollout]:
-        """The continuations that are trained, fork by fork."""
+        """Return the continuations to train, fork by fork."""
         if not self.algorithm.train_branches:
             return []
         forks = (fork for by_turn in (measured.branches or {}).values() for fork in by_turn.values())
         return list(chain.from_iterable(forks))
 
     def fork_credits(self, rollouts: Sequence[Rollout], measured: Measured) -> list[Credit]:
-        """The credits of `continuations`; `rollouts` hold all their parents."""
+        """Compute the credit of `continuations`; `rollouts` must contain their parents."""
         _, forks = self._estimates(rollouts, measured)
         return forks.credits(self.algorithm)
 
     def td_errors(self, rollout: Rollout, measured: Measured) -> list[float]:
-        """[T] r_t + gamma V(s_{t+1}) - V(s_t) of a finished rollout whose values were measured."""
+        """Compute [T] r_t + gamma V(s_{t+1}) - V(s_t) of a finished rollout whose values were measured."""
         episode = rollout.trajectory
         assert episode is not None, "only finished rollouts have values"
         rewards_T = self._earned(rollout, measured).rewards_T
@@ -194,9 +193,10 @@ class CreditAssignment:
     def find_rejected(
         self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
     ) -> dict[str, CreditError]:
-        """Find the error of each finished rollout that cannot be credited by itself, by rollout id.
+        """Find the finished rollouts that cannot be credited, with their errors, by rollout id.
 
-        Where a rollout was not measured, since measuring another one failed, only its segments are checked.
+        A rollout may lack measurements because measuring another one failed; then only its segments are
+        checked.
         """
         rejected: dict[str, CreditError] = {}
         for rollout in rollouts:
@@ -216,7 +216,7 @@ class CreditAssignment:
         return rejected
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
-        """Stop 7 for those that finished. Raises SegmentError as `segments_by`."""
+        """Build the segments of finished rollouts, by rollout id. Raises SegmentError as `segments_by`."""
         return {
             item.rollout_id: self.policies.segments_by(item)
             for item in rollouts
@@ -224,17 +224,17 @@ class CreditAssignment:
         }
 
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
-        """The state in which a limit left an episode, where it was requested. Raises as `segments_by`."""
+        """Build the final views of rollouts that have one, by rollout id. Raises as `final_view_by`."""
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """What its decisions earned; decisions before the snapshot where it began shorten its horizon."""
+        """Compute the rewards of a rollout; decisions before its first snapshot shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
     def _credited(self, estimate: _Estimate, skipped: Container[str]) -> list[CreditedEpisode]:
-        """The input of an update, without skipped groups."""
+        """Return the input of an update, without skipped groups."""
         columns = zip(estimate.rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
         return [
             CreditedEpisode(
@@ -249,7 +249,7 @@ class CreditAssignment:
         ]
 
     def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
-        """Estimates of whole episodes, and of trained continuations, which are groups of their own."""
+        """Estimate whole episodes, and trained continuations, which are groups of their own."""
         estimate = self._estimate(rollouts, measured)
         continuations = self.continuations(measured)
         forks = self._estimate_forks(continuations, estimate, measured) if continuations else _NO_FORKS
@@ -260,8 +260,8 @@ class CreditAssignment:
     ) -> _Estimate:
         """Estimate continuations by the job's estimator, and their first decisions by leave-one-out.
 
-        If the fork's rule did not read samples, the rest of the parent is one more sibling; it is trained
-        only with the parent.
+        If the fork rule reads no samples, the rest of the parent is compared as one more sibling. It is
+        trained only as part of the parent.
         """
         is_blind = not fork_rule(self.algorithm.fork_rule).reads_samples
         rests = [
@@ -279,7 +279,7 @@ class CreditAssignment:
         trained: Sequence[CreditedEpisode],
         after_forks: Sequence[CreditedEpisode],
     ) -> dict[str, float]:
-        """The share of the update after forks, and how much more continuations earned than their parents."""
+        """Compute the continuations' share of the update, and their mean gain in return over the parents."""
         parents, forks = estimates
         gamma = self.algorithm.gamma
         returns = {
@@ -302,7 +302,7 @@ class CreditAssignment:
     def _estimate(
         self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
     ) -> _Estimate:
-        """Run the job's estimator over these rollouts, and over `rests`, which are only compared with."""
+        """Run the job's estimator over the rollouts; `rests` serve only for comparison."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]
@@ -325,10 +325,10 @@ class CreditAssignment:
     def _rewarded(
         self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
     ) -> EpisodeRewards:
-        """An episode as the job's estimator sees it."""
+        """Return an episode with the inputs that the job's estimator reads."""
         plug, name = self.estimator, rollout.rollout_id
         policy = self.policies.policy_by(rollout)
-        # It is compared with its group, or with its policy's part of the group.
+        # With a baseline per policy, episodes are compared only within their policy's part of the group.
         alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
         values = measured.values.get(name, ())
         by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
@@ -351,9 +351,9 @@ class CreditAssignment:
         )
 
     def _value_after(self, rollout: Rollout, trajectory: Trajectory, measured: Measured) -> float | None:
-        """V of the state in which a limit left the episode, where the job's estimator bootstraps from it.
+        """Return V of the state in which a limit cut the episode, if the job's estimator bootstraps from it.
 
-        Raises AdvantageError where it was never read.
+        Raises AdvantageError if no such values were measured.
         """
         reads_key = "bootstrap_truncated" in self.estimator.keys.model_fields
         if not (self.algorithm.bootstrap_truncated and reads_key and trajectory.cut_short):
@@ -367,7 +367,7 @@ class CreditAssignment:
         return measured.after.get(rollout.rollout_id)
 
     def _branch_returns(self, parent: Trajectory, measured: Measured, rollout_id: str) -> list[list[float]]:
-        """[T] the discounted return of each branch from before a decision."""
+        """Compute, for each decision, the discounted returns of the branches that start before it."""
         of_episode = (measured.branches or {}).get(rollout_id, {})
         rule = self.algorithm.fork_rule
         if self.algorithm.train_branches and of_episode and fork_rule(rule).reads_samples:
@@ -379,7 +379,7 @@ class CreditAssignment:
             )
         return [
             [
-                # It counts decisions from 1, so its horizon is the rest of the parent's.
+                # A branch counts its decisions from 1; its horizon is the rest of the parent's.
                 discounted_returns(
                     self.rewards.earned_by(branch, measured.scored, decisions_done=step.turn - 1).rewards_T,
                     self.algorithm.gamma,
@@ -390,23 +390,23 @@ class CreditAssignment:
         ]
 
 
-# Where no continuation is trained.
+# The estimate of forks in a job that trains no continuation.
 _NO_FORKS = _Estimate([], [], [], [], [], Advantages([]), [], [])
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """[T] the text of each observation: all that was said to the policy since its last answer."""
+    """Return [T] the text of each observation: the messages since the policy's last answer."""
     texts = []
     for t, prompt in enumerate(prompts(trajectory.steps)):
         if not prompt:
             raise AdvantageError("its prompt is not stored", where=place(rollout_id, t + 1))
-        said = list(takewhile(lambda message: message.role != "assistant", reversed(prompt)))
-        texts.append("\n".join(item.content or "" for item in reversed(said) if item.role != "system"))
+        newest = list(takewhile(lambda message: message.role != "assistant", reversed(prompt)))
+        texts.append("\n".join(item.content or "" for item in reversed(newest) if item.role != "system"))
     return texts
 
 
 def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """[T] the key of each decision's state, under the name that the job gives."""
+    """Return [T] each decision's state key of the job's `state_hashing_function`."""
     keys = []
     for step in trajectory.steps:
         key = step.observation_data.state_keys.get(name)
@@ -415,7 +415,7 @@ def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]
             raise AdvantageError(
                 f"no state key {name!r}; stored: {stored}",
                 where=place(rollout_id, step.turn),
-                hint="They are made while an episode is played (rollout.state_keys).",
+                hint="State keys are computed while an episode is played (rollout.state_keys).",
             )
         keys.append(key)
     return keys

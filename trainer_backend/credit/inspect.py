@@ -1,4 +1,4 @@
-"""`turnwise inspect`: one episode, decision by decision: what it saw, did and earned, and its credit."""
+"""`turnwise inspect`: one episode by decision: observation, action, rewards and credit."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,9 +34,10 @@ _KEY_SHOWN = 10
 def find_rollout(
     runs: Sequence[RunDirectory], rollout_id: str, advantage: str | None = None
 ) -> tuple[Rollout, list[dict[str, Any]]]:
-    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
+    """Find a stored rollout by its id, or by the end of its id; return it with its stored decisions.
 
-    Their credit is that of the estimator `advantage`, by `turnwise recredit`; None: the run's own.
+    The credit is read from the file that `turnwise recredit` wrote for the estimator `advantage`; None: the
+    run's own credit.
     """
     found = [
         (run, path, known)
@@ -57,11 +58,11 @@ def find_rollout(
 
 
 def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) -> Path:
-    """The file of `turnwise recredit` with that estimator's credit of a rollout of this one."""
+    """Return the file of `turnwise recredit` with that estimator's credit of the rollout in `path`."""
     estimator(advantage)
     found = run.recredit / f"{advantage}.parquet"
     if path not in run.iteration_files():
-        raise RunDirectoryError(f"{rollout_id} is in {path.name}, and training's rollouts alone are credited")
+        raise RunDirectoryError(f"{rollout_id} is in {path.name}; only rollouts of training are credited")
     if not found.exists() or rollout_id not in rollout_ids(found):
         raise RunDirectoryError(
             f"{found} does not have {rollout_id}; `turnwise recredit {run.path} --advantage {advantage}` "
@@ -83,11 +84,10 @@ def _beginning(episode: Trajectory) -> Iterator[Text]:
 def episode_view(
     rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
 ) -> Iterator[RenderableType]:
-    """All of an episode for a terminal.
+    """Render an episode for a terminal.
 
-    `credits` are the stored columns of each decision, empty where no credit was given. `full` shows the whole
-    prompt of each decision, not only what is new in it, and `tokens` where its tokens stand in the segments
-    that it was trained on.
+    `credits` are the stored columns of each decision; empty without credit. `full` shows whole prompts
+    instead of their new messages. `tokens` shows the positions of each decision's tokens in the segments.
     """
     yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
     episode = rollout.trajectory
@@ -113,7 +113,7 @@ def episode_view(
         )
     for warning in episode.warnings:
         yield Text(f"warning: {warning}")
-    seen = _seen(episode, full=full)
+    seen = _observations(episode, full=full)
     lines = _token_lines(rollout.rollout_id, episode, full=full) if tokens else {}
     if tokens and episode.full_history:
         ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
@@ -126,22 +126,22 @@ def episode_view(
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
         yield Text(shown, style="dim")
-        yield Text(f"did     {_done(step)}")
-        yield Text(f"earned  {_earned(step)}")
+        yield Text(f"did     {_describe_action(step)}")
+        yield Text(f"earned  {_describe_rewards(step)}")
         for told in interaction_texts(step):
             yield Text(f"answer  {told}")
         if tokens:
             yield Text("\n".join(lines[step.turn]))
         if step.turn <= len(credits):
-            yield _credit(credits[step.turn - 1])
+            yield _credit_table(credits[step.turn - 1])
             for equation, words in credit_lines(credits[step.turn - 1]):
                 yield Text(f"{equation}; {words}" if words else equation)
     if rest := last_messages(episode):
         yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
 
 
-def _seen(episode: Trajectory, *, full: bool) -> list[str]:
-    """[T] what each decision saw: its whole prompt, or what is new in it."""
+def _observations(episode: Trajectory, *, full: bool) -> list[str]:
+    """Return [T] the observation of each decision: its whole prompt, or only the new messages."""
     if full:
         return ["\n".join(map(message_text, prompt)) for prompt in prompts(episode.steps)]
     if episode.full_history:
@@ -150,7 +150,7 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
-    """By turn, the states of the loop and the places of its tokens, by the names of source 3."""
+    """Return, by turn, lines about the loop's states and the tokens' positions, in source 3's terms."""
     segments = build_segments(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
@@ -170,7 +170,7 @@ def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[in
 
 
 def _snapshot(number: int, segment: Segment) -> str:
-    """The segment that an edit closed: its prompt tokens, and the tokens from its first answer on."""
+    """Describe a segment that a context edit closed: its prompt tokens, and the tokens after them."""
     first = int(segment.spans[0]["start"])
     trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
     return (
@@ -180,7 +180,7 @@ def _snapshot(number: int, segment: Segment) -> str:
 
 
 def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
-    """`t` is the index of both published lists; positions are those of the segment."""
+    """Describe a decision's tokens: `t` indexes both published lists; positions are in its segment."""
     t = view.turn - 1
     prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
     return [
@@ -191,14 +191,14 @@ def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
     ]
 
 
-def _done(step: StepData) -> str:
+def _describe_action(step: StepData) -> str:
     invalid = step.step_info.invalid_reason
     executed = " ".join(step.step_info.executed_actions)
     done = action_text(step) + (f"  ->  {executed}" if executed else "")
     return done + (f"  (refused: {invalid})" if invalid else "")
 
 
-def _earned(step: StepData) -> str:
+def _describe_rewards(step: StepData) -> str:
     parts = [f"env {sum(step.env_rewards or ()):+g}"]
     rewards = step.metadata.decision_rewards
     if rewards is not None:
@@ -207,7 +207,7 @@ def _earned(step: StepData) -> str:
     return "; ".join([*parts, *(f"{part.source} {part.value:+g}" for part in step.reward_parts)])
 
 
-def _credit(columns: dict[str, Any]) -> Table:
+def _credit_table(columns: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     figures = credit_figures(columns, "{:+.3f}".format)
     for name, _, _ in figures:

@@ -1,4 +1,4 @@
-"""`turnwise recredit`: every estimator on a run's stored rollouts, with tables and files of the results."""
+"""`turnwise recredit`: applies every estimator to a run's stored rollouts; prints tables, writes files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -47,21 +47,21 @@ from trainer_backend.rundir.truth_file import TruthFile, select_rewards
 
 @dataclass(frozen=True, slots=True)
 class Recredited:
-    """What estimators made of the same decisions."""
+    """The credit of the same decisions by several estimators."""
 
     rollouts: list[Rollout]
-    """Those that finished, iteration after iteration; then the continuations that were trained."""
+    """Finished rollouts in the order of iterations, then the trained continuations."""
     credits: Mapping[str, list[Credit]]
     """By estimator, in the order of the rollouts."""
     refused: Mapping[str, str]
     """Estimators that could not be computed, with the reason."""
     met: Mapping[str, float] = field(default_factory=dict)
-    """Share of the decisions after the first of their episode whose "state", or "text", was met twice in
-    their group; without what no estimator compares decisions by."""
+    """For "state" and "text", the share of later decisions (not the first of their episode) with an equal one
+    in their group; without a kind by which no estimator compares decisions."""
 
     @property
     def advantages(self) -> dict[str, list[float]]:
-        """By estimator, [decisions] of all rollouts."""
+        """By estimator, the advantages of all decisions of all rollouts, in one list."""
         return {
             name: list(chain.from_iterable(credit.advantages_T for credit in credits))
             for name, credits in self.credits.items()
@@ -69,7 +69,7 @@ class Recredited:
 
 
 def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
-    """The rollout files of these iterations, or of all, in order."""
+    """Return the rollout files of these iterations, or of all, in order."""
     files = run.iterations()
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
@@ -81,7 +81,7 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
 
 
 def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list[Rollout]]:
-    """The finished rollouts of these iterations, or of all, in order."""
+    """Read the finished rollouts of these iterations, or of all, in order."""
     read = [read_rollouts(path) for path in stored_files(run, iterations)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
@@ -90,13 +90,13 @@ def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list
 
 
 def stored_measured(run: RunDirectory, iterations: Sequence[int]) -> list[Measured]:
-    """Return each stored iteration's measurements by a critic, by branches and by a reference."""
+    """Read each iteration's stored measurements: values, branches, and log-probs under the reference."""
     files = stored_files(run, iterations)
-    return [_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
+    return [_read_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
 
 
-def _measured(path: Path) -> Measured:
-    """The measurements of one iteration; its file of branches may be empty."""
+def _read_measured(path: Path) -> Measured:
+    """Read the measurements of one iteration; its file of branches may be empty."""
     other = path.with_name(path.name.replace("iteration_", "branches_"))
     if not other.exists():
         return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
@@ -115,14 +115,14 @@ def recredited(
 ) -> Recredited:
     """Credit every iteration by every estimator, with the job's rewards and keys of [algorithm].
 
-    Groups are those of their iteration. An estimator whose inputs were not stored is refused by name.
-    `measured` is that of `stored_measured`; empty: nothing was measured.
+    Episodes are compared within their iteration's groups. An estimator whose inputs were not stored is
+    refused by name. `measured` comes from `stored_measured`; empty: nothing was measured.
     """
     measured = measured or [NOTHING] * len(iterations)
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
     batches = list(zip(iterations, measured, strict=True))
     for rollouts, measurements in batches:
-        for rollout in rollouts:  # what fails here fails for every estimator
+        for rollout in rollouts:  # a broken reward is an error of all estimators, not a refusal of one
             credit.rewards.earned_by(rollout, measurements.scored)
     credits: dict[str, list[Credit]] = {}
     after_forks = chain.from_iterable(map(credit.continuations, measured))
@@ -130,9 +130,9 @@ def recredited(
     for name in names:
         try:
             credits[name] = _credits(credit, batches, advantage=name)
-        except (AdvantageError, RewardError) as error:  # the rewards of its branches
+        except (AdvantageError, RewardError) as error:  # RewardError: of a branch
             refused[name] = str(error)
-    kinds = {_compared(name) for name in credits}
+    kinds = {_compared_kind(name) for name in credits}
     others = {
         kind: [n for item in _credits(credit, batches, **keys) for n in item.parts["compared"][1:]]
         for kind, keys in _EQUAL.items()
@@ -146,19 +146,19 @@ _Batch = tuple[Sequence[Rollout], Measured]
 
 
 def _credits(credit: CreditAssignment, batches: Sequence[_Batch], **algorithm: object) -> list[Credit]:
-    """Of all batches, with these keys of [algorithm] in place of the job's."""
+    """Compute the credit of all batches, with these keys of [algorithm] instead of the job's."""
     changed = replace(credit, algorithm=credit.algorithm.model_copy(update=algorithm))
     credits = [item for rollouts, of_them in batches for item in changed.credits(rollouts, of_them)]
     return [*credits, *(item for batch in batches for item in changed.fork_credits(*batch))]
 
 
-def _compared(name: str) -> str:
-    """What an estimator compares decisions by: their state's key, the text they show, or neither."""
+def _compared_kind(name: str) -> str:
+    """Return by what an estimator compares decisions: "state" (its key), "text", or "" for neither."""
     plug = estimator(name)
     return "state" if plug.needs_state_keys else "text" if plug.needs_texts else ""
 
 
-# Keys of [algorithm] that compare a decision only with those of an equal state, or of an equal text.
+# Keys of [algorithm] with which decisions are compared only if their states, or their texts, are equal.
 _EQUAL: Mapping[str, Mapping[str, object]] = {
     "state": {"advantage": "gigpo", "context_depth": 0},
     "text": {"advantage": "gigpo_soft", "similarity_temperature": 0.0},
@@ -166,10 +166,10 @@ _EQUAL: Mapping[str, Mapping[str, object]] = {
 
 
 def with_records(rollout: Rollout) -> Rollout:
-    """The rollout with `decision_rewards` made from its counters where it was played without them.
+    """Add missing `decision_rewards` to a rollout, computed from its achievement counters.
 
-    So a run whose rewards were off can be credited by decisions. An environment without achievements has no
-    counters, and its rollouts stay as they are.
+    So a run that was played without step rewards can be credited by decision. A rollout without counters is
+    returned unchanged.
     """
     episode = rollout.trajectory
     if episode is None or not episode.achievements_counts:
@@ -183,17 +183,14 @@ def with_records(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"trajectory": episode.model_copy(update={"steps": steps})})
 
 
-# Those of the gradients of two estimators.
+# Cosine between the gradients of two estimators.
 Cosines = Mapping[tuple[str, str], float]
 
 
 def recredit_tables(
     credited: Recredited, cosines: Cosines | None = None, scores: TruthScores | None = None
 ) -> Group:
-    """Tables of spread, correlation, sign agreement and, where there are some, cosines of gradients.
-
-    With scores against the truth, these come last.
-    """
+    """Return tables of spread, correlation, sign agreement and, if given, cosines and truth scores."""
     advantages, parts = credited.advantages, list[Table | Text | str]()
     if advantages:
         decisions = len(next(iter(advantages.values())))
@@ -204,7 +201,7 @@ def recredit_tables(
             "",
             _table("same sign", [*advantages], lambda a, b: sign_agreement(advantages[a], advantages[b])),
         ]
-    parts += _of_states(credited)
+    parts += _describe_matches(credited)
     if cosines:
         names = [*([] if scores is None else [TRUTH]), *advantages]
         title = "cosine of gradients" if scores is None else "cosine of gradients of the measured decisions"
@@ -213,22 +210,22 @@ def recredit_tables(
     return Group(*parts) if scores is None else Group(*parts, "", scores.tables())
 
 
-# The end of the sentence where none was met twice; `{}` are estimators.
+# The end of the sentence if no state, or text, occurs twice; `{}` are estimators.
 _ALONE = {
-    "state": "so first decisions alone are compared by {}, and another algorithm.state_hashing_function may "
-    "tell fewer states apart",
-    "text": "so the likeness of different texts is all that is compared by {}",
+    "state": "so {} can compare first decisions only; another algorithm.state_hashing_function may "
+    "distinguish fewer states",
+    "text": "so {} can only compare different texts by their similarity",
 }
 
 
-def _of_states(credited: Recredited) -> list[Text]:
-    """How often states and texts were met twice, and who compares decisions by them."""
+def _describe_matches(credited: Recredited) -> list[Text]:
+    """Describe how often states and texts occur twice, and which estimators compare by them."""
     lines = []
     for kind, share in credited.met.items():
-        by = ", ".join(name for name in credited.credits if _compared(name) == kind)
+        by = ", ".join(name for name in credited.credits if _compared_kind(name) == kind)
         ending = f"{kind}s are compared by {by}" if share else _ALONE[kind].format(by)
         sentence = (
-            f"{share:.1%} of the decisions after the first of their episode have a {kind} that was met twice "
+            f"{share:.1%} of the decisions after the first of their episode have a {kind} that occurs twice "
             f"in their group{';' if share else ','} {ending}."
         )
         lines.append(Text(sentence, style="" if share else "yellow"))
@@ -246,7 +243,7 @@ def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
 
 
 def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
-    """Every pair once: below the diagonal. A column has the number of its row, so that many stay narrow."""
+    """Return a table of all pairs, below the diagonal; columns are numbered, so that they stay narrow."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title, no_wrap=True, min_width=3 + max(map(len, names), default=0))
     for number in range(1, len(names)):
@@ -264,10 +261,10 @@ _POINTS = 4_000
 def write_recredit(
     credited: Recredited, folder: Path, cosines: Cosines | None = None, scores: TruthScores | None = None
 ) -> None:
-    """Write the results of `recredit`.
+    """Write the results of `turnwise recredit`.
 
-    `figures.json`, `agreement.html`, `truth.html` with scores against the truth, and NAME.parquet for each
-    estimator: the rollouts with its credit.
+    Writes `figures.json`, `agreement.html`, `truth.html` (with truth scores), and for each estimator
+    NAME.parquet, the rollouts with its credit.
     """
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -282,17 +279,17 @@ def write_recredit(
 
 
 def truth_page(scores: TruthScores) -> bytes:
-    """A chart for each estimator over the truth, with its correlation; above them how well that is known."""
+    """Return a page with a chart for each estimator over the truth; above, the truth's own noise."""
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
-        {name: _of_score(score, scores.unbiased[name]) for name, score in scores.scores.items()},
+        {name: _describe_score(score, scores.unbiased[name]) for name, score in scores.scores.items()},
         [*above, "A point may lie to the left or right of its true place by about that standard error."],
     )
 
 
-def _of_score(score: TruthScore, unbiased: float | None) -> str:
-    """A sentence of figures for an estimator's chart."""
+def _describe_score(score: TruthScore, unbiased: float | None) -> str:
+    """Return the sentence below an estimator's chart."""
     if score.correlation is None:
         return "No correlation: all its advantages, or all true ones, are the same."
     correlation = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
@@ -306,12 +303,12 @@ def agreement_page(
     notes: Mapping[str, str] = MappingProxyType({}),
     above: Sequence[str] = (),
 ) -> bytes:
-    """A chart for each estimator but the first: its advantages over the first's, a point a decision.
+    """Return a page with a scatter chart for each estimator over the first: one point per decision.
 
-    `notes` have, by estimator, a sentence about its chart; `above` are sentences about all of them.
+    `notes` are sentences below the charts, by estimator; `above` are sentences above all charts.
     """
     first, *others = advantages
-    # Evenly spread over the batch: a picture of every decision would be a blot.
+    # Thinned evenly over the batch: a chart of all decisions would be a blot.
     step = max(1, len(advantages[first]) // _POINTS)
     charts = []
     for name in others:
@@ -324,7 +321,7 @@ def agreement_page(
 
 
 def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:
-    """All numbers of the tables."""
+    """Return all numbers of the tables as JSON values."""
     advantages = credited.advantages
     return {
         "episodes": len(credited.rollouts),
@@ -357,10 +354,10 @@ def recredit_run(
     truth: Path | None = None,
     reporter: Reporter,
 ) -> tuple[Group, Path]:
-    """Return the tables, and the folder that was written.
+    """Credit a run's stored rollouts again, write the results, and return the tables and the folder.
 
-    `truth` is a file of `turnwise truth` to compare the estimators with. `reporter` hears of the processes
-    that compute gradients at the checkpoint.
+    `truth` is a file of `turnwise truth` to compare the estimators with. With a checkpoint, processes
+    compute gradients, and report to `reporter`.
     """
     run = open_run(path)
     loaded = run.job_of_stored(overrides)
@@ -379,11 +376,11 @@ def recredit_run(
     credit = job_parts.credit(job)
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     if not credited.credits:
-        told = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
-        raise AdvantageError(f"{path}: no estimator can be computed. {told}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
+        raise AdvantageError(f"{path}: no estimator can be computed. {reasons}")
     cosines = None
     if checkpoint is not None:
-        advantages = _of_measured(credited, file)
+        advantages = _select_advantages(credited, file)
         policies = credit.policies
         played = [
             CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
@@ -406,39 +403,39 @@ def recredit_run(
 def _read_truth(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """Raises RunDirectoryError as `TruthFile.read`, and for another iteration or other rewards."""
+    """Read a truth file. RunDirectoryError: as `TruthFile.read`; for another iteration or other rewards."""
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
-        asked = ", ".join(map(str, iterations))
+        numbers = ", ".join(map(str, iterations))
         raise RunDirectoryError(
-            f"{path} is the truth of iteration {setting.iteration}, and --iteration asks for {asked}"
+            f"{path} is the truth of iteration {setting.iteration}, and --iteration asks for {numbers}"
         )
     stored = {**setting.rewards, "gamma": setting.gamma}
     own = {**select_rewards(training), "gamma": gamma}
     if others := [name for name in own if own[name] != stored.get(name)]:
-        told = ", ".join(f"{name} = {stored.get(name)!r} instead of {own[name]!r}" for name in others)
+        changes = ", ".join(f"{name} = {stored.get(name)!r} instead of {own[name]!r}" for name in others)
         raise RunDirectoryError(
-            f"{path} is the truth of other returns, with {told}; give the same --set to both commands"
+            f"{path} is the truth of other returns, with {changes}; give the same --set to both commands"
         )
     return file
 
 
 def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -> None:
-    """Refuse to compare gradients at another policy than the one whose truth was measured."""
+    """Refuse a checkpoint other than the policy whose truth was measured."""
     known, found = file.setting.digest, read_digest(checkpoint)
     if known and found and known != found:
         own = run.checkpoints / file.setting.checkpoint
         raise RunDirectoryError(
-            f"{file.path} is the truth of the policy {own}, and at another one, {checkpoint}, the gradient "
-            f"of these advantages says nothing; give --checkpoint {own}"
+            f"{file.path} is the truth of the policy {own}; gradients at another policy, {checkpoint}, "
+            f"cannot be compared with it; give --checkpoint {own}"
         )
 
 
-def _of_measured(credited: Recredited, file: TruthFile | None) -> dict[str, list[OfEpisode]]:
-    """By estimator, advantages in the order of the rollouts; those of tokens if it has them.
+def _select_advantages(credited: Recredited, file: TruthFile | None) -> dict[str, list[OfEpisode]]:
+    """Return each estimator's advantages in the order of the rollouts, by token if it has such.
 
-    With a truth, its own advantages too, and all of unmeasured decisions are 0.
+    With a truth file, the true advantages are added, and advantages of unmeasured decisions are 0.
     """
     if file is None:
         return {

@@ -1,4 +1,4 @@
-"""Stop 9 of the route: r_t of a finished rollout, and the policy and segments that it trains. Pure."""
+"""Stop 9 of the route: r_t of a finished rollout, and its policy and segments. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from trainer_backend.job.training_table import TrainingTable
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """What the decisions of an episode earned."""
+    """The rewards of an episode's decisions."""
 
     paid_T: Sequence[float]
-    """[T] rewards of the reward mode."""
+    """[T] rewards without the cost of KL."""
     kl_T: Sequence[float] = ()
-    """[T] costs of the KL to the reference; empty unless the job asks for it, as is `kl_nats`."""
+    """[T] costs of the KL to the reference; empty without `training.kl_reward_coef`, as is `kl_nats`."""
     kl_nats: Sequence[Sequence[float]] = ()
-    """For each decision, the estimate of that KL at each of its tokens."""
+    """[T] the estimate of that KL at each token of a decision."""
 
     @property
     def rewards_T(self) -> Sequence[float]:
-        """[T] r_t, what estimators see."""
+        """[T] r_t, the sum of both, which estimators read."""
         if not self.kl_T:
             return self.paid_T
         return [paid + kl for paid, kl in zip(self.paid_T, self.kl_T, strict=True)]
@@ -36,19 +36,19 @@ class Earned:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """How a job rewards decisions."""
+    """Computes the rewards of a job's decisions."""
 
     table: TrainingTable
-    """[training], with the step-reward switches and what is paid for KL."""
+    """[training], with the keys of step rewards and of the cost of KL."""
     max_decisions: int
-    """The most that an episode may take."""
+    """The most decisions that an episode may take."""
 
     @property
     def pays_kl(self) -> bool:
         return self.table.kl_reward_coef > 0
 
     def without_kl(self) -> "Rewards":
-        """The same rewards, with nothing paid for KL."""
+        """Return the same rewards without the cost of KL."""
         return replace(self, table=self.table.model_copy(update={"kl_reward_coef": 0.0}))
 
     def earned_by(
@@ -56,9 +56,9 @@ class Rewards:
     ) -> Earned:
         """Compute r_t of a finished rollout.
 
-        `scored` has, by rollout id, the log-probs that `training.kl_reward_coef` needs. `decisions_done`, the
-        decisions before the snapshot where the episode began, shorten the horizon. Raises RewardError as
-        `reward_vector` and `refuse_lost_reward`, or for missing log-probs.
+        `scored` has, by rollout id, the log-probs that `training.kl_reward_coef` needs. `decisions_done` is
+        the number of decisions before the episode's first snapshot; it shortens the horizon. Raises
+        RewardError as `reward_vector` and `refuse_lost_reward`, or for missing log-probs.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
@@ -83,11 +83,11 @@ class Rewards:
                 "no log-probs of policy and reference, "
                 f"which training.kl_reward_coef = {training.kl_reward_coef} needs",
                 where=place(rollout_id),
-                hint="They are stored where rollouts were collected with that key; 0 leaves the KL out.",
+                hint="Runs with that key store them; 0 leaves the KL out.",
             )
         if len(scored.policy_T) != len(paid_T):
             raise RewardError(
-                f"log-probs of {len(scored.policy_T)} decisions, but it has {len(paid_T)}",
+                f"log-probs of {len(scored.policy_T)} decisions, but the rollout has {len(paid_T)}",
                 where=place(rollout_id),
             )
         nats = kl_estimates(scored, training.kl_reward_kind, rollout_id=rollout_id)
@@ -95,7 +95,7 @@ class Rewards:
 
 
 def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
-    """KL in nats, a mean over tokens, and its cost, a mean over episodes; empty where it costs nothing."""
+    """Return the mean KL per token, in nats, and its mean cost per episode; empty if KL has no cost."""
     nats = [value for item in episodes for row in item.kl_nats for value in row]
     if not nats:
         return {}
@@ -108,20 +108,20 @@ class Policies:
     """The policies that sample the rollouts of a job."""
 
     job_name: str
-    """Their models are called after it."""
+    """Part of the models' names."""
     fixed: tuple[RolloutOnlyTable, ...]
-    """Those that are never trained."""
+    """Policies that are never trained."""
     temperature: float
-    """The actor's."""
+    """The actor's sampling temperature."""
 
     def of_name(self, name: str) -> RolloutOnlyTable:
-        """A fixed policy; KeyError where there is none of that name."""
+        """Return the fixed policy of that name; KeyError if there is none."""
         return {table.name: table for table in self.fixed}[name]
 
     def policy_by(self, rollout: Rollout) -> str:
-        """The policy that sampled the rollout, ACTOR or a fixed one, by its trajectory's model.
+        """Return the policy that sampled the rollout, ACTOR or a fixed policy, by the trajectory's model.
 
-        Raises SegmentError if the job has no such policy: taken for the actor's, its samples would silently
+        Raises SegmentError if the job has no such policy. Treated as the actor's, its samples would silently
         be trained without weights.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
@@ -136,9 +136,9 @@ class Policies:
         return policy
 
     def segments_by(self, rollout: Rollout) -> list[Segment]:
-        """Stop 7 of the route: the segments of a rollout; empty if it is not finished.
+        """Build the segments of a rollout (stop 7 of the route); empty if it is not finished.
 
-        Samples of a fixed policy are scored at the actor's temperature, since the policy that is trained is
+        Samples of a fixed policy are scored at the actor's temperature, because the policy in training is
         softmax(logits / rollout.temperature) (DESIGN.md 4.9). Raises SegmentError as `policy_by` and
         `build_segments`.
         """
@@ -148,10 +148,10 @@ class Policies:
         return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
 
     def final_view_by(self, rollout: Rollout) -> Segment | None:
-        """The prompt after the last decision of an episode that a limit cut short, if it was requested.
+        """Build the prompt after the last decision of an episode that a limit cut short; None if not stored.
 
-        One token follows it, which belongs to no decision and is never trained: a critic reads the value of
-        a state where the next token is predicted. Raises SegmentError as `segments_by`.
+        One token follows the prompt, because a critic reads a state's value where the next token is
+        predicted. It belongs to no decision and is never trained. Raises SegmentError as `build_segments`.
         """
         episode = rollout.trajectory
         if episode is None or episode.final_view is None:
@@ -169,5 +169,5 @@ class Policies:
         )
 
     def by_actor(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that the policy in training sampled."""
+        """Return the rollouts that the actor sampled."""
         return [rollout for rollout in rollouts if self.policy_by(rollout) == ACTOR]

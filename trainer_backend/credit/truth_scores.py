@@ -1,4 +1,4 @@
-"""`turnwise recredit --truth`: every estimator against the measured truth of the same decisions."""
+"""`turnwise recredit --truth`: compares every estimator with the measured truth of the same decisions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,20 +20,20 @@ from trainer_backend.plugins import estimator
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
 
 TRUTH = "truth"
-# A standard error of this share of the spread keeps 96 % of the correlation without noise.
+# With a standard error of this share of the spread, the correlation is 96 % of the noiseless correlation.
 _GOAL = 0.3
-# Width of a pair of bounds, or of a bias with its error.
+# Width of the widest cells: a pair of bounds, or a bias with its error.
 _WIDEST = 12
 _TITLES = ("correlation", "95 %", "unbiased", "noiseless", "rank", "sign", "explained", "of 0")
 
 
 class TruthScores:
-    """Estimators against the truth, over the measured decisions; `file` has at least one.
+    """Scores of estimators against the truth, over the measured decisions; `file` has at least one.
 
-    `advantages` are by estimator and rollout; only those of measured decisions are kept, in the order of
-    `true`. `groups` are those of the rollouts. `unbiased` is the correlation, by estimator, that an unbiased
-    one with the same std would have; None for one with a bias, whose std is no noise in reward units.
-    `cosines`, by estimator, compare its gradient over the measured decisions with that of the truth; empty
+    `advantages` are given by estimator and rollout; the attribute keeps those of measured decisions, in the
+    order of `true`. `groups` are the rollouts' group ids. `unbiased` is, by estimator, the correlation of an
+    unbiased estimator with the same std; None for a biased one, whose std is not noise in reward units.
+    `cosines` are, by estimator, between its gradient over the measured decisions and the truth's; empty
     without a checkpoint.
     """
 
@@ -44,14 +44,14 @@ class TruthScores:
         groups: Mapping[str, str],
         cosines: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
-        # In an order that does not depend on which was measured first.
+        # Sorted, so that the numbers do not depend on the order of measuring.
         self.setting, truths = file.setting, [file.truths[key] for key in sorted(file.truths)]
-        of_groups = [groups.get(item.rollout_id, item.rollout_id) for item in truths]
+        group_ids = [groups.get(item.rollout_id, item.rollout_id) for item in truths]
         self.noise = measure_noise(truths)
         self.true = [item.advantage for item in truths]
-        self.advantages = {name: _at(of_rollouts, truths) for name, of_rollouts in advantages.items()}
+        self.advantages = {name: _select_measured(rows, truths) for name, rows in advantages.items()}
         self.scores = {
-            name: truth_score(values, truths, of_groups) for name, values in self.advantages.items()
+            name: truth_score(values, truths, group_ids) for name, values in self.advantages.items()
         }
         self.unbiased = {
             name: None if estimator(name).bias else unbiased_correlation(score.std, self.noise)
@@ -60,7 +60,7 @@ class TruthScores:
         self.cosines = {name: cosine for (name, other), cosine in (cosines or {}).items() if other == TRUTH}
 
     def figures(self) -> dict[str, object]:
-        """All numbers of the tables."""
+        """Return all numbers of the tables as JSON values."""
         return {
             "setting": self.setting.model_dump(mode="json"),
             "noise": {**asdict(self.noise), "ratio": self.noise.ratio},
@@ -75,7 +75,7 @@ class TruthScores:
         }
 
     def tables(self) -> Group:
-        """Tables of scores, one row per estimator, the best first, and of biases."""
+        """Return a table of scores, the best estimator first, and a table of biases."""
         return Group(noise_lines(self.setting, self.noise), "", self._scores(), "", _biases(self.scores))
 
     def _scores(self) -> Table:
@@ -92,26 +92,26 @@ class TruthScores:
         return table
 
 
-def _at(of_rollouts: Mapping[str, Sequence[float]], truths: Sequence[TrueAdvantage]) -> list[float]:
+def _select_measured(rows: Mapping[str, Sequence[float]], truths: Sequence[TrueAdvantage]) -> list[float]:
     values = []
     for item in truths:
-        row_T = of_rollouts.get(item.rollout_id, ())
+        row_T = rows.get(item.rollout_id, ())
         if item.turn > len(row_T):
             raise RunDirectoryError(
-                f"decision {item.turn} of rollout {item.rollout_id!r} was measured, and is stored no more"
+                f"decision {item.turn} of rollout {item.rollout_id!r} was measured, but is no longer stored"
             )
         values.append(row_T[item.turn - 1])
     return values
 
 
 def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
-    """What was measured, and how well it is known."""
+    """Describe what was measured, and with what standard error."""
     horizon = "to the end of their episodes" if setting.horizon is None else f"of {setting.horizon} decisions"
     draws = "own draws of the world" if setting.fresh_draws else "the draws that the stored episode met"
     against = f", {noise.ratio:.2f} of their spread {noise.spread:.3f}" if noise.ratio is not None else ""
     pairs = noise.pairs_for(_GOAL, setting.continuations)
     goal = f" About {pairs} pairs each would bring it to {_GOAL:g} of the spread." if pairs else ""
-    lost = f"; {noise.failed} pairs were lost, and count nowhere" if noise.failed else ""
+    lost = f"; {noise.failed} pairs failed and are not counted" if noise.failed else ""
     return Text(
         f"{noise.decisions} decisions of iteration {setting.iteration}, by {setting.continuations} pairs of "
         f"continuations {horizon} with {draws}, gamma {setting.gamma:g}, policy {setting.checkpoint}: "
@@ -134,7 +134,7 @@ def _biases(scores: Mapping[str, TruthScore]) -> Table:
 
 
 def _table(title: str, scores: Mapping[str, TruthScore], columns: Sequence[str]) -> Table:
-    """A row an estimator. Numbers are shown whole, however wide the terminal is."""
+    """Return a table for one row per estimator, whose numbers no narrow terminal cuts off."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title, no_wrap=True, min_width=max(map(len, (title, *scores))))
     for column in columns:

@@ -1,1 +1,1 @@
-"""Serving a policy: the engine protocol, the local torch engine, and the OpenAI-compatible gateway."""
+"""Serve a policy: the engine protocol, the local torch engine, and the OpenAI-compatible gateway."""

@@ -1,4 +1,4 @@
-"""The interfaces of inference engines: with weights that others manage, and of the trained policy."""
+"""Define the interfaces of inference engines: one with fixed weights, and one whose weights are replaced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,9 +26,9 @@ class SampledToken:
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
-    """(id, log-prob) of the most likely tokens at its place, if requested."""
+    """(id, log-prob) of the most likely tokens at its position, if requested."""
     lost_mass: float | None = None
-    """The probability that truncation removed there; None without it."""
+    """The probability that truncation removed at its position; None without truncation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Extras:
     """Optional parts of a request."""
 
     likeliest: int = 0
-    """How many of the most likely tokens to report at every place; none is reported where memory runs out for
-    them."""
+    """How many of the most likely tokens to report at every position; the engine reports none if memory runs
+    out."""
     stop: StopStrings | None = None
-    """Ends the generation in the engine, so that nothing is sampled beyond it. One per request."""
+    """The stop strings that end the generation inside the engine. Each request needs its own object."""
     processed: bool = False
     """Report log-probs after truncation (see `Generation`)."""
     on_token: Callable[[SampledToken], None] | None = None
-    """Called in the caller's event loop with each token except the one that ends the generation, which only
-    the return of `generate` reveals."""
+    """Called in the caller's event loop with each token except the last one, which only the result of
+    `generate` holds."""
     session: str = ""
-    """The rollout of the request, whose prompts begin alike; "" for none."""
+    """The rollout of the request; the prompts of a rollout begin alike; "" for none."""
     common_draws: bool = False
-    """The random numbers follow from the seed alone, and not from the prompt too. An engine that has no seeds
-    of its own ignores it."""
+    """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines without seeds
+    ignore this option."""
 
 
 NO_EXTRAS = Extras()
@@ -62,44 +62,45 @@ class Generation:
     token_ids: tuple[int, ...]
     """Sampled ids, including a stop token that ended the generation."""
     logprobs: tuple[float, ...]
-    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32); after it,
-    renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
-    softmax(logits)."""
+    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32). If
+    `Extras.processed` is set: after truncation, renormalised. At temperature 0: under softmax(logits)."""
     finish_reason: FinishReason
-    """How it ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result)."""
+    """Why the generation ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial
+    result)."""
     versions: tuple[tuple[int, int], ...]
     """((first_token, policy_version), ...): the weights from each first token on."""
     stop_string: str | None = None
-    """The one that its last token completed, or None."""
+    """The stop string that the last token completed, or None."""
     prompt_tokens_reused: int = 0
     """Prompt tokens whose keys and values were cached."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per token, as `Extras.likeliest` requests."""
     experts: ExpertColumns | None = None
-    """[L, W] the experts of all tokens of the prompt and the continuation but for the last one, where the
-    engine records them (`models.routers`)."""
+    """[L, W] the experts of all tokens of prompt and continuation except the last token, if the engine
+    records experts (`models.routers`)."""
 
     def sampled(self) -> list[SampledToken]:
-        """Return its tokens one by one."""
+        """Return the tokens one by one."""
         tops = self.likeliest or ((),) * len(self.token_ids)
         return list(map(SampledToken, self.token_ids, self.logprobs, tops))
 
 
 class FrozenEngine(Protocol):
-    """An engine that generates from token ids, with weights that others manage. It may be called from any
-    thread with a running event loop. A subclass leaves out what it need not do.
+    """An engine that generates from token ids and does not load weights itself.
+
+    Any thread with a running event loop may call the engine. A subclass overrides only what it needs.
     """
 
     breakdown: Future[str]
-    """Done, with the reason, once the engine has failed and can answer no more."""
+    """Done, with the reason, once the engine has failed for good."""
 
     @property
     def version(self) -> int:
-        """The policy version that samples now."""
+        """Return the policy version that samples now."""
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its continuation together."""
+        """Return the largest number of tokens of prompt and continuation together."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -112,39 +113,43 @@ class FrozenEngine(Protocol):
         """
 
     def start(self) -> None:
-        """Start serving; a second call does nothing."""
+        """Start the engine; a second call does nothing."""
         return
 
     def stop(self) -> None:
-        """Stop serving and wait for the end; unfinished requests get an InferenceError."""
+        """Stop the engine and wait for its end; unfinished requests get an InferenceError."""
         return
 
     async def close(self) -> None:
-        """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
+        """Release what belongs to the running event loop. The gateway calls `close` before its loop ends."""
         return
 
 
 class Engine(FrozenEngine, Protocol):
-    """The engine of the actor, whose weights are replaced: `LocalEngine`, or the `Servers` of vLLM."""
+    """The actor's engine, whose weights are replaced: `LocalEngine`, or `Servers` for vLLM."""
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve this version from now on; WeightsRefused: the one before is still served."""
+        """Serve this version from now on.
+
+        Raises:
+            WeightsRefused: the engine still serves the version before.
+        """
 
     async def release(self) -> None:
-        """Free the memory that it shares with the learner, because nothing is sampled for a while."""
+        """Free the memory that the engine shares with the learner, until the next load."""
         return
 
     def totals(self) -> dict[str, float]:
-        """Counts since its start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
     async def probe(self) -> None:
-        """Return once it has given a sign of life."""
+        """Return once the engine has given a sign of life."""
         return
 
     async def look_after(self) -> None:
-        """Keep it serving, as long as that needs something; an error says why it cannot be kept."""
+        """Keep the engine serving; an error says why the engine cannot continue."""
         return
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Report its processes, if it has any, and each change of one; `report` is `Reporter.process`."""
+        """Report the engine's processes, and each change of a process; `report` is `Reporter.process`."""
         return

@@ -1,7 +1,7 @@
-"""Earlier answers of a conversation, and the text of a prompt that contains them as they were sampled. Pure.
+"""Build the text of a prompt that contains earlier answers exactly as they were sampled. Pure functions.
 
-A template writes a parsed message in its own way. Instead, it is given the sampled text for every unedited
-answer; its output is compared with the expected text, never trusted.
+A template writes a parsed message in its own way. Therefore the template gets the sampled text of every
+unedited answer, and its output is compared with the expected text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,34 +11,34 @@ from typing import Any
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import BLANK, ChatRenderer, JsonObject
 
-# Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
+# Guards around text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the model, and its place among the messages."""
+    """An answer of the model, and its index among the messages."""
 
     index: int
-    message_hash: int  # `hash_message` the message that was returned to the caller
+    message_hash: int  # `hash_message` of the message that was returned to the caller
     raw_text: str  # the response as sampled
     stop_text: str  # its stop token; "" if there is none
-    opening: str = ""  # the beginning of the answer that stood in the prompt, where a call was forced
-    reasoning: str = ""  # that the message has apart from its content, if any
+    opening: str = ""  # the beginning of the answer that stood in the prompt, if a call was forced
+    reasoning: str = ""  # the reasoning that the message has apart from its content, if any
     content: str | None = None  # given to the template; None: the message as the caller sends it back
     has_guards: bool = False  # whether OPEN and CLOSE surround the content
 
     @property
     def written(self) -> str:
-        """The whole answer, without its stop token."""
+        """Return the whole answer, without its stop token."""
         return self.opening + self.raw_text
 
     def thought(self, renderer: ChatRenderer) -> str:
-        """The reasoning in the answer, wherever its message has it."""
+        """Return the reasoning of the answer, from the message or from the sampled text."""
         return self.reasoning.strip(BLANK) or renderer.find_reasoning(self.written)
 
     def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
-        """Return what the template is given for the answer. The caller may have dropped its reasoning."""
+        """Return the message that the template gets. The caller may have dropped the reasoning."""
         if self.content is not None:
             return {"role": "assistant", "content": self.content}
         return renderer.with_reasoning(message, self.reasoning)
@@ -77,7 +77,7 @@ def _function(call: Any) -> object:
 
 @dataclass(slots=True)
 class View:
-    """The messages of a request, in which the forms of `earlier` answers are known already.
+    """The messages of a request, in which the forms of `earlier` answers are known.
 
     Rendering is the most expensive step, so each text is rendered only once.
     """
@@ -96,20 +96,19 @@ class View:
         return self._texts[newest]
 
     def form_extending(self, newest: Answer, text: str) -> Answer | None:
-        """Return the form with which the prompt begins with `text`, or None."""
+        """Return the form for which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
     def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
-        """Return a form with which the text continues `prompt`, and where in the text the answer ends.
+        """Return a form for which the text continues `prompt`, and where in the text the answer ends.
 
-        The template's writing of the answer is of no use: the sampled text stands in its place. None: the
-        template writes what was before the answer in another way than in `prompt`, which it wrote for this
-        answer; or it drops the answer's reasoning; or it writes the answer otherwise now that other messages
-        follow.
+        The caller replaces the template's writing of the answer by the sampled text. The result is None if
+        the template writes the text before the answer differently from `prompt`, drops the answer's
+        reasoning, or writes the answer differently because other messages follow.
         """
         thought = newest.thought(self.renderer)
         form = replace(newest, content=None, has_guards=False)
-        # Where prompts begin reasoning, GLM and Nemotron write an answer without any otherwise.
+        # If prompts begin reasoning, GLM and Nemotron write an answer without reasoning differently.
         forms = [form] if thought else [form, replace(form, reasoning=BLANK)]
         for form in forms:
             upto = text_with(
@@ -128,7 +127,7 @@ class View:
     def exact(self, newest: Answer) -> Answer:
         """Return the form that reproduces the sampled answer after an edited conversation.
 
-        There the earlier text is no reference, so the new text before the answer is.
+        The reference is then the new text before the answer.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
@@ -138,10 +137,10 @@ class View:
 
 
 def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
-    """Return where the answer that ends the text `upto` ends in `whole`; None: not as it was sampled.
+    """Return where the answer at the end of `upto` ends in `whole`; None if `whole` writes it differently.
 
-    Its stop token, if it was sampled, is before that place. White space may follow an end token, and the
-    stop token may be the beginning of the next message.
+    The end lies behind the stop token, if one was sampled. White space may follow an end token, and the stop
+    token may be the beginning of the next message.
     """
     body = upto.rstrip()
     if not stop:
@@ -159,7 +158,7 @@ def text_with(
     *,
     add_generation_prompt: bool = True,
 ) -> str | None:
-    """Return the prompt with each of `answers` in its form, or None if the template cannot write it."""
+    """Return the prompt with each of `answers` in its form, or None if the template cannot write them."""
     shown = list(messages)
     for answer in answers:
         shown[answer.index] = answer.shown(messages[answer.index], renderer)

@@ -1,4 +1,4 @@
-"""The gateway's own edge: replies and errors in a shape that the `openai` client can read."""
+"""Send replies and errors of the gateway in a form that the `openai` client can read."""
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outgoing:
-    """A `Send` that knows whether the reply has begun; an error after that can no longer set the status."""
+    """A `Send` that knows whether the reply has begun; a later error can no longer set the status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -82,7 +82,7 @@ async def json_response(send: Send, body: dict[str, Any], headers: Headers = ())
 
 
 def _json_bytes(body: dict[str, Any]) -> bytes:
-    """The body as JSON, by pydantic in a quarter of json.dumps's time, which takes lone surrogates too."""
+    """Return the body as JSON. Pydantic takes a quarter of json.dumps's time, but refuses lone surrogates."""
     try:
         return to_json(body, inf_nan_mode="constants")
     except PydanticSerializationError:

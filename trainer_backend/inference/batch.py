@@ -1,4 +1,4 @@
-"""The running batch: which requests occupy which rows, their prefill, and one decode step for all of them."""
+"""Manage the running batch: the rows of requests, their prefill, and one decode step for all rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainer_backend.inference.actor import SampledToken
 from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.layer_runner import LayerRunner
 from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
-from trainer_backend.inference.pages import victim
+from trainer_backend.inference.pages import choose_victim
 from trainer_backend.inference.prefixes import NOTHING, Prefix, Prefixes, PrefixIndex, mark_at
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_columns import Columns
@@ -26,8 +26,8 @@ from trainer_backend.models.routers import Routers
 class RunningBatch:
     """The rows of running requests. Row i of the cache belongs to `rows[i]`; there are no gaps.
 
-    Not thread-safe: only the engine thread uses it, inside `torch.inference_mode()`. A call that raises
-    (out of memory) changes nothing and may be repeated.
+    Only the engine thread uses the batch, inside `torch.inference_mode()`. A call that raises (out of memory)
+    changes nothing and may be repeated.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class RunningBatch:
 
     @property
     def free_slots(self) -> int:
-        """Rows for new requests: none after `wait`, until a row ends."""
+        """Return the number of rows for new requests: none after `wait`, until a row ends."""
         return 0 if self._is_full else self.cache.slots - len(self.rows)
 
     @property
     def can_wait(self) -> bool:
-        """Whether a request that does not fit now may fit later: its room is that of rows that end."""
+        """Return whether a request that does not fit now may fit once other rows have ended."""
         return isinstance(self._runner, PagedRunner)
 
     def to_prefill(self, request: Request) -> int:
-        """Return how many of a prompt's tokens would need computation if it joined now."""
+        """Return how many tokens of a prompt would need computation if the request joined now."""
         return request.cached - self.prefixes.find(request.prefix).length
 
     def join(self, requests: Sequence[Request]) -> None:
         """Give rows to new requests: copy the cached part of their prompts, and prefill the rest.
 
-        The last token of a prompt is left to the first decode step. So only one place samples, a prefill
+        The first decode step computes the last token of a prompt. So only decode steps sample, a prefill
         needs no logits, and no last positions of rows with different lengths have to be gathered.
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
 
         def order(request: Request) -> tuple[bool, bool, int]:
-            """Whole prompts, those with a cached prefix, those that are cached; like lengths are adjacent."""
+            """Order whole, partly cached and cached prompts, each by the length of the rest."""
             length = matches[request].length
             return length == request.cached, length > 0, length - request.cached
 
@@ -96,7 +96,7 @@ class RunningBatch:
                 self.cache.close_row(row)
             raise
         for request in in_order:
-            self.prefixes.runs(request.prefix, row=len(self.rows))
+            self.prefixes.start_row(request.prefix, row=len(self.rows))
             self._columns.set(len(self.rows), request)
             self.rows.append(request)
         self._settings = None
@@ -113,7 +113,8 @@ class RunningBatch:
     def step(self) -> "SampledTokens | None":
         """Feed rows their next tokens; return the sampled next tokens.
 
-        By pages, those of the step before: None for none. Rows that have ended meanwhile may be among them.
+        A paged runner returns the tokens of the step before, or None if there is none. Rows that have ended
+        meanwhile may be among them.
         """
         if isinstance(self._runner, PagedRunner):
             return self._read(self._runner.step(self.rows, self._columns))
@@ -151,7 +152,7 @@ class RunningBatch:
         return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])
 
     def _is_plain(self) -> bool:
-        """Whether no row truncates, or reports other tokens than those it draws."""
+        """Return whether no row truncates or reports other tokens than the drawn ones."""
         is_truncated = self._columns.truncated[: len(self.rows)].any()
         return not is_truncated and not any(row.extras.likeliest for row in self.rows)
 
@@ -168,7 +169,7 @@ class RunningBatch:
     def drop(self, index: int) -> None:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
         request = self.rows[index]
-        self.prefixes.ends(request.prefix, index, request.cached_ids())
+        self.prefixes.end_row(request.prefix, index, request.cached_ids())
         self.cache.close_row(index)
         self._is_full = False
         last = self.rows.pop()
@@ -184,8 +185,11 @@ class RunningBatch:
         self._is_full = bool(self.rows)
 
     def preempt(self) -> Request | None:
-        """Free the row of the youngest request, which can be computed again; None if it is alone."""
-        index = victim([request.arrival for request in self.rows])
+        """Free the row of the youngest request and return the request; None if only one row runs.
+
+        The caller computes the request again later.
+        """
+        index = choose_victim([request.arrival for request in self.rows])
         if index is None:
             return None
         request = self.rows[index]
@@ -196,7 +200,7 @@ class RunningBatch:
         return request
 
     def release(self) -> list[Request]:
-        """Free all memory of a cache in pages; return the requests that ran, which can be computed again."""
+        """Free all memory of a paged cache; return the requests that ran, which the caller computes again."""
         if not isinstance(self._runner, PagedRunner):
             return []
         self._runner.settle()
@@ -209,13 +213,13 @@ class RunningBatch:
         return requests
 
     def drop_invalid(self, index: int) -> None:
-        """Free a row with numbers that are not finite, and share none of it."""
+        """Free a row with numbers that are not finite, and share no part of the row."""
         self.prefixes.unshare(self.rows[index].prefix)
         self.cache.clear_row(index)
         self.drop(index)
 
     def take_weights(self) -> None:
-        """Compute with new weights: no current row or copy seeds a later request."""
+        """Compute with new weights: later requests reuse no current row or copy."""
         self._runner.take_weights()
         self.prefixes.forget(row.prefix for row in self.rows)
 
@@ -224,7 +228,7 @@ class RunningBatch:
 class SampledTokens:
     """One sampled token of each of some requests, by columns: objects would cost more than the sampling.
 
-    `likeliest` and `lost_masses` (see `SampledToken`) are None where no row has any.
+    `likeliest` and `lost_masses` (see `SampledToken`) are None if no row has any.
     """
 
     requests: list[Request]
@@ -238,7 +242,7 @@ class SampledTokens:
         cls, requests: list[Request], host_BN: NDArray[np.float64], likeliest: Likeliest | None,
         truncated_B: NDArray[np.bool_],
     ) -> "SampledTokens":  # fmt: skip
-        """From the columns ids, log-probs and, where any row truncates, the probability that it keeps."""
+        """Build from the columns ids, log-probs and, if any row truncates, the probability that it keeps."""
         lost: list[float | None] | None = None
         if truncated_B.any():
             rows = zip(truncated_B.tolist(), host_BN[:, 2].tolist(), strict=True)
@@ -253,17 +257,17 @@ class SampledTokens:
 
 
 def drawing_device(device: torch.device) -> torch.device:
-    """Return the device for drawing tokens in float64: the model's, but the CPU for mps, which has none.
+    """Return the device for drawing tokens in float64: the model's, but the CPU for mps, which lacks it.
 
-    There [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
+    On mps, [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
     """
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
-    """Split requests into those to prefill now, and those that can copy more from one of them afterwards.
+    """Split requests into those to prefill now, and siblings that can copy more from one of them afterwards.
 
-    Where a cache cannot be cut, that one leaves a state where they part.
+    If the cache cannot be cut, the first sibling leaves a state where the prompts part.
     """
     first: list[Request] = []
     later: list[Request] = []

@@ -1,8 +1,8 @@
-"""Keys and values of all running requests: one row per request, no gaps, positions per row.
+"""Store keys and values of all running requests: one row per request, no gaps, positions per row.
 
-In a `SlotCache` a row holds its tokens from the first one behind its trunk on, padded on the right. Data
-beyond a row's length is garbage that no mask shows and that later tokens overwrite. So rows can be added,
-moved and removed without clearing.
+In a `SlotCache` a row holds the tokens behind its trunk, padded on the right. Data beyond a row's length is
+garbage that no mask shows and that later tokens overwrite. So rows can be added, moved and removed without
+clearing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,16 +18,16 @@ from transformers import __version__ as transformers_version
 from trainer_backend.inference.trunks import BLOCK, Trunk, Trunks, most_rows, pays
 
 FIRST_CAPACITY = 128
-# What the models of `transformers` call a cache that they are given. 5.24 renamed it, in all of them.
+# The name of the cache argument in the models of `transformers`, which 5.24 renamed.
 _IS_RENAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 24)
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 
 
 class RowCache(Protocol):
-    """What the running batch and its prefixes ask of a cache. Out of memory is a RuntimeError that says so.
+    """The cache interface of the running batch and its prefixes.
 
-    A row is opened, with room for so many tokens, before anything is written in it. If that raises, the row
-    is not open.
+    If memory runs out, a method raises a RuntimeError that says so. The batch opens a row, with room for
+    `room` tokens, before it writes to the row. If opening raises, the row is not open.
     """
 
     slots: int
@@ -35,7 +35,7 @@ class RowCache(Protocol):
     """Whether a row and a copy can be cut to any length."""
 
     def holds(self, place: Any, length: int) -> bool:
-        """Whether a row, or a copy, can be cut to its first `length` tokens."""
+        """Return whether a row or a copy can be cut to its first `length` tokens."""
 
     def open_row(self, row: int, *, room: int) -> None:
         """Open a row without tokens."""
@@ -47,32 +47,30 @@ class RowCache(Protocol):
         """Open a row that begins with `ids`, the first tokens of a copy."""
 
     def copy_out(self, row: int, length: int) -> Any:
-        """Keep a row's first `length` tokens beyond its end; return the copy."""
+        """Copy a row's first `length` tokens, so that they outlive the row; return the copy."""
 
     def drop_copy(self, copy: Any) -> None:
         """Forget a copy."""
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Let the cache drop copies for room by itself; `evict` drops one and returns False for none."""
+        """Set the function that drops a copy when memory is short; `evict` returns False if there is none."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Let `target`, which is closed, be the row `source`, of `length` tokens."""
+        """Move the row `source`, of `length` tokens, to the closed row `target`."""
 
     def close_row(self, row: int) -> None:
         """Free a row, if it is open."""
 
     def clear_row(self, row: int) -> None:
-        """Make a row with numbers that are not finite harmless for the next one in its place."""
+        """Make a row with numbers that are not finite harmless for the next row in its place."""
 
 
 class RowCopy(NamedTuple):
-    """A row's first tokens outside the cache: its trunk, and what lies behind it.
-
-    tensors: the keys of each layer, [heads, tokens, head_dim], then the values of each.
-    """
+    """A row's first tokens outside the cache: its trunk, and the tokens behind the trunk."""
 
     trunk: Trunk | None
     tensors: tuple[Tensor, ...]
+    """The keys of each layer, [heads, tokens, head_dim], then the values of each."""
 
 
 class SlotCache(Cache):
@@ -81,8 +79,8 @@ class SlotCache(Cache):
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
 
-    Where it `shares`, a row that begins as a running one does refers to a trunk (`trunks`, by rows). The pass
-    must know trunks, as that of `RowAttention` does; else each row holds all its tokens.
+    If the cache `shares`, a row that begins like a running row refers to a trunk (`trunks`, by rows), and the
+    forward pass must support trunks, as `RowAttention` does. Otherwise each row holds all its tokens.
     """
 
     cuts = True
@@ -130,21 +128,21 @@ class SlotCache(Cache):
         self._begin(target, self._held(source), trunk, len(ids), room=room)
 
     def close_row(self, row: int) -> None:
-        """A row's memory is its own, but for its trunk."""
+        """Forget the row's trunk; the row's own memory stays allocated."""
         self._refer(row, None, room=0)
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Copies are outside the rows' memory."""
+        """Do nothing: copies lie outside the rows' memory."""
 
     def drop_copy(self, copy: RowCopy) -> None:
-        """A copy is freed with the last reference to it."""
+        """Do nothing: a copy is freed with the last reference to it."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
         trunk = self.trunks.get(source)
         self._refer(target, trunk, room=0)
         own = length - start_behind(trunk)
         for tensor in (*self._keys, *self._values):
-            # torch's views and copies of a few numbers take ten times as long.
+            # Views and copies by torch would take ten times as long for a few numbers.
             is_plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32
             rows: Any = tensor.numpy() if is_plain else tensor
             rows[target, :, :own] = rows[source, :, :own]
@@ -166,15 +164,15 @@ class SlotCache(Cache):
         self._begin(target, copy, self._known.find(ids), len(ids), room=room)
 
     def starts(self, rows: Iterable[int]) -> NDArray[np.int64]:
-        """Return how many tokens of each row its trunk has."""
+        """Return how many tokens of each row lie in its trunk."""
         return np.array([start_behind(self.trunks.get(row)) for row in rows], dtype=np.int64)
 
     def forget_trunks(self) -> None:
-        """Let no row that is opened from now on refer to what others refer to."""
+        """Let no row that is opened from now on refer to an existing trunk."""
         self._known.clear()
 
     def _refer(self, row: int, trunk: Trunk | None, *, room: int) -> None:
-        """Let a row of `room` tokens, its trunk's included, begin with that."""
+        """Let a row of `room` tokens, its trunk included, begin with the trunk."""
         self.reserve(room - start_behind(trunk))
         if trunk is None:
             self.trunks.pop(row, None)
@@ -182,11 +180,11 @@ class SlotCache(Cache):
             self.trunks[row] = trunk
 
     def _held(self, row: int) -> RowCopy:
-        """All of a row, and garbage behind it; views."""
+        """Return views of a whole row, including the garbage behind its last token."""
         return RowCopy(self.trunks.get(row), tuple(tensor[row] for tensor in (*self._keys, *self._values)))
 
     def _begin(self, row: int, held: RowCopy, trunk: Trunk | None, length: int, *, room: int) -> None:
-        """Open a row with the first tokens of a trunk, which may be its own, and of a row or copy."""
+        """Open a row with its first `length` tokens taken from the trunk and from `held`."""
         first = start_behind(trunk)
         self._refer(row, trunk, room=room)
         for tensor, parts in zip(self._held(row).tensors, _parts(held, first, length), strict=True):
@@ -198,7 +196,7 @@ class SlotCache(Cache):
     def _trunk_for(self, source: int, ids: Sequence[int]) -> Trunk | None:
         """Return a trunk of the front of `ids`, with which a row begins; the row refers to it from now on.
 
-        Two rows begin with these, so one is made where none pays.
+        If no known trunk pays, a new one is made, because two rows begin with these ids.
         """
         trunk, held = self._known.find(ids), self._held(source)
         length = len(ids) // BLOCK * BLOCK
@@ -232,9 +230,9 @@ class SlotCache(Cache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; the first call allocates them, for [..., heads, length, head_dim]."""
+        """Return keys and values of a layer; the first call allocates them, [..., heads, length, dim]."""
         if number == len(self._keys):
-            # Allocate both first: out of memory in between would leave a layer without values.
+            # Allocate both first: running out of memory in between would leave a layer without values.
             sizes = (
                 (self.slots, new.shape[-3], self.capacity, new.shape[-1])
                 for new in (key_states, value_states)
@@ -245,7 +243,7 @@ class SlotCache(Cache):
         return self._keys[number], self._values[number]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per row. If memory runs out, the previous contents stay valid."""
+        """Make room for `length` tokens per row. If memory runs out, the contents stay valid."""
         if length <= self.capacity:
             return
         assert length <= self.max_len, "the engine refuses requests longer than max_len"
@@ -276,12 +274,12 @@ class SlotCache(Cache):
 
 
 def start_behind(trunk: Trunk | None) -> int:
-    """Return how many tokens of a row its trunk has."""
+    """Return how many tokens of a row lie in its trunk."""
     return 0 if trunk is None else len(trunk)
 
 
 def _parts(held: RowCopy, first: int, last: int) -> Iterator[tuple[Tensor, ...]]:
-    """Of each tensor of a row or copy the tokens `first` to `last`, which is excluded, in up to two parts."""
+    """Yield the tokens `first` to `last` (excluded) of each tensor of a row or copy, in up to two parts."""
     start = start_behind(held.trunk)
     for number, own in enumerate(held.tensors):
         part = own[:, max(0, first - start) : last - start] if last > start else None

@@ -1,4 +1,4 @@
-"""Checks of a model's chat: its template, its format of tool calls, and whether two tokenizers agree."""
+"""Check a model's chat template and tool-call format, and whether two tokenizers agree."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -32,13 +32,14 @@ ANSWER = {
 def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     """Refuse a chat template that cannot carry system and user messages with tools, as environments need.
 
-    It must show tools to the model, and write a call so that the model's tool-call format can parse it: the
-    warm-up teaches calls as the template writes them, and the gateway parses them in that format.
+    The template must show tools to the model, and write a call so that the model's tool-call format can parse
+    the call: the warm-up teaches calls as the template writes them, and the gateway parses them in that
+    format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     renderer, name = ChatRenderer(tokenizer), detect_tool_format(tokenizer)
     try:
-        # The presets never see tools: they learn their calls in the warm-up.
+        # The presets never see tools: they learn calls in the warm-up.
         if name != "turnwise" and NAME not in renderer.prompt_text(QUESTION, TOOLS):
             raise ModelFolderError(
                 "it shows no tools to the model, and the environments answer to tool calls alone",
@@ -52,7 +53,7 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
         ) from error
     if answer is None:
         raise ModelFolderError(
-            "it does not continue its own prompts, so what the model has to write cannot be told from it",
+            "it does not continue its own prompts, so the answer that the model has to write is unknown",
             where=where,
             hint="Some do without thinking: model.chat_template_kwargs = { enable_thinking = false }.",
         )
@@ -72,14 +73,14 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     raise ModelFolderError(f"it writes a call {reason}: {answer!r:.200}", where=where, hint=hint)
 
 
-# Reasoning of a probe, which no template writes of its own.
+# The reasoning of a probe, which no template writes of its own.
 _THOUGHT = "turnwise_probe_thought"
 _RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "tree"}
 _NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Say stone."}]
 
 
 def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a sentence: the model's tool-call format, and what its template does with earlier reasoning."""
+    """Describe the model's tool-call format and what its template does with earlier reasoning."""
     name, renderer = detect_tool_format(tokenizer), ChatRenderer(tokenizer)
     answer = renderer.with_thought(ANSWER, _THOUGHT)
     try:
@@ -98,18 +99,18 @@ def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
     return f"tool calls: {name or 'in no format that is known here'}; reasoning {kept} (docs/models.md)"
 
 
-# Weights of samples compare probabilities of equal ids, so both models must map an id to the same text.
+# Importance weights compare probabilities of equal ids, so both models must map an id to the same text.
 
 Tokenizer = PreTrainedTokenizerFast
-# Characters of a chat template in a message about a difference.
+# The number of characters of a chat template in a message about a difference.
 _EXCERPT = 40
 
 
 def first_difference(own: Tokenizer, other: Tokenizer) -> str | None:
-    """Return why `own` cannot weigh samples of `other`, as a sentence about `other`; None: it can.
+    """Return why `own` cannot weigh samples of `other`, as a sentence about `other`; None if `own` can.
 
-    The order of comparison: size of the vocabulary, its entries, the special ids, the chat template and its
-    settings, the tool-call format, and the ids of a probe.
+    The comparison covers, in this order, the size of the vocabulary, its entries, the special ids, the chat
+    template and its settings, the tool-call format, and the ids of a probe.
     """
     return next(_differences(own, other), None)
 
@@ -124,7 +125,7 @@ def _differences(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
             yield f"id {token} is {here} to it and {there} to the actor"
     yield from _special_ids(own, other)
     yield from _chat(own, other)
-    # For parts that vocabularies do not show: merges, normalisation, splits.
+    # The probe covers what vocabularies do not show: merges, normalisation, splits.
     text = probe_text(ChatRenderer(own))
     difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
     if difference is not None:
@@ -171,7 +172,7 @@ def _chat(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
 
 
 def _template(tokenizer: Tokenizer) -> str:
-    """Return the chat template; of several templates all of them, by name."""
+    """Return the chat template, or all templates by name if there are several."""
     template: Any = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
@@ -185,7 +186,7 @@ def probe_text(renderer: ChatRenderer) -> str:
 
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
-    """Return where the ids of one text differ, as a sentence about the author of `other`; None: nowhere."""
+    """Return where the ids of one text differ, as a sentence about the author of `other`; None if nowhere."""
     pairs = enumerate(zip_longest(own, other))
     others = (
         f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"

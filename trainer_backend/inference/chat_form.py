@@ -1,8 +1,8 @@
-"""The form of the messages and tools of a chat request; whatever passes, a chat template can be given.
+"""Check the form of the messages and tools of a chat request, so that a chat template can read them.
 
-No key is null here, since `shared_schemas.chat.without_nulls` has read the body. The check is written by
-hand, because every message of every decision passes through here, and a place such as
-`messages.2.content.0.text` shall name the item as the caller wrote it.
+No key is null, since `shared_schemas.chat.without_nulls` has read the body. The checks are written by hand,
+because every message of every decision is checked, and because a location such as `messages.2.content.0.text`
+must name the item as the caller wrote it.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
 
 
 def check_message(message: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a message that has another form, or a key that would be ignored."""
+    """Refuse a message with an invalid form or a key that would be ignored."""
     role = message.get("role")
     if role not in _ROLES:
         reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
@@ -48,7 +48,7 @@ def check_message(message: Mapping[str, Any], *, where: str) -> None:
 
 
 def _refuse_with_effect(name: str, value: object, where: str) -> None:
-    """Refuse a key that is not read, unless it stands in answers of clients and says nothing here."""
+    """Refuse a key that is not read, unless clients add the key to answers and its value has no effect."""
     if name == TOOL_CALL_ERROR or value in _OF_ANSWERS.get(name, ()):
         return
     keys = [*_TEXTS, *_OTHER_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
@@ -59,13 +59,13 @@ def _refuse_with_effect(name: str, value: object, where: str) -> None:
 
 
 def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a tool that is no function, or whose function has another form."""
+    """Refuse a tool that is no function, or whose function has an invalid form."""
     _check_function(tool, where)
     function, place = tool["function"], f"{where}.function"
     for name, kind, needed in (("description", str, "a text"), ("parameters", dict, "a JSON Schema")):
         if name in function:
             _check(function, name, kind, needed, place)
-    # Many templates walk through the arguments, and read no further.
+    # Many templates iterate over the arguments, and read no deeper.
     schema, place = function.get("parameters", {}), f"{place}.parameters"
     if "properties" in schema:
         _check(schema, "properties", dict, "an object", place)
@@ -99,7 +99,7 @@ def _check_call(call: object, *, where: str) -> None:
 
 
 def _check_function(item: Mapping[str, Any], where: str) -> None:
-    """Check what tools and calls have in common."""
+    """Check the fields that tools and calls have in common."""
     if item.get("type", "function") != "function":
         raise BadChatRequest(f"type is {shown(item['type'])}; 'function' is allowed", where=f"{where}.type")
     _check(item, "function", dict, "an object", where)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions: supported keys, and refused keys; no key is ignored in silence."""
+"""Read the body of POST /v1/chat/completions; unsupported keys are refused, not ignored."""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -15,7 +15,7 @@ from trainer_backend.inference.chat_form import DEVELOPER, check_message, check_
 from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
 
 MOST_CHOICES = 64
-# What libraries send without being told to. A server for any client goes without it.
+# Keys that client libraries send by default. `turnwise serve` ignores them, so that any client works.
 OF_LIBRARIES = frozenset({RESPONSE_FORMAT, "parallel_tool_calls"})
 
 
@@ -35,7 +35,7 @@ class StreamOptions(Body):
 
 
 class ChatRequest(SamplingRequest):
-    """A chat request. A call that `tool_choice` forces begins in the prompt; nothing else enforces it."""
+    """A chat request. If `tool_choice` forces a call, the prompt ends with the beginning of the call."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -76,12 +76,12 @@ class ChatRequest(SamplingRequest):
 
     @cached_property
     def choice(self) -> ToolChoice:
-        """Raises ValueError for a wrong `tool_choice`."""
+        """Return the tool choice; ValueError for an invalid `tool_choice`."""
         return ToolChoice() if self.tool_choice is None else read_tool_choice(self.tool_choice)
 
     @cached_property
     def active_tools(self) -> list[dict[str, Any]]:
-        """The tools that the prompt shows. Raises ValueError for a wrong `tool_choice`."""
+        """Return the tools that the prompt shows; ValueError for an invalid `tool_choice`."""
         tools = self.tools or []
         names = [str(tool["function"]["name"]) for tool in tools]
         return [tools[place] for place in chosen_tools(self.choice, names)]
@@ -108,7 +108,7 @@ class TokenizeRequest(ChatRequest):
 def read_chat_request(
     body: bytes, leaves_out: Collection[str] = (), kind: type[ChatRequest] = ChatRequest
 ) -> ChatRequest:
-    """Parse and check a body; `leaves_out` as in `read_request`."""
+    """Parse and check a body; see `read_request` for `leaves_out`."""
     request = read_request(kind, body, leaves_out)
     for place, message in enumerate(request.messages):
         check_message(message, where=f"messages.{place}")

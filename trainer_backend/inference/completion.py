@@ -1,4 +1,4 @@
-"""One chat completion: its request, the generations of its choices, and its reply."""
+"""Answer one chat completion: sample the choices of its request, and build the reply."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,11 +35,11 @@ class Completion:
     max_tokens: int
     rollout_id: str
     call_opening: str = ""
-    """The beginning of a forced call, which the prompt ends with and the answer is read with."""
+    """The beginning of a forced call, which ends the prompt and is put before the answer for parsing."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The settings of the request without effect: a call that cannot be forced, and keys."""
+        """Return the settings of the request without effect: a call that cannot be forced, and keys."""
         is_free = self.request.forces_call and not self.prompt.opening
         return (*(["tool_choice"] if is_free else []), *self.request.left_out)
 
@@ -107,19 +107,19 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields of a choice other than its message; see `shared_schemas.chat`."""
+        """Return the fields of a choice besides its message; see `shared_schemas.chat`."""
         body = choice_body(choice)
         return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Return the prompt's ids after those that the caller has; nothing unless requested."""
+        """Return the prompt's ids that the caller does not have; nothing unless requested."""
         if not (self.request.return_token_ids or self.rollout_id):
             return {}
         return {"prompt_ids_reused": self._reused, "prompt_token_ids": self.prompt.ids[self._reused :]}
 
     @property
     def _reused(self) -> int:
-        """How many first ids of the prompt its caller has."""
+        """Return how many first ids of the prompt the caller has."""
         return 0 if self.request.return_token_ids else self.prompt.reused
 
     def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ class Completion:
 
 
 async def all_generations(completion: Completion) -> list[Generation]:
-    """Generate all choices. If one fails or the caller disconnects, the others are aborted."""
+    """Generate all choices. If one choice fails or the caller disconnects, abort the others."""
     if completion.request.n == 1:
         return [await completion.generation(0)]
     tasks = [asyncio.ensure_future(completion.generation(i)) for i in range(completion.request.n)]

@@ -1,7 +1,7 @@
-"""The gateway's memory of each rollout, which lets a conversation continue from its exact tokens.
+"""Remember each rollout in the gateway, so that a conversation continues from its exact tokens.
 
 Tokenising an earlier answer again may give ids other than the sampled ones, and writing its tool call again
-may give other text. Either would break the prefix, and with it the training sequence, without need.
+may give other text. Either would break the prefix, and with it the training sequence.
 """
 
 from array import array
@@ -43,39 +43,39 @@ class RequestHashes:
         return cls(tuple(map(hash_message, messages)), hash(repr(tools)))
 
 
-@dataclass(frozen=True)  # without slots: `ids` is made once
+@dataclass(frozen=True)  # without slots: `ids` is a cached property
 class Prompt:
-    """A rendered prompt, and how it continues the rollout's last one."""
+    """A rendered prompt, and how it continues the rollout's last prompt."""
 
     text: str
     packed_ids: "array[int]"
     """The prompt's ids, four bytes each, since 10,000 conversations are kept."""
     hashes: RequestHashes
     plain: str
-    """The prompt as the template writes it, without `opening`. It differs from `text` where sampled answers
-    stand in `text` that the template would write otherwise."""
+    """The prompt as the template writes it, without `opening`. It differs from `text` if `text` contains
+    sampled answers that the template would write differently."""
     opening: str = ""
-    """The end of `text`, which begins a forced call."""
+    """The end of `text` that begins a forced call."""
     reused: int = 0
-    """Number of its first ids that come from the last prompt and response."""
+    """The number of first ids that come from the last prompt and response."""
     break_cause: str | None = None
-    """Why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the first prompt
-    of a rollout."""
+    """Why the prompt does not continue all of the last prompt and response, one of `drift.CAUSES`; None if it
+    does, and for the first prompt of a rollout."""
     answers: tuple[Answer, ...] = ()
-    """The sampled answers among its messages, where known."""
+    """The sampled answers among the messages, as far as they are known."""
     cuts: tuple[Cut, ...] = ()
-    """Ends of earlier prompts and answers in it, where both text and ids may be cut."""
+    """Ends of earlier prompts and answers, where both text and ids may be cut."""
     drift: Drift | None = None
-    """The drift of the last answer, if it was sent back unedited."""
+    """The drift of the last answer, if the caller sent the answer back unedited."""
 
     @cached_property
     def ids(self) -> list[int]:
-        """[L] the prompt's ids."""
+        """Return the prompt's ids, [L]."""
         return self.packed_ids.tolist()
 
     @property
     def extends(self) -> bool:
-        """Whether it continues all of the last prompt and response."""
+        """Return whether the prompt continues all of the last prompt and response."""
         return self.break_cause is None and bool(self.cuts)
 
 
@@ -86,8 +86,8 @@ class Turn:
     text: str
     ids: "array[int]"
     hashes: RequestHashes
-    plain: str | None  # of its prompt, where it differs from the beginning of the text
-    answers: tuple[Answer, ...]  # those in the prompt, and the new one, whose form the next prompt determines
+    plain: str | None  # `Prompt.plain`, if it differs from the beginning of the text
+    answers: tuple[Answer, ...]  # those of the prompt, and the new one, whose form the next prompt determines
     cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
     renderer: ChatRenderer  # of the ids, which no other tokenizer understands
 
@@ -103,13 +103,13 @@ class Turn:
 
     @property
     def plain_prompt(self) -> str:
-        """The prompt as the template wrote it."""
+        """Return the prompt as the template wrote it."""
         end = self.cuts[-2][0] - len(self.answers[-1].opening)
         return self.text[:end] if self.plain is None else self.plain
 
 
 class Conversations:
-    """A bounded memory of rollouts. Forgetting the least recently used one only costs a full prompt.
+    """A bounded memory of rollouts. The cost of a forgotten rollout is one full prompt.
 
     A rollout requests one decision at a time; if two requests overlap, the later answer counts.
     """
@@ -155,13 +155,12 @@ def next_prompt(
     refuse_too_long: Callable[[str], None] = lambda text: None,
     opening: str = "",
 ) -> Prompt:
-    """Return the prompt after a turn: its ids are kept up to the first place where the text differs.
+    """Return the prompt after a turn; it keeps the turn's ids up to the first place where the text differs.
 
-    The raw text replaces every unedited answer: it is given to the template as content, or, where the
-    template then writes something else, it stands in the place of what the template writes.
-    If the rendering then does not begin with everything that the model saw and wrote, a message was edited,
-    or the template drops or rewrites a part: the result is another prompt, which shares only the text before
-    that place.
+    The raw text replaces every unedited answer: the template gets the raw text as content, or, if the
+    template then writes something else, the raw text replaces the template's output. If the rendering does
+    not begin with everything that the model saw and wrote, a message was edited, or the template drops or
+    rewrites a part. The result then shares only the text before that place.
     """
     hashes = RequestHashes.of(messages, tools)
     text, plain, answers = _render(turn, hashes, messages, tools)
@@ -175,7 +174,7 @@ def next_prompt(
         start, first = turn.cuts[-2]
         before, sampled = turn.text[max(0, start - TAIL) : start], turn.ids[first:]
         drift = measure_drift(newest, sampled, before, messages[newest.index :], turn.renderer)
-    is_repeat = ids_end == len(ids)  # a repeated prompt continues nothing: it is a new request
+    is_repeat = ids_end == len(ids)  # a repeated prompt is a new request
     return Prompt(
         text,
         ids,
@@ -193,7 +192,7 @@ def next_prompt(
 def _render(
     turn: Turn, hashes: RequestHashes, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
 ) -> tuple[str, str, tuple[Answer, ...]]:
-    """Return the text, the same as the template writes it, and the answers in it with their forms."""
+    """Return the text, the template's own version of the text, and the answers in it with their forms."""
     *earlier, newest = turn.answers
     present = tuple([answer for answer in earlier if answer.stands_in(hashes.messages)])
     if newest.stands_in(hashes.messages):

@@ -1,16 +1,17 @@
-"""Our own forward pass of Qwen3, Qwen2, Llama and Mistral models, over a flat list of tokens.
+"""Compute the forward pass of Qwen3, Qwen2, Llama and Mistral models over a flat list of tokens.
 
     h += O(attention(rope(norm(Q(n(h)))), rope(norm(K(n(h)))), V(n(h))))        each layer; n is RMSNorm
     h += Down(silu(Gate(n(h))) * Up(n(h)))                                      logits = Head(n(h))
 
-It has no batch dimension and no padding: prefill and decode differ only in what a token attends to, which the
-cache's `TokenAttention` knows. No step of it reads a number back from the device. Matrices with the same
-input are one matrix (Q, K, V; gate, up). The modules' own weights become views of its rows, so that there is
-one copy of the weights, `transformers` computes with it too, and a swap writes straight into it.
+The pass has no batch dimension and no padding: prefill and decode differ only in the keys that a token
+attends to, which the cache's `TokenAttention` determines. No step reads a number back from the device.
+Matrices with the same input are joined (Q, K, V; gate, up). The modules' own weights become views of the
+joined matrix, so there is one copy of the weights, which `transformers` uses too, and a swap writes into it
+directly.
 
-The places of rounding are those of `models.precision`. In float32 logits differ from those of `transformers`
-by the order of sums alone. What lies between the products is computed by Triton's kernels where they run: a
-decode step on a GPU spent a third of its time on starting torch's.
+The pass rounds where `models.precision` says. In float32, logits differ from those of `transformers` only by
+the order of sums. Triton's kernels, if they run, compute everything between the products: a decode step on a
+GPU spent a third of its time on starting torch's kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,26 +34,29 @@ from transformers import (
 from trainer_backend.models.cpu_kernels import CpuKernels
 
 ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
-# Kinds of rotary positions whose frequencies depend on the position alone.
+# The kinds of rotary positions whose frequencies depend on the position alone.
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 class TokenAttention(Protocol):
-    """What the tokens of one pass attend to: the seam between the decoder and a cache.
+    """The attention of the tokens of one pass: the interface between the decoder and a cache.
 
-    Each of the T tokens of a pass has a row and a position, which the object is created with.
+    Each of the T tokens of a pass has a row and a position, which the constructor receives.
     """
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         """Store a layer's keys (rotated) and values of the tokens, [T, key-value heads, head_dim]."""
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Return [T, heads, head_dim] for rotated queries, each over its row up to itself, after `write`."""
+        """Return the attention of rotated queries, [T, heads, head_dim], each over its row up to itself.
+
+        Call `write` for the layer first.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adapters of a product: scale * x A' B', with the A of all its parts, and their B as blocks."""
+    """Adapters of a product: scale * x A' B', with the A of all its parts stacked, and their B as blocks."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -61,7 +65,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W' + b, with factors rounded to W's type, and adapters next to W; `cpu` is for float32."""
+    """y = x W' + b with factors rounded to W's type, plus adapters; `cpu` kernels compute in float32."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -88,7 +92,7 @@ class Product:
             residual_TW.addmm_(input_TI, self.weight.t())
 
     def outputs(self, first: int) -> "Product":
-        """Its outputs from `first` on; the memory is shared."""
+        """Return the product of the outputs from `first` on; it shares the weights' memory."""
         low = self.adapters
         return Product(
             self.weight[first:],
@@ -98,7 +102,7 @@ class Product:
         )
 
     def _adapted(self, low: LowRank, input_TI: Tensor) -> Tensor:
-        """The sum is rounded once, as `learner.adapter.AdaptedLinear` has it."""
+        """Return the product with adapters, rounding the sum once like `learner.adapter.AdaptedLinear`."""
         given_TI = input_TI.to(self.weight.dtype)
         added_TO = F.linear(F.linear(given_TI, low.down), low.up)
         summed_TO = torch.addmm(added_TO, given_TI, self.weight.t(), beta=low.scale)
@@ -118,14 +122,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Numbers of heads, and their size."""
+    """The numbers of heads, and their size."""
 
     queries: int
     keys: int
     size: int
 
     def of(self, flat_TI: Tensor) -> Tensor:
-        """[T, S, size] the heads of a product."""
+        """Return the heads of a product, [T, S, size]."""
         return flat_TI.view(len(flat_TI), -1, self.size)
 
 
@@ -137,7 +141,7 @@ class HeadNorms:
     keys: Norm
 
     def __call__(self, heads_THD: Tensor, keys: int) -> Tensor:
-        """Return normed heads in float32; the last `keys` of them are keys, the others queries."""
+        """Return normed heads in float32; the last `keys` heads are keys, the others queries."""
         size = self.queries.weight.shape
         normed_THD = F.rms_norm(heads_THD.float(), size, None, self.queries.eps)
         if heads_THD.dtype != torch.float32:  # where `transformers` rounds
@@ -155,7 +159,7 @@ class Rotation:
     sin_T1D: Tensor
 
     def at(self, positions_T: Tensor) -> "Rotation":
-        """Those of some positions, where these are of all."""
+        """Return the rotation of some positions; this object has all positions."""
         return Rotation(self.cos_T1D.index_select(0, positions_T), self.sin_T1D.index_select(0, positions_T))
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
@@ -165,9 +169,9 @@ class Rotation:
 
 
 class Stream:
-    """The residual stream of one pass, and what is computed of it between products, by torch's operators.
+    """The residual stream of one pass, and its computations between products, by torch's operators.
 
-    `residual_TW` is float32 and changed in place; `turns` are of all positions.
+    `residual_TW` is float32 and changed in place; `turns` has all positions.
     """
 
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
@@ -182,17 +186,17 @@ class Stream:
         product.add_to(self._residual_TW, input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        """Return heads, normed and rotated; the last `keys` of them are keys, the others queries."""
+        """Return heads, normed and rotated; the last `keys` heads are keys, the others queries."""
         return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        """Return silu(gate) * up, of both side by side."""
+        """Return silu(gate) * up; the input has gate and up side by side."""
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True).mul_(up_TM)
 
 
 class KernelStream(Stream):
-    """By kernels (Triton's here), products in `dtype`: one is added when the next norm reads the stream."""
+    """A stream by kernels (Triton's), with products in `dtype`; the next norm adds the last product."""
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: Any, dtype: torch.dtype
@@ -231,7 +235,7 @@ class KernelStream(Stream):
 
 
 class CpuStream(KernelStream):
-    """By the kernels of a CPU, in float32: a product is added as it is computed."""
+    """A stream by CPU kernels in float32, which add a product while they compute it."""
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         product.add_to(self._residual_TW, input_TI)
@@ -260,7 +264,7 @@ class Layer:
         stream.add(self.down, stream.swiglu(self.gate_up(stream.norm(self.mlp_norm))))
 
     def write_only(self, number: int, stream: Stream, attention: TokenAttention) -> None:
-        """Store keys and values alone: of the last layer, a prefill needs no more."""
+        """Store only keys and values: a prefill needs nothing else of the last layer."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
         all_TSD = heads.of(key_value(stream.norm(self.attention_norm)))
@@ -269,17 +273,17 @@ class Layer:
 
 
 class Decoder:
-    """The forward pass of a model. It computes with the model's own weights, and moves them together.
+    """The forward pass of a supported model (`unsupported_because`), with the model's own weights.
 
-    No other decoder may use the model, which is supported (`unsupported_because`). `max_len` is one more than
-    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), `cpu` are those
-    of a CPU (`kernels_for`); else torch does.
+    The decoder moves the weights into joined matrices, so no other decoder may use the model. `max_len` is
+    one more than the last position. `by_kernel` selects Triton's kernels (`kernels_are_here`) and `cpu` the
+    kernels of a CPU (`kernels_for`); otherwise torch computes.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False, cpu: CpuKernels | None = None
     ) -> None:
-        assert unsupported_because(model) is None, "another way of computing it must be taken"
+        assert unsupported_because(model) is None, "the decoder does not support the model"
         base: Any = model.model
         self.embedding: Tensor = base.embed_tokens.weight
         self.head: Callable[[Tensor], Tensor] = model.lm_head
@@ -325,12 +329,12 @@ class Decoder:
             return self.head(normed_TW)
 
     def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
-        """The residual stream of embedded tokens, in memory of its own."""
+        """Return the residual stream of embedded tokens, in its own memory."""
         return self._stream(F.embedding(ids_T, self.embedding).float(), self.turns, positions_T)
 
 
 def unsupported_because(model: PreTrainedModel) -> str | None:
-    """Return why the decoder would compute a model otherwise than `transformers` does, or None."""
+    """Return why the decoder would compute a model differently from `transformers`, or None."""
     if type(model) not in ARCHITECTURES:
         names = ", ".join(kind.__name__ for kind in ARCHITECTURES)
         return f"{type(model).__name__} is none of {names}"
@@ -352,7 +356,7 @@ def unsupported_because(model: PreTrainedModel) -> str | None:
 
 
 def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[longest, 1, head_dim] cosine and signed sine of each position, by the model's own module."""
+    """Return cosine and signed sine of each position, [longest, 1, head_dim], by the model's own module."""
     positions_1L = torch.arange(longest, device=device)[None]
     cos_1LD, sin_1LD = rotary(torch.zeros(1, device=device), positions_1L)
     sin_1LD[..., : sin_1LD.shape[-1] // 2].neg_()
@@ -380,7 +384,7 @@ def _norm(module: Any) -> Norm:
 
 
 def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
-    """One matrix of several with the same input. Their own weights and biases become views of its parts."""
+    """Join linear layers with the same input; their weights and biases become views of the joined matrix."""
     plain = [linear.parts()[0] if hasattr(linear, "parts") else linear for linear in linears]
     weights = [linear.weight for linear in plain]
     biases = [linear.bias for linear in plain if linear.bias is not None]
@@ -388,7 +392,7 @@ def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
 
 
 def _adapters(linears: Sequence[Any]) -> LowRank | None:
-    """The adapters of linear layers with the same input, side by side; some may have none."""
+    """Return the adapters of linear layers with the same input, side by side; some layers may have none."""
     parts = [linear.parts()[1:] if hasattr(linear, "parts") else None for linear in linears]
     found = [part for part in parts if part is not None]
     if not found:

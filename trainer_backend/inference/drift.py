@@ -1,4 +1,4 @@
-"""Drift: whether writing or tokenising the last answer again would give other tokens, and counts of that."""
+"""Measure drift: whether writing or tokenising the last answer again gives other tokens."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,7 +8,8 @@ from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer
 from trainer_backend.inference.rendering import QUESTION, ChatRenderer, JsonObject
 
-# Characters before an answer to tokenise with it, since its first token may merge with them.
+# The number of characters before an answer that are tokenised with it, since its first token may merge with
+# them.
 TAIL = 16
 
 
@@ -17,7 +18,7 @@ class Drift:
     """The drift of one answer."""
 
     tokens: bool
-    """Whether its own text, tokenised again, gives other ids."""
+    """Whether the sampled text, tokenised again, gives other ids."""
     text: bool | None
     """Whether the template writes the parsed message differently; None if it cannot write it alone."""
 
@@ -31,9 +32,11 @@ def measure_drift(
 ) -> Drift:
     """Compute the drift of the last answer, at a cost independent of the conversation's length.
 
-    `sampled` are its ids, stop token included; `before` the last TAIL characters before it; `messages` the
-    answer as it was sent back, and those after it: a template may write it differently when it is not the
-    last.
+    Args:
+        sampled: the ids of the answer, stop token included.
+        before: the last TAIL characters before the answer.
+        messages: the answer as the caller sent it back, and the messages after it: a template may write an
+            answer differently if it is not the last message.
     """
     again = renderer.encode(before + answer.raw_text + answer.stop_text)
     differs: bool | None = None
@@ -50,7 +53,7 @@ CAUSES = (EDITED, FRESH, OTHER_MODEL, REASONING, TEMPLATE, TOOLS, UNKNOWN)
 
 @dataclass(slots=True)
 class ConversationFigures:
-    """Counts for one policy, and so one chat template, since the start. Only the gateway's thread writes.
+    """Counts for one policy, and so for one chat template. Only the gateway's thread writes.
 
     Causes of a broken prefix:
         edited: a message before the last answer, or the answer itself, was changed or removed.

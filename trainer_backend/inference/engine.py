@@ -1,16 +1,18 @@
-"""The local engine: continuous batching of a causal language model on its own thread.
+"""Run the local engine: continuous batching of a causal language model on its own thread.
 
-Each turn of the thread admits waiting requests in order of arrival (a bounded number, so as not to hold up
-running ones), prefills them together, and makes one decode step for all. Results go to the event loop of the
-caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
+Each turn of the thread admits waiting requests in order of arrival (a bounded number, so that running
+requests are not held up), prefills them together, and makes one decode step for all. Results go to the event
+loop of the caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
 
-A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). On CUDA the
-cache is in pages (`paged_runner`), a step is a CUDA graph, and its tokens are read while the next one runs; a
-request that does not fit waits. Elsewhere a row reserves its whole length, and out of memory ends the
-requests that did not fit. Where it comes while new weights are copied, kept prefixes and pages are freed and
-they are copied once more; if that fails too, all requests are refused until a later load succeeds.
+The engine computes a prompt from the first token that no row and no kept prefix holds (`prefixes`). On CUDA
+the cache is paged (`paged_runner`), a step is a CUDA graph, the host reads its tokens while the next step
+runs, and a request that does not fit waits. On other devices a row reserves its whole length, and if memory
+runs out, the requests that did not fit end. If memory runs out while new weights are copied, the engine frees
+kept prefixes and pages and copies the weights once more; if that fails too, it refuses all requests until a
+later load succeeds.
 
-Left out: a compiled decode (compiling takes longer than many a run's first iteration), speculative decoding.
+The engine has no compiled decode (compiling takes longer than the first iteration of many runs) and no
+speculative decoding.
 """
 
 import asyncio
@@ -38,26 +40,26 @@ from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.routers import recorded_routers
 
-# Below it, dividing fp32 logits may overflow; callers who want less randomness mean 0.
+# Below this temperature, dividing fp32 logits may overflow; callers who want less randomness mean 0.
 LOWEST_TEMPERATURE = 1e-3
-# bench/decision_rate.py finds what it spends.
+# bench/decision_rate.py finds the thread's CPU time by this name.
 ENGINE_THREAD = "turnwise-engine"
 
 
 class LocalEngine(Engine):
-    """An engine on a `transformers` model, whose weights can be replaced while it serves.
+    """An engine on a `transformers` model; the weights can be replaced while the engine serves.
 
     The engine owns the model: train another copy of it. The same seed, prompt and weights give the same
     tokens, whatever else is being generated.
 
     Args:
         model: any causal model whose layers a runner can hold (`runner`), in evaluation mode, on its device.
-            Its weights may be moved together (`decoder`); it must not be moved to another device afterwards.
+            The decoder may move its weights (`decoder`); do not move the model to another device afterwards.
         stop_ids: see `stop_token_ids`.
-        keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
-        read: finds the weights of a version; by default they are its folder's.
-        paged: whether the cache is in pages; None: where there are kernels for it, on CUDA.
-        prefill_tokens: the most of a turn, padding included; one prompt always fits.
+        keys: None: the defaults, with the model's `max_position_embeddings` as the longest request.
+        read: finds the weights of a version; by default in the version's folder.
+        paged: whether the cache is paged; None: if the device has kernels for pages (CUDA).
+        prefill_tokens: the most tokens of a turn, padding included; one prompt always fits.
     """
 
     request_timeout_s = order_timeout_s = 600.0
@@ -131,12 +133,13 @@ class LocalEngine(Engine):
         """Replace the weights. Running requests finish first and new ones wait; none is lost.
 
         Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
-        and their `versions` say from which token on. Their earlier keys and values stay those of the old
-        weights, as in other servers, and no other request reuses them.
+        and their `versions` say from which token on. They keep the keys and values of the old weights, as in
+        other servers, and no other request reuses these.
 
         Raises:
             WeightsRefused: the tensors do not fit; the old weights keep serving.
-            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
+            EngineOutOfMemory: memory ran out while weights were copied; the engine serves no request until a
+                later load succeeds.
         """
         copy = partial(self._weights.replace, await asyncio.to_thread(read_weights, source))
         await self._wait_for(self._inbox.swap(partial(self._worker.swap, version, copy)))
@@ -153,14 +156,14 @@ class LocalEngine(Engine):
         await self._wait_for(self._inbox.command(lambda: None))
 
     async def release(self) -> None:
-        """Give a cache in pages back to the device; requests that run wait, and are computed again."""
+        """Give the memory of a paged cache back; running requests wait and are computed again."""
         await self._wait_for(self._inbox.command(self._worker.release))
 
     def totals(self) -> dict[str, float]:
         return asdict(self.counters)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with its partial result; return False if no such request waits or runs."""
+        """End a request with its partial result; return False if no request of this id waits or runs."""
         return self._inbox.abort(request_id)
 
     def start(self) -> None:

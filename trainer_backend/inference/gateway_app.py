@@ -1,9 +1,9 @@
-"""The OpenAI-compatible gateway: POST /v1/chat/completions, /v1/completions and /tokenize, GET /v1/models and
-/health.
+"""Serve the OpenAI-compatible gateway: POST /v1/chat/completions, /v1/completions and /tokenize, GET
+/v1/models and /health.
 
-Plain Starlette with JSON bytes, because every decision of every rollout passes through it. It renders
-messages to token ids, checks their length, samples a continuation, and answers with exact ids, log-probs and
-versions.
+The gateway is plain Starlette with JSON bytes, because every decision of every rollout passes through it. It
+renders messages to token ids, checks their length, samples a continuation, and answers with exact ids,
+log-probs and versions.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 from trainer_backend.inference.streaming import stream_reply
 from trainer_backend.inference.text_completion import TextRequest, text_completion
 
-# From this size on, rendering and encoding run on a thread, so that other answers do not wait.
+# From this size of a body on, rendering and encoding run on a thread, so that other answers do not wait.
 _LARGE_BYTES = 100_000
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
@@ -55,7 +55,7 @@ class GatewayLimits:
     """Bounds of the gateway.
 
     `default_max_tokens` is for requests without a limit; the free room may reduce it. `leaves_out` are keys
-    of chat requests that have no effect; other gateways refuse them.
+    of chat requests that this gateway ignores and other gateways refuse.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -74,8 +74,8 @@ def create_gateway(
 ) -> Starlette:
     """Build the ASGI app.
 
-    `policies` are by model name (`{job}/{policy}`). `key`, the Bearer key of this job, is only compared,
-    never logged; None: this machine needs none.
+    `policies` maps model names (`{job}/{policy}`) to policies. `key` is the Bearer key of this job, which is
+    never logged; None: only requests from this machine are answered, and they need no key.
     """
     secret = SecretStr(key) if isinstance(key, str) else key
     if secret is not None and not secret.get_secret_value():
@@ -124,7 +124,7 @@ def create_gateway(
 
 
 class _Posts:
-    """Calls an endpoint by its path, without Starlette's router: they convert their own errors to replies."""
+    """Calls endpoints by path, without Starlette's router: endpoints convert their own errors to replies."""
 
     def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, ASGIApp]) -> None:
         self._app, self._endpoints = app, endpoints
@@ -135,12 +135,12 @@ class _Posts:
         await (endpoint or self._app)(scope, receive, send)
 
 
-# What hints call the key. A run generates its own gateway's key; no user needs it.
+# The name of the key in hints. A run generates the key of its own gateway; no user needs that key.
 _KEY = "gateway's key (of `turnwise serve`: TURNWISE_API_KEY, or the variable that --api-key-env names)"
 
 
 def gate_for(key: SecretStr | None, limits: GatewayLimits) -> Middleware:
-    """Build the gate that checks the key; /health needs none. Without a key only this machine may ask."""
+    """Build the gate that checks the key, except for /health. Without a key only this machine may ask."""
     door = KeyDoor(
         Keys([] if key is None else [key], variable=_KEY, needed=False),
         open_paths=["/health"],
@@ -199,12 +199,12 @@ class ChatEndpoint(_Endpoint):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive)
         request, rollout_id = read_chat_request(body, self.limits.leaves_out), _rollout_id(scope)
-        if len(body) > _LARGE_BYTES:  # others must not wait for it
+        if len(body) > _LARGE_BYTES:  # other requests must not wait for this body
             completion = await asyncio.to_thread(self._completion, request, rollout_id)
         else:
             completion = self._completion(request, rollout_id)
         headers: Headers = ()
-        if names := sorted(completion.left_out):  # settings without effect here are counted, and named
+        if names := sorted(completion.left_out):  # count and name the settings without effect
             completion.policy.left_out.update(names)
             headers = [(IGNORED_HEADER.lower().encode(), ", ".join(names).encode())]
         if completion.request.stream:
@@ -263,13 +263,13 @@ class ChatEndpoint(_Endpoint):
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The lower limit of prompt and answer together, and its origin."""
+    """The tightest limit on prompt and answer together, and its origin."""
 
     most: int
     whose: str
 
     def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
-        """Refuse a text that is surely too long before encoding it, which would take seconds."""
+        """Refuse a text that is surely too long without encoding it, which would take seconds."""
         tokens = renderer.surely_more_than(self.most, text)
         if tokens is not None:
             raise ContextLengthExceeded(
@@ -292,7 +292,7 @@ class _Limit:
 
 
 class TokenizeEndpoint(_Endpoint):
-    """POST /tokenize: the ids of a prompt, which may be longer than the model's limit."""
+    """POST /tokenize: return the ids of a prompt, which may be longer than the model's limit."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = read_chat_request(await whole_body(receive), self.limits.leaves_out, TokenizeRequest)
@@ -314,9 +314,10 @@ class TextEndpoint(_Endpoint):
 
 
 def _rollout_id(scope: Scope) -> str:
-    """The conversation that the request continues: a rollout's, or one of a captured agent; empty: none.
+    """Return the conversation that the request continues (of a rollout or a captured agent), or "" for none.
 
-    Several are a BadChatRequest: it would be kept under another name.
+    Raises:
+        BadChatRequest: the header is there several times.
     """
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == _ROLLOUT_HEADER]
     if len(values) > 1:

@@ -1,4 +1,4 @@
-"""The state shared by callers' threads and the engine thread, behind one lock."""
+"""Hold the state that callers' threads share with the engine thread, behind one lock."""
 
 import threading
 from collections import deque
@@ -20,7 +20,7 @@ class Order:
     future: Future[None] = field(default_factory=Future)
 
     def carry_out(self) -> None:
-        """Run the action. Our own errors go to the caller; any other error ends the engine for all."""
+        """Run the action. An InferenceError goes to the caller; any other error ends the engine for all."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -37,9 +37,9 @@ class Order:
 class Inbox:
     """The queue, the requests by id, aborts, and two kinds of orders.
 
-    A *command* runs at the next turn. A *swap* waits until no request runs, and meanwhile none is admitted
-    but those that have begun and were put back. The inbox is closed before the start and after the end;
-    callers get the reason.
+    A *command* runs at the next turn. A *swap* waits until no request runs; meanwhile the inbox admits only
+    requests that have begun and were put back. The inbox is closed before the start and after the end of the
+    engine; callers get the reason.
     """
 
     def __init__(self, *, max_waiting: int) -> None:
@@ -60,7 +60,7 @@ class Inbox:
             self._closed_because = None
 
     def close(self, reason: str) -> None:
-        """Refuse everything from now on; the first reason stays. The engine thread ends at its next turn."""
+        """Refuse all calls from now on, with the first reason. The engine thread ends at its next turn."""
         with self._change:
             self._closed_because = self._closed_because or reason
             self._change.notify_all()
@@ -78,7 +78,7 @@ class Inbox:
             self._change.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Ask for a request's end; return False if it is not here (any more)."""
+        """Ask for the end of a request; return False if the inbox does not hold the request."""
         with self._change:
             if request_id not in self._requests:
                 return False
@@ -109,12 +109,12 @@ class Inbox:
     def wait(self, *, running: bool, paused: bool) -> bool:
         """Wait for work; return False if the engine thread must end."""
 
-        def something_to_do() -> bool:
+        def has_work() -> bool:
             can_step = not paused and (running or bool(self._queue))
             return bool(can_step or self._aborts or self._commands or self._swaps or self._closed_because)
 
         with self._change:
-            self._change.wait_for(something_to_do)
+            self._change.wait_for(has_work)
             return self._closed_because is None
 
     def take_commands(self) -> list[Order]:
@@ -130,7 +130,7 @@ class Inbox:
         return due
 
     def take_aborts(self) -> list[Request]:
-        """Take the requests to abort; queued ones leave the queue."""
+        """Take the requests to abort; waiting requests leave the queue."""
         with self._change:
             requests = [self._requests.pop(name) for name in self._aborts if name in self._requests]
             self._aborts.clear()
@@ -142,7 +142,7 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest requests that fit, at least one; while a swap waits, those that have begun."""
+        """Take the oldest requests that fit, at least one; while a swap waits, only begun requests."""
         newcomers: list[Request] = []
         longest = 0
         with self._change:
@@ -157,12 +157,12 @@ class Inbox:
         return newcomers
 
     def holds_begun(self) -> bool:
-        """Whether a waiting request has sampled tokens: it was put back, and continues before a swap."""
+        """Return whether a request that has begun waits: it was put back, and continues before a swap."""
         with self._change:
             return any(request.token_ids for request in self._queue)
 
     def put_back(self, request: Request) -> None:
-        """Let a request that was admitted wait once more, before those that came after it."""
+        """Let an admitted request wait again, before the requests that came after it."""
         with self._change:
             place = sum(other.arrival < request.arrival for other in self._queue)
             self._queue.insert(place, request)
@@ -173,7 +173,7 @@ class Inbox:
                 del self._requests[request.request_id]
 
     def empty(self, reason: str) -> tuple[list[Request], list[Order]]:
-        """Close the inbox and return everything that will not be done any more."""
+        """Close the inbox and return the requests and orders that will not be carried out."""
         with self._change:
             self._closed_because = reason
             requests, orders = list(self._requests.values()), [*self._commands, *self._swaps]

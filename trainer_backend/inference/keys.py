@@ -1,4 +1,4 @@
-"""The keys of [inference]: of an engine of ours, and of vLLM servers. No torch here, since a job has them."""
+"""Define the keys of [inference], for the local engine and vLLM servers. No torch: every job reads them."""
 
 import re
 from math import prod
@@ -11,9 +11,9 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.job.addresses import checked_url
 
-# `top_logprobs` of a request at the gateway.
+# The largest `top_logprobs` of a request at the gateway.
 _MOST_TOPS = 20
-# Arguments that every vLLM server needs; docs/vllm.md says what is lost without each.
+# The arguments that every vLLM server needs; docs/vllm.md says what is lost without each.
 CONTRACT = {
     "served_model_name": ACTOR,
     "enable_scale_out": True,
@@ -23,7 +23,7 @@ CONTRACT = {
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
 }
-# Arguments of vLLM's server that a run sets, with the reason.
+# The arguments of vLLM's server that a job may not set, with the reason.
 _VLLM_OWN = {
     **dict.fromkeys(CONTRACT, "without it, exact tokens and log-probs could not be had"),
     **dict.fromkeys(("model", "served_model_name", "tokenizer"), "it is the model of [model]"),
@@ -38,14 +38,14 @@ _VLLM_OWN = {
     "enable_sleep_mode": "it is inference.sleep",
 }
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_VLLM_SHARE = 0.92  # the default of 0.32
+_VLLM_SHARE = 0.92  # the default of vLLM 0.32
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
-# Time for a sample and for detecting a wedged server; the longest that a task app waits for an answer.
+# The time for a sample and for detecting a wedged server; the longest time that a task app waits.
 _SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
 
 
 class VllmKeys(Table):
-    """Where the actor samples, and the vLLM servers that it may sample at."""
+    """The choice of the actor's engine, and the vLLM servers that the actor may sample at."""
 
     engine: Literal["local", "vllm"] = "local"
     """where the actor samples. local: in the trainer's process; vllm: at vLLM servers (docs/vllm.md)"""
@@ -70,28 +70,28 @@ class VllmKeys(Table):
 
     @property
     def server_devices(self) -> int:
-        """Accelerators of one server that the run starts, by vLLM's parallel sizes."""
+        """Return the number of accelerators of one server that the run starts, from vLLM's parallel sizes."""
         sizes = (self.argument(name, 1) for name in _PARALLEL)
         return prod(size for size in sizes if isinstance(size, int))
 
     @property
     def server_share(self) -> float:
-        """The share of a GPU's memory that a server that the run starts takes."""
+        """Return the share of a GPU's memory that a server of the run takes."""
         share = self.argument("gpu_memory_utilization", _VLLM_SHARE)
         return float(share) if isinstance(share, int | float) else _VLLM_SHARE  # vLLM refuses other values
 
     def argument(self, name: str, default: Any) -> Any:
-        """An argument of servers that the run starts, which the job may write with - for _."""
+        """Return an argument of servers that the run starts; the job may write - for _."""
         return {key.replace("-", "_"): value for key, value in self.vllm.items()}.get(name, default)
 
     @property
     def replica_patience_s(self) -> float:
-        """How long the run waits when no replica serves: its own servers are started again meanwhile."""
+        """Return how long the run waits while no replica serves; meanwhile it restarts its own servers."""
         return self.replica_wait_s * (1 if self.vllm_python is None else 2)
 
     @property
     def asks(self) -> dict[str, float]:
-        """Config of the actor's policy: it is as patient as the run, so that it sees a replica come back."""
+        """Return the config of the actor's policy: requests wait as long as the run waits for a replica."""
         if self.engine == "local":
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
@@ -99,7 +99,7 @@ class VllmKeys(Table):
     @field_validator("vllm")
     @classmethod
     def _arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Refuse what is no argument, and what the run itself sets."""
+        """Refuse names and values that are no arguments, and arguments that the run sets itself."""
         for name, value in arguments.items():
             if not _VLLM_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of an argument; write it as vLLM does, without --")
@@ -119,12 +119,12 @@ class VllmKeys(Table):
 
 
 class EngineKeys(Table):
-    """The bounds of an engine of ours.
+    """The bounds of the local engine.
 
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
-    head_dim * bytes of a number; a kept prefix takes at most what a slot takes. In pages, which are allocated
-    as they are needed, one longest request always fits. Layers with a state take its size for each request
-    and each kept prefix instead, and a model that has any keeps as many prefixes again, amid prompts.
+    head_dim * bytes of a number; a kept prefix takes at most as much as a slot. A paged cache allocates pages
+    on demand, and one longest request always fits. A layer with a state takes the size of the state for each
+    request and each kept prefix instead; a model with such layers keeps as many prefixes again, amid prompts.
     """
 
     own_process: bool = False
@@ -155,12 +155,12 @@ class EngineKeys(Table):
 
     @property
     def slots(self) -> int:
-        """Requests that are decoded together. A batch's composition changes the last bits of a number."""
+        """Return how many requests are decoded together. The batch changes the last bits of a result."""
         return 1 if self.deterministic else self.max_running
 
     @property
     def prefix_slots(self) -> int:
-        """Finished prompts + responses that are kept; which ones depends on the order of events."""
+        """Return how many finished prompts + responses are kept, which depend on the order of events."""
         if self.deterministic:
             return 0
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes

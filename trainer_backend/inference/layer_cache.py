@@ -1,19 +1,19 @@
-"""Rows of models whose layers keep something other than keys and values of every position.
+"""Cache rows of models whose layers keep something other than keys and values of every position.
 
 A `Stack` is a cache of `transformers` for rows of different lengths:
 
-    attention    [rows, heads, columns, head_dim] keys and values. All rows end at one column, as a batch that
-                 is padded on the left does: so a mask [rows, columns] tells `transformers` everything, and
-                 each model makes the masks of its own layers (windows, chunks, sinks) of it
+    attention    [rows, heads, columns, head_dim] keys and values. All rows end at one column, like a batch
+                 that is padded on the left: so `transformers` needs only a mask [rows, columns], from which
+                 each model makes the masks of its own layers (windows, chunks, sinks)
     states       [rows, ...] of convolutions and recurrences. They have no length, so nothing is padded
 
-A pass that fails leaves a stack as it was, since states are computed in copies, and the column where rows end
-moves only when all layers are through. What a window hides is kept, so that a row can be cut to any length; a
-state cannot be cut, only be copied where it is.
+A pass that fails leaves a stack unchanged: states are computed in copies, and the column where rows end moves
+only after all layers. Tokens that a window hides are kept, so that a row can be cut to any length. A state
+cannot be cut, only copied at its own length.
 
-Measured by 4d960597:bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): one row after
-another takes 7 to 12 times as long as a stack. Cohorts of rows that happen to have one length take 3 to 7
-times as long where there are 8 lengths, and as long as single rows where lengths are any: so there are none.
+Measured by 4d960597:bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): computing one row
+after another takes 7 to 12 times as long as a stack. Groups of rows of equal length take 3 to 7 times as long
+with 8 different lengths, and as long as single rows with arbitrary lengths, so the engine makes no groups.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 
 from trainer_backend.errors import ModelFolderError
 
-# Columns that are free after rows were moved to the front, so that they are rarely moved.
+# The number of free columns after rows were moved to the front, so that moves are rare.
 SPARE = 64
-# What a row has of one layer: keys and values [heads, length, head_dim], or states; None where it has none.
+# The part of a row in one layer: keys and values [heads, length, head_dim], or states; None if there is none.
 LayerState = tuple[Tensor | None, ...]
 
 
 class RowState(NamedTuple):
-    """A row outside a stack. Its tensors are never written to: rows and copies may share them."""
+    """A row outside a stack. No code writes to its tensors, so rows and copies may share them."""
 
     length: int
     layers: tuple[LayerState, ...]
@@ -42,7 +42,7 @@ NO_TOKENS = RowState(0, ())
 
 
 class Bounds(NamedTuple):
-    """The most rows and columns of a stack, what it keeps numbers in, and the columns that it leaves free."""
+    """The most rows and columns of a stack, its number type, and the number of its free columns."""
 
     slots: int
     max_len: int
@@ -51,19 +51,19 @@ class Bounds(NamedTuple):
 
 
 class Held(Protocol):
-    """What a stack holds of one layer."""
+    """The part of a stack that belongs to one layer."""
 
     def begin(self, rows: int, length: int) -> Any:
-        """The layer for a pass of the first rows, the longest of which has `length` tokens."""
+        """Return the layer for a pass over the first rows, whose longest row has `length` tokens."""
 
     def commit(self, new: int) -> None:
-        """The pass has come to its end: each of its rows has so many tokens more."""
+        """End the pass: each of its rows has `new` more tokens."""
 
     def put(self, row: int, state: LayerState, *, length: int, longest: int) -> None:
-        """Write a row of `length` tokens; `longest` is that of all rows, this one included."""
+        """Write a row of `length` tokens; `longest` is the length of the longest row, this row included."""
 
     def take(self, row: int, *, first: int, last: int) -> LayerState:
-        """A row's tokens from the `first` to the `last`, counted back from its end; views."""
+        """Return views of a row's tokens from `first` to `last`, counted back from the row's end."""
 
     def move(self, source: int, target: int) -> None: ...
 
@@ -84,7 +84,10 @@ class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of rows; return what these rows see. Attention layers call this."""
+        """Write the new tokens of rows; return the keys and values that these rows see.
+
+        Attention layers call this method.
+        """
         rows, new = key_states.shape[0], key_states.shape[2]
         self._reserve(rows, new, key_states, value_states)
         seen = slice(self._end - self._shown, self._end + new)
@@ -132,7 +135,7 @@ class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
         return self._longest if self._window is None else min(self._longest, self._window - 1)
 
     def _reserve(self, rows: int, new: int, *like: Tensor) -> None:
-        """Make room for `new` tokens more of so many rows. If memory runs out, nothing has changed."""
+        """Make room for `new` more tokens of the first `rows` rows. If memory runs out, nothing changes."""
         least, longest = self._longest + new, self._longest
         held_rows, columns = (self._held[0].shape[0], self._held[0].shape[2]) if self._held else (0, 0)
         if rows <= held_rows and longest <= self._end and self._end + new <= columns:
@@ -155,7 +158,7 @@ class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class States:
-    """The states of a layer: of convolutions and recurrences, in turn."""
+    """The states of a layer: first of convolutions, then of recurrences."""
 
     def __init__(self, bounds: Bounds, *, states: int) -> None:
         self._bounds, self._states = bounds, states
@@ -163,7 +166,7 @@ class States:
         self._layer = self.begin(0, 0)
 
     def begin(self, rows: int, length: int) -> Any:
-        """A layer over copies: some models write to what they are given."""
+        """Return a layer over copies of the states: some models write to their inputs."""
         layer: Any = cache_utils.LinearAttentionLayer(number_of_states=self._states)
         self._layer = layer
         for number in range(self._states):
@@ -186,7 +189,7 @@ class States:
         self._held = [state for pair in pairs for state in pair]
 
     def put(self, row: int, state: LayerState, *, length: int, longest: int) -> None:
-        """A row without tokens has states of zeros."""
+        """Write a row's states; a row without tokens gets zeros."""
         for number, own in enumerate(state or [None] * len(self._held)):
             held = self._held[number]
             like = own if held is None else held[0]
@@ -215,7 +218,7 @@ class States:
 
 
 class Nothing:
-    """A layer that keeps nothing, or reads what another one keeps."""
+    """A layer that keeps nothing, or reads the keys and values of another layer."""
 
     def begin(self, rows: int, length: int) -> Any:
         return cache_utils.DummyLayer()  # type: ignore[no-untyped-call]
@@ -232,7 +235,7 @@ class Nothing:
     def clear(self, row: int) -> None: ...
 
 
-# By the class that `transformers` takes for a layer: what holds it in a stack.
+# The class that holds a layer in a stack, by the class that `transformers` uses for the layer.
 _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
     "DynamicLayer": lambda layer, bounds: Attention(bounds),
     "DynamicSlidingWindowLayer": lambda layer, bounds: Attention(bounds, window=layer.sliding_window),
@@ -242,7 +245,7 @@ _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
 
 
 def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
-    """What holds each layer of a model; another kind than these is refused by name."""
+    """Return the holders of a model's layers; refuse other kinds of layers by name."""
     layers = DynamicCache(config=config).layers
     for number, layer in enumerate(layers):
         if type(layer).__name__ not in _KINDS:
@@ -256,7 +259,7 @@ def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
 
 
 class Stack(Cache):
-    """Rows that compute together, the first ones of each tensor."""
+    """Rows that compute together: the first rows of each tensor."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self._held = held_layers(config, bounds)
@@ -265,18 +268,18 @@ class Stack(Cache):
         self.lengths: list[int] = []
 
     def begin(self, rows: int) -> None:
-        """The next pass adds tokens to the first `rows`."""
+        """Begin a pass that adds tokens to the first `rows` rows."""
         longest = max(self.lengths[:rows])
         self.layers = [held.begin(rows, longest) for held in self._held]
 
     def commit(self, rows: int, new: int) -> None:
-        """The pass has come to its end."""
+        """End the pass."""
         for held in self._held:
             held.commit(new)
         self.lengths[:rows] = [length + new for length in self.lengths[:rows]]
 
     def mask(self, rows: int) -> Tensor | None:
-        """[rows, columns] of what rows may see, their next token included; None where it is everything."""
+        """Return the columns that rows may see, their next token included, [rows, columns]; None for all."""
         longest = max(self.lengths[:rows])
         missing = [longest - length for length in self.lengths[:rows]]
         if not any(missing):
@@ -284,7 +287,7 @@ class Stack(Cache):
         return torch.arange(longest + 1) >= torch.tensor(missing)[:, None]
 
     def put(self, row: int, state: RowState) -> None:
-        """Write a row: the next one, or one in the place of another."""
+        """Write a row: the next row, or a replacement of an existing row."""
         lengths = [*self.lengths[:row], state.length, *self.lengths[row + 1 :]]
         layers = state.layers or ((),) * len(self._held)
         for held, layer in zip(self._held, layers, strict=True):
@@ -292,12 +295,12 @@ class Stack(Cache):
         self.lengths = lengths
 
     def take(self, row: int, length: int) -> RowState:
-        """A row's first `length` tokens; views of the stack."""
+        """Return views of a row's first `length` tokens."""
         whole = self.lengths[row]
         return RowState(length, tuple(h.take(row, first=whole, last=whole - length) for h in self._held))
 
     def move(self, source: int, target: int) -> None:
-        """Let `target` be the last row, `source`."""
+        """Move the last row, `source`, to `target`."""
         for held in self._held:
             held.move(source, target)
         self.lengths[target] = self.lengths[source]
@@ -308,7 +311,7 @@ class Stack(Cache):
 
 
 class LayerCache:
-    """A `RowCache` of rows in a stack, and of rows that wait outside it until their first step."""
+    """A `RowCache` of rows in a stack, and of rows that wait outside the stack until their first step."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self.slots = bounds.slots
@@ -317,7 +320,7 @@ class LayerCache:
         self.cuts = self.stack.cuts
 
     def holds(self, place: Any, length: int) -> bool:
-        """Whether a row, or a copy, can be cut to its first `length` tokens."""
+        """Return whether a row or a copy can be cut to its first `length` tokens."""
         if self.cuts:
             return True
         whole = place.length if isinstance(place, RowState) else self._length(place)
@@ -338,15 +341,15 @@ class LayerCache:
         assert self.holds(row, length), f"a state of {self._length(row)} tokens is none of {length}"
         held = self.waiting.get(row)
         state = self.stack.take(row, length) if held is None else self._cut(held, length)
-        # A view would keep the memory of all rows that were computed with it.
+        # A view would keep the memory of all rows that were computed together.
         copies = [tuple(None if tensor is None else tensor.clone() for tensor in of) for of in state.layers]
         return RowState(length, tuple(copies))
 
     def drop_copy(self, copy: RowState) -> None:
-        """A copy is freed with the last reference to it."""
+        """Do nothing: a copy is freed with the last reference to it."""
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Copies are outside the rows' memory."""
+        """Do nothing: copies lie outside the rows' memory."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
         if source in self.waiting:
@@ -363,7 +366,7 @@ class LayerCache:
         self.stack.clear(row)
 
     def enter(self, rows: int) -> None:
-        """Write the rows that wait into the stack, which has the first `rows` then."""
+        """Write the waiting rows into the stack, which then holds the first `rows` rows."""
         del self.stack.lengths[rows:]
         for row in sorted(self.waiting):
             self.stack.put(row, self.waiting[row])

@@ -1,4 +1,4 @@
-"""Forward passes of the running batch by a model's own layers, with the cache that they ask for."""
+"""Run forward passes of the running batch by a model's own layers, with the cache that the layers need."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ from trainer_backend.inference.request import Request
 from trainer_backend.models.precision import tokens_for
 from trainer_backend.models.routers import Routers
 
-# Prompts of one length are prefilled together, up to so many tokens.
+# The most tokens of prompts of equal length that are prefilled together.
 GROUP_TOKENS = 2048
-# How far logits of rows may lie from those of a plain pass, relative to them: roundings of float32, of less.
+# The largest relative difference between the logits of rows and of a plain pass, in float32 and in 16 bits.
 EXACT, ROUNDED = 1e-3, 0.1
 _AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
 
 
 class LayerRunner:
-    """Runs any causal model whose layers `LayerCache` can hold; as `DecoderRunner`.
+    """Runs any causal model whose layers `LayerCache` can hold, with the interface of `DecoderRunner`.
 
-    Prompts are not padded, since a state would take a pad for a token: those that begin and end at the same
-    places are computed together, each other one alone. A step is one pass of all rows.
+    Prompts are not padded, since a state would treat a pad as a token: prompts that begin and end at the same
+    positions are computed together, any other prompt alone. A step is one pass of all rows.
     """
 
     def __init__(
@@ -39,25 +39,27 @@ class LayerRunner:
         self._pass = Pass(model, routers)
         self._config = model.config
         self._bounds = Bounds(slots, max_len, self._pass.dtype)
-        self.goes_on = self._tried_out()
+        self.goes_on = self._can_continue()
         self.cache = LayerCache(model.config, self._bounds)
 
     @property
     def cost(self) -> str:
-        """The cost of this runner, for the log."""
+        """Describe the cost of this runner, for the log."""
         prompts = "prompts of different lengths are computed one by one"
         if not self.goes_on:
-            return f"{prompts}, each whole: the layers cannot go on with several tokens from a state"
+            return f"{prompts}, each whole: the layers cannot continue from a state with several tokens"
         if self.cache.cuts:
             return prompts
-        return f"{prompts}, and a prompt goes on from a kept state alone, not from any part of a known one"
+        return (
+            f"{prompts}, and a prompt continues only from a kept state, not from any part of a known prompt"
+        )
 
     def prefill(
         self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Request, int, int], None]
     ) -> None:
-        """Compute what is known of requests but for the last token, in the rows `first_row` and on.
+        """Compute the known tokens of requests except the last one, in the rows from `first_row` on.
 
-        Where a request has a mark, `keep` is called with the request, how many tokens are there, and the row.
+        At each mark of a request, `keep` gets the request, the number of tokens so far, and the row.
         """
         stops = {
             row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
@@ -90,7 +92,7 @@ class LayerRunner:
         return logits_BV
 
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Of each row of the last pass, [L, W] experts of its tokens; endless None where none is recorded."""
+        """Yield the experts of each row of the last pass, [L, W]; None without end if none are recorded."""
         return self._pass.experts()
 
     def take_weights(self) -> None:
@@ -101,13 +103,13 @@ class LayerRunner:
     ) -> list[NDArray[np.uint16] | None]:
         """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each.
 
-        Returns the `experts` of each row.
+        Return the `experts` of each row.
         """
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
         experts: list[NDArray[np.uint16] | None] = []
         for part in (rows[first : first + most] for first in range(0, len(rows), most)):
-            # Of rows that have keys already, those are allocated with the room for what comes.
+            # If rows have keys already, the stack allocates them together with the room for the new tokens.
             spare = stop - start if start else 0
             stack = Stack(self._config, Bounds(len(part), stop, self._pass.dtype, spare))
             for number, row in enumerate(part):
@@ -122,20 +124,20 @@ class LayerRunner:
                 self.cache.waiting[row] = stack.take(number, stop)
         return experts
 
-    def _tried_out(self) -> bool:
-        """Whether prompts may go on from what is kept. No list of families is complete, so it is tried.
+    def _can_continue(self) -> bool:
+        """Return whether prompts may continue from kept rows, by a test: no list of families is complete.
 
         Raises:
-            ModelFolderError: rows give other logits than each text alone, or the layers take no such cache.
+            ModelFolderError: rows give logits other than each text alone, or the layers take no such cache.
         """
         limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
         try:
-            together, goes_on = self._apart(pieces=1), self._apart(pieces=2)
+            together, goes_on = self._measure_error(pieces=1), self._measure_error(pieces=2)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ModelFolderError(
                 f"its layers take no cache of the engine's: {error}", where="model", hint=_AT_SERVERS
             ) from error
-        # Of weights that are not finite no token is sampled, and the engine says so.
+        # With weights that are not finite the comparisons are false, and the engine refuses to sample later.
         if together > limit:
             raise ModelFolderError(
                 f"its rows give logits up to {together:.3g} of their size from those of each text alone",
@@ -145,10 +147,10 @@ class LayerRunner:
         return not goes_on > limit
 
     @torch.inference_mode()
-    def _apart(self, *, pieces: int) -> float:
-        """How far logits of rows lie from those of plain passes, relative to them.
+    def _measure_error(self, *, pieces: int) -> float:
+        """Return the largest relative difference between the logits of rows and of plain passes.
 
-        The rows' prompts are computed in so many pieces, and two tokens more together.
+        The test computes the rows' prompts in `pieces` pieces, and then two more tokens together.
         """
         self.cache = LayerCache(self._config, self._bounds)
         texts = [list(range(1, 3 + 6 * row)) for row in range(min(2, self.cache.slots))]
@@ -167,18 +169,18 @@ class LayerRunner:
 class Pass:
     """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`.
 
-    With `routers`, which experts they choose is kept until the next pass.
+    With `routers`, the pass records the chosen experts until the next pass.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self._model, self._routers = model, routers
         self._experts_BLW: NDArray[np.uint16] | None = None
-        # Stored, because `transformers` walks over all modules for each answer.
+        # Stored, because `transformers` walks over all modules for each access.
         self.device, self.dtype = model.device, model.dtype
         self._low = None if self.dtype == torch.float32 else self.dtype
 
     def __call__(self, ids_BL: Tensor, cache: Any, **positions: Tensor) -> Tensor:
-        """[B, V] logits of each row's last token; the cache, if any, has all tokens then."""
+        """Return the logits of each row's last token, [B, V], and write all tokens to the cache, if any."""
         low = self._low
         tokens = tokens_for(self._model, ids_BL, low)
         routers, nothing = self._routers, nullcontext[list[Tensor]]([])
@@ -197,7 +199,7 @@ class Pass:
         return logits_BV
 
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Of each row of the last pass, [L, W] experts of its tokens; endless None where none is recorded."""
+        """Yield the experts of each row of the last pass, [L, W]; None without end if none are recorded."""
         return repeat(None) if self._experts_BLW is None else iter(self._experts_BLW)
 
     def on_device(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device memory of pages: slabs of keys and values of all layers, allocated as they are needed."""
+"""Manage the device memory of pages: slabs of keys and values of all layers, allocated on demand."""
 
 import math
 
@@ -10,9 +10,9 @@ from trainer_backend.models.folder import is_out_of_memory
 
 # A slab should be large for the allocator, and small compared with a device's memory.
 SLAB_BYTES = 256 * 2**20
-# A small cache is cut into so many, since a slab is allocated whole.
+# The fewest slabs of a small cache, since a slab is allocated whole.
 LEAST_SLABS = 8
-# What slabs leave free on a GPU: a prefill, and the capture of a graph, need memory too.
+# The memory that slabs leave free on a GPU, for prefills and for the capture of graphs.
 RESERVE_BYTES = 2 * 2**30
 
 
@@ -20,9 +20,9 @@ class PageMemory:
     """Slabs [2, layers, slab_pages, PAGE, kv_heads, head_dim], keys first; `slab_pages` is a power of 2.
 
     Page p is page p % slab_pages of slab p // slab_pages. `bases_S` holds the address of each slab on the
-    device: kernels of a captured graph find slabs that are allocated later, or again. `limit` is the most
-    pages; the last slab may hold more, which are not used (see `whole_slabs`). The `least` pages are
-    allocated as long as the device has memory at all, without a reserve.
+    device, so that kernels of a captured graph find slabs that are allocated later or again. `limit` is the
+    largest number of pages; further pages of the last slab are not used (see `whole_slabs`). The first
+    `least` pages are allocated without regard to the reserve.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PageMemory:
         self.bases_S = torch.zeros(-(-limit // self.slab_pages), dtype=torch.int64, device=device)
 
     def grow(self, most: int) -> int:
-        """Allocate a slab; return how many of its pages may be used, 0 if memory runs out."""
+        """Allocate a slab; return how many of its pages may be used, or 0 if memory runs out."""
         if self.device.type == "cuda" and not self.may_grow(free_memory(self.device)):
             return 0
         try:
@@ -57,7 +57,7 @@ class PageMemory:
         return min(most, self.slab_pages)
 
     def may_grow(self, free: int) -> bool:
-        """Whether a slab leaves the reserve of so many free bytes, or is one of the least."""
+        """Return whether a slab fits in `free` bytes beside the reserve, or is one of the least slabs."""
         needed = math.prod(self._shape) * self.dtype.itemsize + RESERVE_BYTES
         return len(self.slabs) * self.slab_pages < self._least or free >= needed
 
@@ -77,33 +77,36 @@ class PageMemory:
         return 2, self.layers, self.slab_pages, PAGE, self.heads, self.dim
 
     def offsets(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values begin in a slab, in numbers of its type."""
+        """Return where a layer's keys and values begin in a slab, counted in numbers of its type."""
         layer_size = self.slab_pages * PAGE * self.heads * self.dim
         return layer * layer_size, (self.layers + layer) * layer_size
 
     def tokens(self, slab: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer in one slab, [slab_pages * PAGE, heads, dim] each: views."""
+        """Return views of a layer's keys and values in one slab, [slab_pages * PAGE, heads, dim] each."""
         keys, values = self.slabs[slab][:, layer].flatten(1, 2)
         return keys, values
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device that are free, or that torch's allocator holds unused."""
+    """Return the bytes of a CUDA device that are free or that torch's allocator holds unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a page: of the keys and values of all layers."""
+    """Return the bytes of a page: of the keys and values of all layers."""
     return 2 * layers * PAGE * heads * dim * dtype.itemsize
 
 
 def slab_pages(page: int, limit: int) -> int:
-    """Pages, of `page` bytes each, of a slab: what SLAB_BYTES hold, a small part of `limit`; a power of 2."""
+    """Return the number of pages of a slab, a power of 2: at most SLAB_BYTES and a small part of `limit`.
+
+    A page has `page` bytes.
+    """
     most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)
 
 
 def whole_slabs(page: int, limit: int) -> int:
-    """The most pages, of `page` bytes each and no more than `limit`, that fill their slabs."""
+    """Return the largest number of pages up to `limit`, of `page` bytes each, that fill whole slabs."""
     return limit - limit % slab_pages(page, limit)

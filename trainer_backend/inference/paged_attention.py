@@ -1,8 +1,8 @@
-"""Keys and values in pages: storing them, and attention of one new token a row over its pages.
+"""Store keys and values in pages, and attend from one new token per row to the row's pages.
 
-Triton's kernels where they run (torch for CUDA on Linux brings `triton` along, which needs a C compiler),
-else plain torch, which gathers all pages of the tables. `torch.nn.attention.varlen` cannot do this here: it
-takes page tables since torch 2.12, and computes in 16 bits alone.
+Triton's kernels compute if they run (torch for CUDA on Linux includes `triton`, which needs a C compiler).
+Otherwise plain torch computes, and gathers all pages of the tables. `torch.nn.attention.varlen` cannot
+replace them: it takes page tables since torch 2.12, but computes only in 16 bits.
 """
 
 from functools import cache
@@ -21,9 +21,9 @@ log = structlog.get_logger(__name__)
 
 
 def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-    """Write keys and values of T tokens, of any type, into their slots; their last axis has stride 1.
+    """Write keys and values of T tokens, of any type, into their slots; the last axis has stride 1.
 
-    `slots_T` are int64, page * PAGE + place in the page; -1 for none. No two are equal.
+    `slots_T` are int64, page * PAGE + position in the page, all different; -1 stores nothing.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel
@@ -43,14 +43,14 @@ def attend(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """[B, H, D] attention of one query a row to the first tokens of its pages, in the type of the cache.
+    """Return the attention of one query per row to the row's tokens, [B, H, D], in the cache's type.
 
     Args:
-        q_BHD: of any type, rounded to that of the cache; the last axis has stride 1. H is a multiple of the
-            cache's heads, whose queries are adjacent.
-        table_BP: int32, the pages of each row in order; what lies behind its length is not read.
-        lengths_B: int32, tokens that each row sees; 0 for a row that fills a bucket up, whose result is 0.
-        tiles: rows whose shared pages are read once, by the kernels; torch reads them row by row.
+        q_BHD: of any type, rounded to the cache's type; the last axis has stride 1. H is a multiple of the
+            cache's heads; the queries of a head are adjacent.
+        table_BP: int32, the pages of each row in order; pages behind the row's length are not read.
+        lengths_B: int32, the tokens that each row sees; 0 for a padding row, whose result is 0.
+        tiles: rows whose shared pages the kernels read once; torch reads them row by row.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel
@@ -60,7 +60,7 @@ def attend(
 
 
 def gather(memory: PageMemory, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, heads, dim] keys and values of slots, int64; of slot -1, zeros."""
+    """Return keys and values of int64 slots, [T, heads, dim] each; zeros for slot -1."""
     size = memory.slab_pages * PAGE
     k_THD = torch.zeros((len(slots_T), memory.heads, memory.dim), dtype=memory.dtype, device=memory.device)
     v_THD = torch.zeros_like(k_THD)
@@ -102,7 +102,7 @@ def attend_by_torch(
 
 
 def tile_rows(memory: PageMemory, heads: int) -> int:
-    """Return of how many rows, with so many heads of queries, the kernels read shared pages at once."""
+    """Return for how many rows, with `heads` query heads, the kernels read shared pages together."""
     from trainer_backend.inference import paged_kernel
 
     group = heads // memory.heads
@@ -110,13 +110,13 @@ def tile_rows(memory: PageMemory, heads: int) -> int:
 
 
 def kernels_are_here(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device."""
+    """Return whether Triton's kernels run on a device."""
     return device.type == "cuda" and why_no_kernels(device) is None
 
 
 @cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Return why Triton's kernels do not run on a GPU, and log it once; None where they do, or on a CPU."""
+    """Return why Triton's kernels do not run on a GPU, and log it once; None if they run, or on a CPU."""
     reason = _failure(device) if device.type == "cuda" else None
     if reason is not None:
         log.warning("runs_without_kernels", device=str(device), reason=reason)
@@ -124,7 +124,7 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def _failure(device: torch.device) -> str | None:
-    """Why kernels do not run on a GPU, found by running them on one token; None where they do."""
+    """Return why kernels do not run on a GPU, found by running them on one token; None if they run."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:

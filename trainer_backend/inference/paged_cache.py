@@ -1,4 +1,4 @@
-"""The cache of running requests in pages: rows by number, prefixes shared by reference."""
+"""Cache running requests in pages: rows by number, prefixes shared by reference."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +11,11 @@ from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
 
 class PagedCache:
-    """`RowCache` in pages: nothing is copied but the last page of a shared prefix. A copy is a list of pages.
+    """A `RowCache` in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
 
-    Out of pages is out of memory: a `torch.OutOfMemoryError`, once every kept prefix is evicted. `limit` is
-    the most pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row] int32.
+    If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
+    the largest number of pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row]
+    int32.
     """
 
     cuts = True
@@ -25,7 +26,7 @@ class PagedCache:
         self.tables: NDArray[np.int32] = np.zeros((slots, pages_for(max_len)), dtype=np.int32)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
         self.version = 0
-        """Changes with the pages that rows begin with, and not as rows grow."""
+        """A number that changes when the first pages of rows change, but not when rows grow."""
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
     def holds(self, place: int | list[int], length: int) -> bool:
@@ -35,13 +36,13 @@ class PagedCache:
         self._evict = evict
 
     def clear_row(self, row: int) -> None:
-        """Whatever lies behind a row's length is never read."""
+        """Do nothing: data behind a row's length is never read."""
 
     def open_row(self, row: int, *, room: int) -> None:
         self._begin(row, [], 0, room)
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Give a row another number; none has it."""
+        """Give a row another number, which no row has."""
         self.version += 1
         self._rows[target], self._rows[source] = self._rows[source], []
         self._note(target)
@@ -67,7 +68,7 @@ class PagedCache:
         self.version += 1
 
     def extend(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Give rows pages for so many tokens each. If there is no room, some of them may have got theirs."""
+        """Give rows pages for `lengths` tokens. If memory runs out, some rows may have their pages."""
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             pages = self._rows[row]
             if len(pages) * PAGE < length:
@@ -76,16 +77,16 @@ class PagedCache:
                 self._note(row)
 
     def full_pages(self, row: int, length: int) -> list[int]:
-        """Return the pages of a row that so many tokens fill; none is written again."""
+        """Return the pages of a row that `length` tokens fill, which are not written again."""
         return self._rows[row][: length // PAGE]
 
     def release(self) -> None:
-        """Give all memory back to the device; no row is open and no copy kept."""
+        """Give all memory back to the device. No row may be open and no copy kept."""
         self.pool.clear()
         self.memory.release()
 
     def find_slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where tokens at positions of rows are stored."""
+        """Return the slots of tokens at positions of rows."""
         pages: NDArray[np.int64] = self.tables[rows, positions // PAGE].astype(np.int64)
         return pages * PAGE + positions % PAGE
 

@@ -1,19 +1,20 @@
-"""Triton kernels of the paged cache: to store keys and values, and to attend to them.
+"""Define Triton kernels of the paged cache, which store keys and values and attend to them.
 
-Attention of a decode step (Flash-Decoding): the keys of a row are dealt out to splits, each of which keeps
-an online softmax in float32 for all query heads that share its keys; a second kernel joins the splits.
-Lengths and tables are read on the device, and nothing of a launch depends on them, so a CUDA graph can hold
-it. How a row is cut depends on its own length alone: its sums do not change with its neighbours. Where rows
-begin with the same pages (`page_tiles`), these are read once for a tile of rows, by splits of their own; what
-lies behind them is read row by row, and the same second kernel joins both.
+A decode step uses Flash-Decoding: the keys of a row are divided into splits, each of which keeps an online
+softmax in float32 for all query heads that share its keys; a second kernel joins the splits. Kernels read
+lengths and tables on the device, so a launch does not depend on them and a CUDA graph can hold it. The splits
+of a row depend only on its own length, so its sums do not change with its neighbours. If rows begin with the
+same pages (`page_tiles`), separate splits read these pages once for a tile of rows; the pages behind them are
+read row by row, and the second kernel joins both.
 
 Pages lie in slabs (`page_memory`), whose addresses are read from the device too: slabs may be added or
 replaced under a captured graph. A slab is [2, layers, pages, PAGE, kv_heads, head_dim], keys first.
 
-Attention of a prefill is that of FlashAttention, a block of queries of one row a program.
+A prefill uses FlashAttention; each program computes a block of queries of one row.
 
-Imported only where `triton` is. Sources: Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1; Dao et al.,
-Flash-Decoding for long-context inference, 2023; the addresses as in Triton's tutorial 08, grouped GEMM.
+Import this module only if `triton` is installed. Sources: Dao, FlashAttention-2, arXiv:2307.08691, algorithm
+1; Dao et al., Flash-Decoding for long-context inference, 2023; addresses as in Triton's tutorial 08, grouped
+GEMM.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,30 +29,30 @@ from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.pages import PAGE
 
-# Splits of the longest rows, and the fewest keys of a split: fewer do not pay for joining them.
+# The splits of the longest rows, and the fewest keys of a split, for which joining pays.
 SPLITS, LEAST = 16, 256
-# Of pages that rows share: their programs have many queries, and are few.
+# The fewest keys of a split of shared pages: few programs run, with many queries each.
 LEAST_SHARED = 64
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2_E = 1.4426950408889634
-# tl.dot takes no fewer rows.
+# The fewest rows of tl.dot.
 _LEAST_ROWS = 16
-# Of shared memory: keys and values of a tile, two of each at a time, and the queries of a block. Together
-# they leave room in the 99 KB of the GPUs that have least. A decode step has few queries, and room for three.
+# Shared memory for keys and values of a tile, two tiles at a time, and for the queries of a block. The sum is
+# below 99 KB, the smallest shared memory of a GPU. A decode step has few queries, and room for three tiles.
 _TILE_BYTES, _QUERY_BYTES, _STAGES = 64 * 1024, 16 * 1024, 2
 
 
 @triton.jit
 def _page_starts(bases_ptr, pages, SLAB: tl.constexpr, PAGE_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Addresses of the first key of layer 0 in pages."""
+    """Return the addresses of the first key of layer 0 in pages."""
     slab = tl.load(bases_ptr + pages // SLAB).to(tl.pointer_type(DTYPE))
-    # Addresses from memory are not known to be aligned, and keys would be loaded one by one.
+    # Without this hint, addresses from memory count as unaligned, and keys are loaded one by one.
     return tl.multiple_of(slab, 16) + (pages % SLAB) * PAGE_SIZE
 
 
 @triton.jit
 def _share(length, SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
-    """Keys of a split."""
+    """Return the number of keys of a split."""
     return tl.maximum(LEAST, tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE)
 
 
@@ -61,10 +62,11 @@ def _attend_keys(
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of queries [ROWS, WIDTH] over the keys from `start` to `end` in the pages of a table.
+    """Compute the online softmax of queries [ROWS, WIDTH] over keys `start` to `end` of a page table.
 
-    A query sees keys up to its `last` position, and the one at `start`, so no maximum is of nothing. Returns
-    the maximum of the scores, and relative to it the sum of exponentials and the weighted sum of values.
+    A query sees keys up to its `last` position and the key at `start`, so every maximum exists. Return the
+    maximum of the scores and, relative to the maximum, the sum of exponentials and the weighted sum of
+    values.
     """
     d, n = tl.arange(0, WIDTH), tl.arange(0, TILE)
     in_head = d < DIM
@@ -84,7 +86,7 @@ def _attend_keys(
         higher = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
-        # Keys and values behind the end are not read: masked garbage that is not finite would make sums NaN.
+        # Do not read keys and values behind the end: masked numbers that are not finite would make sums NaN.
         v = tl.load(starts[:, None] + values + d[None, :], mask=mask, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
@@ -133,7 +135,7 @@ def _attend_shared(
     PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     PARTS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """A split of the pages that the rows of a tile share, for the queries of all of them."""
+    """Attend from the queries of all rows of a tile to one split of their shared pages."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     one = tl.load(tiles_ptr + tile * MEMBERS)
     if one < 0:
@@ -155,7 +157,7 @@ def _attend_shared(
         bases_ptr, table_ptr + one.to(tl.int64) * table_row, head, keys, values, scale, DTYPE,
         HEADS, DIM, ROWS, WIDTH, PAGE, SLAB, TILE,
     )  # fmt: skip
-    # Behind the splits of the row's own keys.
+    # The shared splits follow the splits of the row's own keys.
     places = (row * (HEADS * GROUP) + query_head) * PARTS + (PARTS - SPLITS) + split
     tl.store(weights_ptr + places, best + tl.log2(total), mask=is_query)
     tl.store(parts_ptr + places[:, None] * DIM + d[None, :], sums / total[:, None], mask=mask)
@@ -185,7 +187,7 @@ def _join_splits(
     weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))
     mask = is_split[:, None] & in_head[None, :]
     parts = tl.load(parts_ptr + (place * PARTS + s[:, None]) * DIM + d[None, :], mask=mask, other=0.0)
-    # Such a row fills a bucket up, and attends to nothing: 0.
+    # A padding row attends to nothing: the result is 0.
     joined = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
     tl.store(out_ptr + place * DIM + d, joined.to(out_ptr.dtype.element_ty), mask=in_head)
 
@@ -236,7 +238,7 @@ def _attend_block(
 
 
 def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-    """As `paged_attention.store`."""
+    """Implement `paged_attention.store`."""
     keys, values = memory.offsets(layer)
     if len(slots_T):
         _store_token[(len(slots_T),)](
@@ -257,14 +259,14 @@ def attend(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """As `paged_attention.attend`. Scratch memory: [B, H, SPLITS, D] float32, with tiles twice that."""
+    """Implement `paged_attention.attend`, with scratch memory [B, H, SPLITS, D] float32, twice with tiles."""
     rows, heads, dim = q_BHD.shape
     group, width, tile = heads // memory.heads, triton.next_power_of_2(dim), _tile(memory)
     count = SPLITS if tiles is None else 2 * SPLITS
     parts = q_BHD.new_empty((rows, heads, count, dim), dtype=torch.float32)
     weights = q_BHD.new_empty((rows, heads, count), dtype=torch.float32)
     out_BHD = q_BHD.new_empty((rows, heads, dim), dtype=memory.dtype)
-    shared_B = lengths_B if tiles is None else tiles.shared_B  # without tiles it is not read
+    shared_B = lengths_B if tiles is None else tiles.shared_B  # not read without tiles
     tensors = (parts, weights)
     numbers = (q_BHD.stride(0), q_BHD.stride(1), table_BP.stride(0), *memory.offsets(layer), scale * LOG2_E)
     form = {
@@ -292,13 +294,13 @@ def attend(
 
 
 def block_rows(memory: PageMemory, group: int) -> int:
-    """Return how many queries a program of `attend_blocks` has, those of all heads of a group counted."""
+    """Return how many queries a program of `attend_blocks` has, counting all heads of a group."""
     fits = _QUERY_BYTES // (triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
     return int(max(_LEAST_ROWS, min(64, fits), triton.next_power_of_2(group)))
 
 
 def _tile(memory: PageMemory) -> int:
-    """Keys that are read together."""
+    """Return how many keys are read together."""
     fits = _TILE_BYTES // (2 * _STAGES * triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
     return int(max(_LEAST_ROWS, min(64, fits)))
 
@@ -306,10 +308,10 @@ def _tile(memory: PageMemory) -> int:
 def attend_blocks(
     memory: PageMemory, layer: int, q_THD: Tensor, tables_BP: Tensor, blocks_N4: Tensor, scale: float
 ) -> Tensor:
-    """[T, H, D] causal attention of many queries a row, in the type of the cache.
+    """Return causal attention of many queries per row, [T, H, D], in the cache's type.
 
-    `blocks_N4` are int32, each the first token of a block in `q_THD`, the number of its tokens, their row,
-    and the position of the first. A block has at most `block_rows` queries.
+    `blocks_N4` are int32: of each block the first token in `q_THD`, the number of tokens, their row, and the
+    position of the first token. A block has at most `block_rows` queries.
     """
     tokens, heads, dim = q_THD.shape
     keys, values = memory.offsets(layer)

@@ -1,4 +1,4 @@
-"""What the tokens of a pass attend to where the cache is in pages: `decoder.TokenAttention`, two ways."""
+"""Implement `decoder.TokenAttention` for a paged cache, for decode steps and for prefills."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ Counts = NDArray[np.int64]
 
 
 class DecodeAttention:
-    """One token a row, read on the device: its keys and values go to `slots_B` (int64)."""
+    """The attention of one token per row, whose keys and values go to `slots_B` (int64, on the device)."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Many tokens a row: token by token, row after row.
+    """The attention of many tokens per row; the tokens of a row are adjacent.
 
-    `tables_BP` are int32 pages of B rows; `starts_B` each row's position of its first token in the pass,
-    before which all are cached; `counts_B` its tokens in the pass, at least 1. `heads` counts those of
-    queries.
+    `tables_BP` are int32 pages of B rows; `starts_B` is the position of each row's first token in the pass,
+    and the tokens before are cached; `counts_B` is the number of its tokens in the pass, at least 1. `heads`
+    is the number of query heads.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PrefillAttention:
         return torch.cat(parts)
 
     def _attend_row(self, layer: int, row: int, q_QHD: Tensor, scale: float) -> Tensor:
-        """[Q, H, D] of one row, by torch."""
+        """Return the attention of one row, [Q, H, D], by torch."""
         start, count = int(self._starts_B[row]), int(self._counts_B[row])
         columns = np.arange(start + count)
         slots = self._tables_BP[row, columns // PAGE].astype(np.int64) * PAGE + columns % PAGE
@@ -101,7 +101,7 @@ class PrefillAttention:
         return out_1HQD[0].transpose(0, 1)
 
     def _blocks(self, group: int) -> NDArray[np.int32]:
-        """[N, 4] for `paged_kernel.attend_blocks`, those that see most keys first."""
+        """Return the blocks for `paged_kernel.attend_blocks`, [N, 4], those that see most keys first."""
         from trainer_backend.inference.paged_kernel import block_rows
 
         size = block_rows(self._memory, group) // group

@@ -1,4 +1,4 @@
-"""Forward passes of the running batch by our decoder over a cache in pages, each read one step late."""
+"""Run forward passes of the running batch by our decoder over a paged cache; each is read one step late."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ Likeliest = list[tuple[tuple[int, float], ...]]
 
 
 class PageLimits(NamedTuple):
-    """Whether a cache is in pages (None: where there are kernels for it), and its most bytes, if any."""
+    """Whether the cache is paged (None: if the device has kernels for it), and its largest size in bytes."""
 
     paged: bool | None
     most_bytes: int | None
@@ -41,7 +41,7 @@ BY_DEVICE = PageLimits(None, None)
 
 
 class Step(NamedTuple):
-    """A step of some rows: what is read of it, and when."""
+    """A launched step, and what the host needs to read it."""
 
     requests: list[Request]
     launched: Launched
@@ -50,13 +50,13 @@ class Step(NamedTuple):
 
 
 class PagedRunner:
-    """Runs our own decoder over pages, for models that it supports.
+    """Runs our own decoder over pages, for models that the decoder supports.
 
-    `step` launches a step and returns the one before it, so the host works on a step's tokens while the
-    device computes the next. A row that has ended by then, or was dropped, has sampled one token too many,
-    which is not read: its place in the cache is behind everything that is kept of the row. `kept` is the most
-    kept prefixes, which bound the pages together with `slots` rows of `max_len`. `most_bytes` bounds all
-    pages further; those of one row are always there.
+    `step` launches a step and returns the step before, so the host works on a step's tokens while the device
+    computes the next step. A row that has ended meanwhile has sampled one token too many, which is not read
+    and lies behind everything that is kept of the row. `kept` is the largest number of kept prefixes, which
+    bounds the number of pages together with `slots` rows of `max_len`. `most_bytes` bounds all pages further,
+    but the pages of one row are always available.
     """
 
     def __init__(
@@ -81,12 +81,14 @@ class PagedRunner:
             self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda",
             by_kernel=self._by_kernel, tile_rows=self.tile_rows,
         )  # fmt: skip
-        self._grouped: tuple[int, bytes] | None = None  # the cache's version and the rows of the groups
+        self._grouped: tuple[int, bytes] | None = (
+            None  # the cache's version and the rows for which groups were found
+        )
         self.last_groups: list[Group] = []  # of the step launched last
         self._pending: Step | None = None
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute what is known of requests but for the last token, in the rows `first_row` and on."""
+        """Compute the known tokens of requests except the last one, in the rows from `first_row` on."""
         rows = [row for row, request in enumerate(requests) if request.reused < request.cached]
         if not rows:
             return
@@ -103,11 +105,11 @@ class PagedRunner:
         self._decoder.prefill(ids, attention.positions_T, attention)
 
     def take_weights(self) -> None:
-        """Compute with the model's new weights from now on; graphs find them where the old ones were."""
+        """Compute with the model's new weights, which lie at the addresses that the graphs hold."""
         self._decoder.assert_in_place()
 
     def step(self, requests: Sequence[Request], columns: Columns) -> Step | None:
-        """Launch a step of all rows that may sample a token more; return the step before, None for none."""
+        """Launch a step of all rows that may sample another token; return the step before, or None."""
         count = len(requests)
         rows = np.flatnonzero(columns.counters[:count] < columns.limits[:count])
         launched = self._launch(rows, requests, columns) if len(rows) else None
@@ -115,7 +117,7 @@ class PagedRunner:
         return due
 
     def settle(self) -> Step | None:
-        """Return the step that is under way, and launch none."""
+        """Return the step that is under way, and launch no step."""
         due, self._pending = self._pending, None
         return due
 
@@ -139,7 +141,7 @@ class PagedRunner:
         return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, options_BN))
 
     def _find_groups(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Group]:
-        """Those of the step's rows that share pages; found when the running rows change."""
+        """Return the groups of the step's rows that share pages; search only when the running rows change."""
         key = self.cache.version, rows.tobytes()
         if key != self._grouped:
             pairs = zip(rows.tolist(), positions.tolist(), strict=True)
@@ -148,9 +150,9 @@ class PagedRunner:
         return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
-        """Rarely asked for, and waited for at once: the next step overwrites the logits.
+        """Wait for the most likely tokens at once, because the next step overwrites the logits.
 
-        The step is under way and cannot be repeated, so there are none where memory runs out for them.
+        The step cannot be repeated, so the result is None if memory runs out.
         """
         counts = [request.extras.likeliest for request in requests]
         if not any(counts):

@@ -1,12 +1,12 @@
-"""Which pages of the cache are free, and who refers to each: book-keeping without tensors.
+"""Count the references to the pages of the cache, without tensors.
 
-Keys and values of PAGE tokens lie in a page. A row, or a kept prefix, is the list of its pages in order.
-Full pages of a shared prefix belong to all rows that share it, and are never written again. A partly filled
-last page is copied for each row that continues it.
+A page holds keys and values of PAGE tokens. A row or a kept prefix is the list of its pages in order. Full
+pages of a shared prefix belong to all rows that share it, and are never written again. A partly filled last
+page is copied for each row that continues it.
 
-Pages come in slabs, which are allocated when no page is free, and never more than the limit. When none can be
-allocated, kept prefixes are evicted, the least recently used first, and after that rows wait: `PagePool` then
-says that there is no room, and the caller preempts a row (`victim`), which is computed again later.
+Pages come in slabs, which are allocated when no page is free, up to the limit. If no slab can be allocated,
+kept prefixes are evicted, the least recently used first. If no prefix is left, `PagePool` reports that there
+is no room, and the caller preempts a row (`choose_victim`), which is computed again later.
 
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention,
 SOSP 2023, sections 4.2 to 4.5.
@@ -15,26 +15,26 @@ SOSP 2023, sections 4.2 to 4.5.
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-# Tokens of a page. As many as of a block of the index of prefixes (`prefixes.BLOCK`): what it finds by whole
-# blocks is shared by whole pages. A row wastes half a page on average, 5 % of 300 tokens. The kernel does not
-# care, it reads tiles of several pages; smaller pages would only lengthen the tables that each step sends.
+# The number of tokens of a page, equal to that of a block of the prefix index (`prefixes.BLOCK`): prefixes
+# are found by whole blocks and shared by whole pages. A row wastes half a page on average, 5 % of 300 tokens.
+# The kernel reads tiles of several pages; smaller pages would only lengthen the tables that each step sends.
 PAGE = 32
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages that so many tokens take."""
+    """Return the number of pages for `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
 class PagePool:
-    """Pages by number and their references. Belongs to the engine thread.
+    """The pages by number, and their references. Only the engine thread uses the pool.
 
     Args:
-        limit: the most pages.
-        grow: allocates the next slab and returns the number of its pages, at most what it is given; 0 if the
-            memory of the device does not allow one.
+        limit: the largest number of pages.
+        grow: allocates the next slab and returns the number of its pages, at most its argument; 0 if the
+            device has no memory for a slab.
         evict: drops one kept prefix (`drop`), and returns False if there is none.
-        copy: copies the contents of a page to another page, before either is written.
+        copy: copies the contents of a page to another page, before either page is written.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class PagePool:
     ) -> None:
         self.limit = limit
         self._grow, self._evict, self._copy = grow, evict, copy
-        self._free: list[int] = []  # a heap: low numbers first, which keeps the pages in use together
+        self._free: list[int] = []  # a heap: low numbers first, so that used pages lie together
         self.references: list[int] = []
 
     @property
     def allocated(self) -> int:
-        """The number of pages with memory."""
+        """Return the number of pages with memory."""
         return len(self.references)
 
     @property
@@ -60,13 +60,13 @@ class PagePool:
         return len(self.references) - len(self._free)
 
     def begin(self, source: Sequence[int], shared: int, *, room: int) -> list[int] | None:
-        """Return the pages of a new row of `room` tokens, the first `shared` of which are those of `source`.
+        """Return the pages of a new row of `room` tokens, whose first `shared` tokens are those of `source`.
 
-        Whole pages are shared; a last part is copied to a page of the row's own. None: there is no room, and
-        nothing has changed but for evicted prefixes.
+        The row shares whole pages and gets a copy of the partly filled page. Return None if there is no room;
+        then only kept prefixes may have been evicted.
         """
         whole, partly = divmod(shared, PAGE)
-        # Held before others are taken: to make room, the source itself may be evicted.
+        # Hold the pages first: making room may evict the source itself.
         held = list(source[: pages_for(shared)])
         self.refer(held)
         own = self._take(pages_for(room) - whole)
@@ -79,7 +79,7 @@ class PagePool:
         return held[:whole] + own
 
     def extend(self, pages: list[int], tokens: int) -> bool:
-        """Give a row pages for `tokens` tokens in all; return False, and change nothing, without room."""
+        """Give a row pages for `tokens` tokens in all; without room, return False and change nothing."""
         missing = pages_for(tokens) - len(pages)
         own = self._take(missing) if missing > 0 else []
         if own is None:
@@ -88,12 +88,12 @@ class PagePool:
         return True
 
     def refer(self, pages: Iterable[int]) -> None:
-        """Count one more owner of each page."""
+        """Add one owner of each page."""
         for page in pages:
             self.references[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Count one owner less of each page; pages without an owner are free."""
+        """Remove one owner of each page; pages without an owner are free."""
         for page in pages:
             assert self.references[page] > 0, f"page {page} has no owner"
             self.references[page] -= 1
@@ -101,7 +101,7 @@ class PagePool:
                 heappush(self._free, page)
 
     def clear(self) -> None:
-        """Forget all slabs, because their memory is given back. Nothing may refer to a page."""
+        """Forget all slabs, because their memory is given back. No page may have an owner."""
         assert not self.used, f"{self.used} pages are in use"
         self._free.clear()
         self.references.clear()
@@ -123,8 +123,8 @@ class PagePool:
         return added > 0
 
 
-def victim(arrivals: Sequence[int]) -> int | None:
-    """The row to preempt: the youngest, so that the oldest always ends; None: one row alone has all pages."""
+def choose_victim(arrivals: Sequence[int]) -> int | None:
+    """Return the row to preempt: the youngest, so that the oldest always ends; None if there is one row."""
     if len(arrivals) < 2:
         return None
     return max(range(len(arrivals)), key=lambda row: arrivals[row])

@@ -1,12 +1,12 @@
-"""The cache's index of prefixes: the longest part of a prompt with keys and values in some row or copy.
+"""Find the longest part of a prompt whose keys and values some row or copy of the cache holds.
 
-Rows of running requests and copies of finished ones can be reused: a conversation continues its last turn,
-siblings share their prompt, and all prompts of a job share the system message. The least recently used copy
-is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
+Rows of running requests and copies of finished requests can be reused: a conversation continues its last
+turn, siblings share their prompt, and all prompts of a job share the system message. The least recently used
+copy is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
 hashes are always compared.
 
-A cache with states cannot be cut: a prompt continues only from all that a row or a copy holds. So where a
-prompt parts from a known one, a state is kept there, a mark, from which the next such prompt continues.
+A cache with states cannot be cut: a prompt continues only from a whole row or copy. So if a prompt parts from
+a known prompt, the cache keeps the state at that position, a mark, from which the next such prompt continues.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,15 +20,15 @@ from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.trunks import BLOCK
 from trainer_backend.models.folder import is_out_of_memory
 
-# Shorter prefixes are not used: rests of prompts attend under a mask in calls of their own, and for a small
-# model these cost as much as so many tokens do. A multiple of BLOCK.
+# The shortest prefix that is reused, a multiple of BLOCK: the rest of a prompt attends under a mask in
+# separate calls, which for a small model cost as much as this number of tokens.
 SHORTEST_PREFIX = 3 * BLOCK
 
 
 class Prefix:
-    """Ids and the place of their keys and values: a row of the cache, a copy that it made of one, or None.
+    """Ids and the place of their keys and values: a row of the cache, a copy of a row, or None.
 
-    `experts` are those of its tokens and perhaps of more, [n, W] each, where they are recorded.
+    `experts` are the recorded experts of at least these tokens, [n, W] each, if experts are recorded.
     """
 
     __slots__ = ("block_keys", "experts", "ids", "place")
@@ -48,7 +48,7 @@ def block_keys(ids: Sequence[int]) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """Finds the longest cached prefix: exact to the block, and to the token among the last of a block."""
+    """The index of cached prefixes: a search compares whole blocks, then the tokens of the last block."""
 
     def __init__(self) -> None:
         self._holders: dict[int, dict[Prefix, None]] = {}
@@ -75,7 +75,7 @@ class PrefixIndex:
         return NOTHING
 
     def longest_whole(self, target: Prefix, holds: Callable[[Any, int], bool]) -> "Match":
-        """Return the longest prefix all of whose ids begin `target`, and whose place holds just these."""
+        """Return the longest prefix whose ids all begin `target`, and whose place holds exactly these ids."""
         for blocks in range(len(target.block_keys), 0, -1):
             holders = self._holders.get(target.block_keys[blocks - 1], {})
             whole = [
@@ -92,21 +92,21 @@ class PrefixIndex:
 
 
 class Match(NamedTuple):
-    """A cached prefix, and the number of its ids that are shared."""
+    """A cached prefix, and the number of ids that a prompt shares with it."""
 
     prefix: Prefix | None
     length: int
     lost: int = 0
-    """Ids more that are known, but of which no state was kept."""
+    """The number of further ids that are known, but without a kept state."""
     mark: int = 0
-    """Where to keep a state on the way, for the next one that shares them; 0: nowhere."""
+    """The position at which to keep a state for the next prompt that shares these ids; 0 for none."""
 
 
 NOTHING = Match(None, 0)
 
 
-def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int) -> int:
-    """Count the ids that two lists share from the start; return 0 if it is fewer than `at_least`."""
+def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int = 0) -> int:
+    """Count the ids that two lists share from the start; return 0 for a count below `at_least`."""
     if one[:at_least] != other[:at_least]:
         return 0
     rest = zip(islice(one, at_least, None), islice(other, at_least, None), strict=False)
@@ -114,10 +114,10 @@ def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int) ->
 
 
 def mark_at(known: Match, target: Prefix) -> int:
-    """Return where a prompt that shares `known` ids should leave a state for the next one.
+    """Return where a prompt that shares `known` ids should leave a state for the next such prompt.
 
-    Where both go on, prompts part at other tokens each time (an observation's first word is the same now and
-    then): the end of the last block before serves them all.
+    If both prompts continue, later prompts part at slightly different tokens (an observation's first word is
+    sometimes the same), so the state is kept at the end of the last block before.
     """
     assert known.prefix is not None
     if known.length in (len(known.prefix.ids), len(target.ids)):
@@ -129,8 +129,8 @@ class Prefixes:
     """The index of running rows and copies, and the limit on copies.
 
     A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
-    `most` more slots; marks are as many again, in caches that need them. With `most` 0 nothing is reused, not
-    even running rows. Belongs to the engine thread.
+    `most` more slots; caches with states keep as many marks again. With `most` 0 nothing is reused, not even
+    running rows. Only the engine thread uses this class.
     """
 
     def __init__(self, cache: RowCache, *, most: int) -> None:
@@ -139,7 +139,7 @@ class Prefixes:
         self._most = most
         self._index = PrefixIndex()
         self.copies: dict[Prefix, None] = {}  # least recently used first
-        self._marks: set[Prefix] = set()  # of them, those kept inside a prompt
+        self._marks: set[Prefix] = set()  # copies that were kept inside a prompt
 
     @property
     def enabled(self) -> bool:
@@ -147,7 +147,7 @@ class Prefixes:
 
     @property
     def cuts(self) -> bool:
-        """Whether any part of a known prefix can be gone on from."""
+        """Return whether a prompt can continue from any part of a known prefix."""
         return self._cache.cuts
 
     def find(self, target: Prefix) -> Match:
@@ -161,14 +161,14 @@ class Prefixes:
         return whole._replace(lost=lost, mark=mark if mark > whole.length else 0)
 
     def mark(self, prefix: Prefix, row: int) -> None:
-        """Keep the state of a row after these ids, all that it has."""
+        """Keep the state of a row that holds exactly these ids."""
         if self.enabled and len(prefix.ids) >= SHORTEST_PREFIX:
             self._keep(prefix, row, is_mark=True)
 
     def fill(self, match: Match, row: int, *, room: int) -> int:
-        """Open a row for `room` tokens, with a matching prefix; return the prefix's number of tokens."""
+        """Open a row for `room` tokens that begins with a matching prefix; return the prefix's length."""
         place = None if match.prefix is None else match.prefix.place
-        if match.prefix is None or place is None:  # it may have made room for a row that was opened before
+        if match.prefix is None or place is None:  # an earlier row may have evicted the prefix
             self._cache.open_row(row, room=room)
             return 0
         ids = match.prefix.ids[: match.length]
@@ -179,19 +179,19 @@ class Prefixes:
             self._cache.copy_in(place, row, ids, room=room)
         return match.length
 
-    def runs(self, prefix: Prefix, row: int) -> None:
-        """Record that a row now has the keys and values of these ids."""
+    def start_row(self, prefix: Prefix, row: int) -> None:
+        """Record that a row now has the keys and values of a prefix."""
         if self.enabled:
             prefix.place = row
             self._index.add(prefix)
 
     def move(self, prefix: Prefix, row: int) -> None:
-        """Record that the keys and values are in another row now."""
+        """Record that another row now has the keys and values of a prefix."""
         if prefix.place is not None:
             prefix.place = row
 
-    def ends(self, prefix: Prefix, row: int, ids: Sequence[int]) -> None:
-        """Record the end of a row, and keep a copy of its `ids` (the prefix and sampled ones)."""
+    def end_row(self, prefix: Prefix, row: int, ids: Sequence[int]) -> None:
+        """Record the end of a row, and keep a copy of its `ids` (the prefix and the sampled ids)."""
         is_shared = prefix.place is not None
         self.unshare(prefix)
         if is_shared and len(ids) >= SHORTEST_PREFIX:
@@ -216,7 +216,7 @@ class Prefixes:
             pass
 
     def forget(self, prefixes: Iterable[Prefix]) -> None:
-        """Forget everything computed so far: no row seeds a later request or is copied at its end."""
+        """Forget all computed prefixes: no running row is reused by a later request or copied at its end."""
         self.drop_copies()
         for prefix in prefixes:
             self.unshare(prefix)
@@ -228,7 +228,7 @@ class Prefixes:
                 self._touch(base)
                 return
             if length == len(base.ids) and not is_mark and base not in self._marks:
-                self._drop(base)  # the new one contains it
+                self._drop(base)  # the new copy contains it
         alike = [copy for copy in self.copies if (copy in self._marks) == is_mark]
         if len(alike) >= self._most:
             self._drop(alike[0])

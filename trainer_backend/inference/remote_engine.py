@@ -1,7 +1,7 @@
-"""An engine at a foreign OpenAI-compatible server: token ids go there, ids and log-probs come back.
+"""Sample from a foreign OpenAI-compatible server, which receives token ids and returns ids and log-probs.
 
-Requests go to POST /v1/completions with the ids of the prompt, with vLLM's keys where OpenAI has none. The
-server's chat template, tool parser and reasoning parser play no part: the gateway renders prompts and parses
+Requests go to POST /v1/completions with the ids of the prompt; vLLM's keys fill gaps in OpenAI's API. The
+server's chat template, tool parser and reasoning parser are not used: the gateway renders prompts and parses
 answers as for the actor.
 
     request: prompt (ids), logprobs, return_token_ids
@@ -33,25 +33,25 @@ from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation
 
-# The version of a foreign model, which is never trained here.
+# The version of a foreign model, which is never trained.
 _VERSION = 0
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _KEEP_ALIVE_S = 2.0
 _AUTH_ERRORS = frozenset({401, 403})
 MOST_REPLY_BYTES = 16 << 20
 EXCERPT = 300
-_WHO_TELLS = "vLLM from 0.10.2 on and gateways of Turnwise tell what they sample with ids and log-probs."
+_WHO_TELLS = "vLLM from 0.10.2 on and gateways of Turnwise return ids and log-probs of their samples."
 _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
 class RemoteEngine:
-    """A `FrozenEngine` that belongs to one event loop at a time, which must also `close` it.
+    """A `FrozenEngine` that belongs to one event loop at a time; the same loop must `close` the engine.
 
     `stop_ids`, `vocabulary` and `max_model_len` are the actor's. `processed` says that the server reports
     log-probs of its sampling distribution, not of softmax(logits).
     """
 
-    # The server in an error, and what replied with a sample.
+    # The names of the server in an error, and of the part that replied with a sample.
     label = part = "the server of the fixed policy"
     timeout = aiohttp.ClientTimeout(total=600.0)
 
@@ -111,11 +111,11 @@ class RemoteEngine:
     def _refuse_unrecordable(self, sampling: Sampling, extras: Extras) -> None:
         """Refuse requests whose samples the server cannot describe."""
         if extras.likeliest:
-            raise BadChatRequest("a fixed policy at a server tells no top_logprobs", where="top_logprobs")
+            raise BadChatRequest("a fixed policy at a server returns no top_logprobs", where="top_logprobs")
         if not self._processed and sampling.changes:
             raise BadChatRequest(
-                f"its server tells log-probs of softmax(logits), and {sampling.changes} draws from something "
-                "else",
+                f"its server returns log-probs of softmax(logits), and {sampling.changes} draws from "
+                "something else",
                 where=sampling.changes.partition(" ")[0],
             )
 
@@ -129,7 +129,7 @@ class RemoteEngine:
             "add_special_tokens": False,
         }
         if self._processed:
-            # Supported by gateways like ours; other servers are configured at their start.
+            # Turnwise gateways support this key; other servers are configured at their start.
             body["processed_logprobs"] = True
         status, text = await self._post(json.dumps(body).encode())
         if status == 200:
@@ -145,8 +145,8 @@ class RemoteEngine:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Callers limit their concurrency; a limit here would only hide a queue. vLLM closes a connection
-            # that was idle for 5 s, and a request that is sent at that moment fails.
+            # Callers limit their concurrency; a second limit would only hide a queue. vLLM closes a
+            # connection that was idle for 5 s, and a request that arrives at that moment fails.
             self._session = plain_session(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=self.timeout,
@@ -160,7 +160,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a request for a sample; leaving the context closes it."""
+        """Send a request for a sample and yield the response; leaving the context closes the response."""
         with connection_errors(self.label, self.timeout):
             # No redirects: the key is for this host only.
             async with self._open_session().post(
@@ -175,11 +175,11 @@ class RemoteEngine:
     def _refuse_unsound(
         self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> None:
-        """Refuse sampled tokens that the actor cannot be trained on, or more than were asked for."""
+        """Refuse sampled tokens that the actor cannot be trained on, or more tokens than requested."""
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
             raise RemoteRefused(
                 f"{self.part}: choices.0 has {len(token_ids)} token_ids and {len(logprobs)} logprobs; 1 to "
-                f"{sampling.max_tokens} of each were asked for"
+                f"{sampling.max_tokens} of each were requested"
             )
         if max(token_ids) >= self._vocabulary:
             index = next(i for i, token in enumerate(token_ids) if token >= self._vocabulary)
@@ -195,7 +195,7 @@ class RemoteEngine:
     def _end(
         self, token_ids: Sequence[int], reason: str | None, extras: Extras
     ) -> tuple[int, FinishReason, str | None]:
-        """Return how many ids form the answer, and how it ended, by the actor's end tokens."""
+        """Return how many ids form the answer, and how the answer ended, by the actor's end tokens."""
         for length, token_id in enumerate(token_ids, start=1):
             if token_id in self._stop_ids:
                 return length, "stop", None
@@ -206,15 +206,16 @@ class RemoteEngine:
             return len(token_ids), "length", None
         raise RemoteRefused(
             f"{self.label} ended an answer with the id {token_ids[-1]} (finish_reason {reason!r:.40}); "
-            f"those of the actor end with {sorted(self._stop_ids)}",
+            f"answers of the actor end with {sorted(self._stop_ids)}",
             hint="generation_config.json of both models must name the same eos_token_id.",
         )
 
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable where a server does not answer or breaks off, RemoteRefused for a reply that
-    cannot be read."""
+    """Raise RemoteUnavailable if a server does not answer or breaks off, RemoteRefused if its reply cannot be
+    read.
+    """
     try:
         yield
     except TimeoutError as error:
@@ -228,7 +229,7 @@ def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[No
 
 
 def completions_url(url: str) -> str:
-    """Return the completions URL for a base URL, which may include /v1 or /v1/chat/completions already."""
+    """Return the completions URL for a base URL, which may already include /v1 or /v1/chat/completions."""
     parts = urlsplit(url)
     base = parts.path.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/v1"):
@@ -248,13 +249,13 @@ class _Choice(StrictReply):
 
 
 class _Completion(StrictReply):
-    """A reply of /v1/completions, as far as it is read."""
+    """The fields of a reply of /v1/completions that are read."""
 
     choices: tuple[_Choice, ...] = Field(min_length=1)
 
 
 def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = None) -> Model:
-    """As `read_reply`, with RemoteRefused for a reply that is no such value."""
+    """Read a reply like `read_reply`, but raise RemoteRefused for an invalid reply."""
     try:
         return read_reply(kind, content, part)
     except ReplyInvalid as error:
@@ -262,7 +263,7 @@ def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = Non
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
-    """The server's message in OpenAI's form; none for 401 and 403, where servers tend to repeat the key."""
+    """Return the server's message in OpenAI's form; none for 401 and 403, since servers repeat the key."""
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:

@@ -1,4 +1,4 @@
-"""Messages and tools to token ids, and ids back to text; no other module knows chat templates."""
+"""Convert messages and tools to token ids, and ids back to text; no other module uses chat templates."""
 
 import hashlib
 import json
@@ -25,28 +25,28 @@ from trainer_backend.tool_formats.tags import THINK_END, THINK_START, split_reas
 
 JsonObject = Mapping[str, Any]
 
-# Mistral's templates raise on any other call id; no template rejects this form.
+# The form of a call id: Mistral's templates raise on any other form, and no template rejects this one.
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # The text of an id that the model embeds but the tokenizer lacks.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
-# A byte in SentencePiece's tokenizers, and the bytes that characters stand for in byte-level ones.
+# A byte in SentencePiece's tokenizers, and the bytes that characters stand for in byte-level tokenizers.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
-# Characters per token to encode: at the usual three or four per token, several times enough.
+# The number of characters that are encoded per token of the limit: several times the usual three or four.
 _START = 16
 
-# Reasoning that is nothing, which no template trims away. Unicode reserves it for private use.
+# Empty reasoning that no template trims away. Unicode reserves the character for private use.
 BLANK = "\ufdd2"
-# Names under which templates read the reasoning of an answer; gpt-oss's and LFM2.5's are the last one.
+# The names under which templates read the reasoning of an answer; gpt-oss and LFM2.5 use the last name.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
 
 
-# An answer by which it is found out what a template shows.
+# An answer that tests what a template shows.
 _PROBE_NAME, _PROBE_THOUGHT = "turnwise_probe_name", "turnwise_probe_thought"
 _PROBE: Sequence[JsonObject] = (
     QUESTION,
@@ -67,17 +67,17 @@ _PROBE_TOOLS: Sequence[JsonObject] = (
         "function": {"name": _PROBE_NAME, "description": "?", "parameters": {"type": "object"}},
     },
 )
-# The library's function that compiles a template. Its usual way copies every message and tool at each call.
-# The copies take twice the time of the rendering, and messages and tools of ours are plain already.
+# The library's function that compiles a template. The library's renderer copies every message and tool at
+# each call, which takes twice the time of the rendering; our messages and tools are plain already.
 _COMPILE: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
 
 
-# Variables of a chat template that the library or jinja sets, in addition to the special tokens.
+# The variables of a chat template that the library or jinja sets, in addition to the special tokens.
 _SET_FOR_TEMPLATES = {
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "cycler", "dict", "joiner", "lipsum", "namespace", "range",
 }  # fmt: skip
-# A tag of transformers alone; what it surrounds is read as if it were not there.
+# A tag that only transformers knows; the text that it surrounds is read as if the tag were absent.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
@@ -92,7 +92,7 @@ class ChatRenderer:
                 hint="Base models have none: take the instruction-tuned one, or add a chat_template.jinja.",
             )
         self.tokenizer = tokenizer
-        # Decoding six tokens through the library's wrapper costs ten times the call itself.
+        # Decoding six tokens through the library's wrapper takes ten times as long as the call itself.
         self._backend = tokenizer.backend_tokenizer
         # Some tokenizer.json files request truncation and padding, which the wrapper would undo.
         self._backend.no_truncation()
@@ -121,7 +121,7 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text that the model continues; without a generation prompt, all text up to there."""
+        """Return the text that the model continues; without a generation prompt, only the messages' text."""
         return self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)[0]
 
     def prompt_texts(
@@ -131,11 +131,11 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[str]:
-        """As `prompt_text`, of several conversations with the same tools, which are prepared once for all."""
+        """Return `prompt_text` of several conversations with the same tools, which are prepared only once."""
         if not conversations:
             return []
-        # Templates are foreign programs: any error means that they cannot render these messages. So does one
-        # of a message in another form, which a row of data may have; requests were checked (chat_form).
+        # Templates are foreign programs: any error means that they cannot render these messages. Rows of data
+        # may also have messages of an invalid form; those of requests were checked (chat_form).
         try:
             plain = [list(map(_plain_message, messages)) for messages in conversations]
             if any(map(_has_calls, plain)) and self._drops_calls:
@@ -145,7 +145,7 @@ class ChatRenderer:
             except TypeError:
                 if self._arguments_as_text or not any(map(_has_calls, plain)):
                     raise
-                # DeepSeek's templates concatenate the arguments, which others print as an object.
+                # DeepSeek's templates concatenate the arguments, which other templates print as an object.
                 self._arguments_as_text = True
                 try:
                     return self._apply(plain, tools, add_generation_prompt)
@@ -197,7 +197,7 @@ class ChatRenderer:
         ]
 
     def _renders_as_the_library(self) -> bool:
-        """Whether the template gives the same text without the library's copies, as it should."""
+        """Return whether the template gives the same text without the library's copies."""
         empty = {"role": "assistant", "content": f"<think>{_PROBE_THOUGHT}</think>?", _REASONING_KEYS[1]: ""}
         messages = [list(map(_plain_message, (*_PROBE, QUESTION, empty)))]
         with suppress(Exception):  # a template that cannot render the probe is the library's
@@ -217,7 +217,7 @@ class ChatRenderer:
         """Refuse model.chat_template_kwargs that the template does not read: jinja ignores them."""
         template: str | Mapping[str, str] = self.tokenizer.chat_template
         jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
-        variables = set[str]()  # the names that the template, or any of several, reads and is given
+        variables = set[str]()  # the names that any of the templates reads from outside
         for text in [template] if isinstance(template, str) else template.values():
             variables |= find_undeclared_variables(jinja.parse(_GENERATION.sub("", text)))
         for name in settings.keys() - variables:
@@ -230,7 +230,7 @@ class ChatRenderer:
             )
 
     def refuse_other_settings(self, settings: JsonObject) -> None:
-        """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
+        """Refuse template settings that differ from the model folder's, which all prompts of a policy use."""
         for name, value in settings.items():
             if name not in self._template_kwargs or not is_among(value, [self._template_kwargs[name]]):
                 raise BadChatRequest(
@@ -242,7 +242,7 @@ class ChatRenderer:
 
     @cached_property
     def question(self) -> str:
-        """The prompt with QUESTION alone. Raises BadChatRequest as `prompt_text`."""
+        """Return the prompt with only QUESTION; see `prompt_text` for errors."""
         return self.prompt_text([QUESTION], [])
 
     def find_reasoning(self, content: str) -> str:
@@ -250,10 +250,10 @@ class ChatRenderer:
         return split_reasoning(content, str(self.tokenizer.chat_template))[0]
 
     def with_reasoning(self, message: JsonObject, reasoning: str) -> JsonObject:
-        """Return an answer with its reasoning apart from its content, where the template reads it there.
+        """Return an answer with its reasoning outside its content, if the template reads reasoning there.
 
         Args:
-            reasoning: that the message lacks; "": what its content has, if any.
+            reasoning: the reasoning that the message lacks; "": the reasoning in its content, if any.
         """
         thought, content = split_reasoning(_text(message.get("content")), str(self.tokenizer.chat_template))
         reasoning = reasoning or thought
@@ -269,7 +269,7 @@ class ChatRenderer:
 
     @cached_property
     def _shows_reasoning(self) -> bool:
-        """Whether the template writes reasoning that a message has apart from its content."""
+        """Return whether the template writes reasoning that a message has outside its content."""
         try:
             text = self.prompt_text(_PROBE, [], add_generation_prompt=False)
         except BadChatRequest:
@@ -278,11 +278,11 @@ class ChatRenderer:
 
     @cached_property
     def _drops_calls(self) -> bool:
-        """Whether the template leaves out the calls of an answer, as those of SmolLM3 and LFM2 do."""
+        """Return whether the template omits the calls of an answer, as templates of SmolLM3 and LFM2 do."""
         form = tool_format_in_use(self.tokenizer)
         try:
             (text,) = self._apply([list(map(_plain_message, _PROBE))], [], add_generation_prompt=False)
-        except Exception:  # told where the template is used
+        except Exception:  # reported when the template is used
             return False
         return form.write is not None and _PROBE_NAME not in text
 
@@ -299,9 +299,9 @@ class ChatRenderer:
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
-        """Return the text the model must write, end token included, to give `answer` to `messages`.
+        """Return the text that the model must write, end token included, to give `answer` to `messages`.
 
-        None: unknown, since the template changes the prompt once an answer follows.
+        None if unknown, because the template changes the prompt once an answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text
@@ -312,10 +312,10 @@ class ChatRenderer:
         answers: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> tuple[list[str], list[str | None]]:
-        """The prompts of conversations with the same tools; and, as `answer_text`, an answer to each."""
+        """Return the prompts of conversations with the same tools, and the `answer_text` of each."""
         prompts = self.prompt_texts(conversations, tools)
-        texts = self._answered(prompts, conversations, answers, tools)
-        # Mistral's templates show the system message only until the last user message is answered.
+        texts = self._render_answers(prompts, conversations, answers, tools)
+        # Mistral's templates show the system message only while the last user message is unanswered.
         without_system = [
             [message for message in messages if message.get("role") != "system"] for messages in conversations
         ]
@@ -324,15 +324,15 @@ class ChatRenderer:
             for number, text in enumerate(texts)
             if text is None and len(without_system[number]) < len(conversations[number])
         ]
-        self._fill(texts, unknown, without_system, answers, tools)
-        # Nemotron's prompts begin reasoning, and its template writes an answer without any in another way.
+        self._fill_in(texts, unknown, without_system, answers, tools)
+        # Nemotron's prompts begin reasoning, and its template writes an answer without reasoning differently.
         unknown = [number for number, text in enumerate(texts) if text is None]
         if unknown and self._shows_reasoning:
             thinking = [{**answer, _REASONING_KEYS[0]: BLANK} for answer in answers]
-            self._fill(texts, unknown, conversations, thinking, tools)
+            self._fill_in(texts, unknown, conversations, thinking, tools)
         return prompts, texts
 
-    def _fill(
+    def _fill_in(
         self,
         texts: list[str | None],
         unknown: Sequence[int],
@@ -340,13 +340,13 @@ class ChatRenderer:
         answers: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> None:
-        """Fill in the texts of the unknown answers."""
+        """Render the unknown answers once more, for these conversations, and write them into `texts`."""
         asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
-        found = self._answered(self.prompt_texts(asked, tools), asked, own, tools)
+        found = self._render_answers(self.prompt_texts(asked, tools), asked, own, tools)
         for number, text in zip(unknown, found, strict=True):
             texts[number] = text and text.replace(BLANK, "")
 
-    def _answered(
+    def _render_answers(
         self,
         prompts: Sequence[str],
         conversations: Sequence[Sequence[JsonObject]],
@@ -362,7 +362,7 @@ class ChatRenderer:
         return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
-        """The text after the prompt, up to the end token; None if the text does not begin with the prompt."""
+        """Return the text after the prompt, up to the end token, or None if `whole` has another prompt."""
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token
@@ -374,7 +374,7 @@ class ChatRenderer:
         return (body if body.endswith(self._specials) else whole)[len(prompt) :]
 
     def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
-        """Return the token that begins the next message, and so ends an answer of GLM; "": none does."""
+        """Return the token that begins the next message, which ends an answer of GLM; "" if there is none."""
         result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
         try:
             follower = result if messages[-1].get("tool_calls") else QUESTION
@@ -387,21 +387,21 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text; special tokens in the text are recognised, none are added."""
-        # As a batch, because encoding a lone text of 3 MB would hold Python's global lock all the time.
+        # As a batch, because encoding a single text of 3 MB would hold Python's global lock all the time.
         (ids,) = self.encode_all([text])
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, of several texts; the library shares them out among the cores."""
+        """Encode several texts; the library distributes them over the cores."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def surely_more_than(self, most: int, text: str) -> int | None:
         """Return a lower bound of a text's tokens if it exceeds `most`, else None.
 
-        The text is not encoded as a whole. The first bound is its length divided by the longest token (as in
-        vLLM). The second is half the tokens of its start; alone, the start has about as many tokens as in the
-        whole text, since only merges at its end differ.
+        This function does not encode the whole text. The first bound is the text's length divided by the
+        longest token (as in vLLM). The second bound is half the tokens of the text's start; the start alone
+        has about as many tokens as in the whole text, since only merges at its end differ.
         """
         if (tokens := -(-len(text) // self._longest_token)) > most:
             return tokens
@@ -413,7 +413,7 @@ class ChatRenderer:
     def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
         """Return the prompts without tools that have more than `most` tokens, as the gateway counts them.
 
-        A conversation that the template refuses is passed over: its rollout fails with the reason.
+        Conversations that the template refuses are skipped: their rollouts fail with the reason.
         """
         texts, long = self._texts_by_place(conversations), []
         for place in [place for place, text in texts.items() if len(text) > _START * most]:
@@ -424,10 +424,10 @@ class ChatRenderer:
         return sorted([*long, *(LongPrompt(place, tokens) for place, tokens in counts if tokens > most)])
 
     def _texts_by_place(self, conversations: Sequence[Sequence[JsonObject]]) -> dict[int, str]:
-        """The prompts, by place, of those conversations that the template takes."""
+        """Return the prompts, by index, of the conversations that the template can render."""
         try:
             return dict(enumerate(self.prompt_texts(conversations, [])))
-        except BadChatRequest:  # of one of them
+        except BadChatRequest:  # for one conversation or more
             texts = {}
             for place, messages in enumerate(conversations):
                 with suppress(BadChatRequest):
@@ -438,7 +438,7 @@ class ChatRenderer:
         """Decode sampled ids to text, special tokens included.
 
         Many models embed more ids than their tokenizer has. A replacement character stands for such an id, so
-        that a tool call which it breaks does not look intact.
+        that a tool call with such an id does not look intact.
         """
         if ids and max(ids) >= self._id_count:
             return "".join(
@@ -450,7 +450,7 @@ class ChatRenderer:
         return self._decode(ids)
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return the bytes that a token stands for, also of a part of a character; None: it has none."""
+        """Return the bytes that a token stands for, which may be part of a character; None if it has none."""
         text = self.decode([token_id])
         if UNKNOWN not in text:
             return list(text.encode())
@@ -462,7 +462,7 @@ class ChatRenderer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether each character of a token's own text stands for a byte, as in GPT-2's tokenizer."""
+        """Return whether each character of a token's own text stands for a byte, as in GPT-2's tokenizer."""
         decoder = self._backend.decoder
         return decoder is not None and decoder.decode(["\u0120"]) == " "
 
@@ -475,8 +475,8 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     """Return a message in the form templates expect: text content, and call arguments as an object.
 
     An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
-    digits is replaced in call and result alike by nine characters derived from it. Reasoning has every name
-    that a template may read it under.
+    digits is replaced by nine characters derived from it, in call and result alike. Reasoning appears under
+    every name that a template may read.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
@@ -527,7 +527,7 @@ def _call_id(text: str) -> str:
 
 
 def _arguments(arguments: object) -> object:
-    """Parse arguments, because templates print objects; text that is no object stays unchanged."""
+    """Parse arguments, because templates print objects; a text that is no object stays unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

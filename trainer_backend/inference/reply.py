@@ -1,4 +1,4 @@
-"""The parts of a chat completion's body: OpenAI's fields and the exact tokens (see `shared_schemas.chat`)."""
+"""Build the parts of a chat completion's body: OpenAI's fields and exact tokens (`shared_schemas.chat`)."""
 
 import hashlib
 from array import array
@@ -11,7 +11,7 @@ from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.tool_formats.calls import ParsedReply
 
-# Of a message whose format sets reasoning apart from the content.
+# The key of reasoning in a message, if the tool-call format separates reasoning from the content.
 REASONING = "reasoning_content"
 # Our key of a message: why a call in its text could not be parsed.
 TOOL_CALL_ERROR = "tool_call_error"
@@ -64,7 +64,7 @@ def assistant_message(
 
 
 def choice_body(choice: Choice) -> dict[str, Any]:
-    """Return how a choice ended, and its exact tokens."""
+    """Return the fields that say how a choice ended, and its exact tokens."""
     generation = choice.generation
     return {
         "finish_reason": "tool_calls" if "tool_calls" in choice.message else generation.finish_reason,
@@ -76,10 +76,10 @@ def choice_body(choice: Choice) -> dict[str, Any]:
 
 
 def rollout_body(choice: Choice, *, reused: int) -> dict[str, Any]:
-    """Return what a rollout gets in addition; it has the first `reused` ids of the prompt already."""
+    """Return the additional fields for a rollout, which already has the first `reused` ids of the prompt."""
     body: dict[str, Any] = {"raw_text": choice.raw_text}
     if choice.generation.experts is not None:
-        # Nothing was computed yet of the last token that it has, when that was sampled.
+        # The last token that the rollout has was sampled, but its keys and values were not computed yet.
         first = max(0, reused - 1)
         body["experts"] = write_experts(choice.generation.experts[first:], first)
     return body
@@ -98,7 +98,7 @@ def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> 
 
 
 def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> list[dict[str, Any]]:
-    """Return OpenAI's `logprobs.content`; the bytes of all tokens together are those of the text."""
+    """Return OpenAI's `logprobs.content`; the bytes of all tokens together are the bytes of the text."""
     return [
         {
             **_entry(token.token_id, token.logprob, renderer),

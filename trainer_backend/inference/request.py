@@ -1,4 +1,4 @@
-"""One generation in the engine, from the queue to the delivered result."""
+"""Represent one generation in the engine, from the queue to the delivered result."""
 
 import asyncio
 import secrets
@@ -22,13 +22,10 @@ Outcome = SampledToken | Generation | InferenceError
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request. It belongs to the inbox until it is admitted, then to the engine thread.
+    """A request, which belongs to the inbox until it is admitted, then to the engine thread.
 
-    `cached` counts the tokens with keys and values in the cache; `next_token` is the one that the next step
-    feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token. `prefix`
-    are those n - 1 tokens; `reused` of them needed no prefill, and `lost` more are known, but no state was
-    kept of them. States are kept at `marks`, numbers of tokens. `experts` are those of the cached tokens,
-    [n, W] each, where they are recorded. `arrival` is its number in order of arrival.
+    A prompt of n tokens enters with n - 1 cached tokens, and the next step feeds its last token like a
+    sampled token.
     """
 
     request_id: str
@@ -39,16 +36,23 @@ class Request:
     extras: Extras = NO_EXTRAS
     key: int = 0
     cached: int = 0
+    """The number of tokens with keys and values in the cache."""
     reused: int = 0
+    """The number of cached tokens that needed no prefill."""
     lost: int = 0
+    """The number of further tokens that are known, but without a kept state."""
     marks: set[int] = field(default_factory=set)
+    """The numbers of tokens after which a state is kept."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     experts: list[NDArray[np.uint16]] = field(default_factory=list)
+    """The experts of the cached tokens, [n, W] each, if experts are recorded."""
     arrival: int = 0
+    """The number of the request in order of arrival."""
     prefix: Prefix = field(init=False)
+    """The cached tokens at the time of admission."""
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
@@ -58,26 +62,26 @@ class Request:
 
     @property
     def last_id(self) -> int:
-        """The token that the next step feeds."""
+        """Return the token that the next step feeds."""
         return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
 
     def begin_again(self) -> None:
-        """Prepare to wait for a row once more: what was sampled is computed then as a prompt is."""
+        """Prepare to wait for a row again, which will compute the sampled tokens like a prompt."""
         self.prefix = Prefix(self.cached_ids(), self.experts)
 
     def begin_experts(self, known: Prefix | None) -> None:
-        """Take those of the tokens that need no prefill from the prefix that has them."""
+        """Take the experts of the tokens that need no prefill from the known prefix."""
         reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
         self.experts.clear()
         self.note_experts(reused)
 
     def note_experts(self, experts_LW: NDArray[np.uint16] | None) -> None:
-        """Add those of the next tokens; None: they are not recorded."""
+        """Add the experts of the next tokens; None if experts are not recorded."""
         if experts_LW is not None:
-            self.experts.append(experts_LW.copy())  # a view would keep those of all rows of the pass
+            self.experts.append(experts_LW.copy())  # a view would keep the memory of all rows of the pass
 
     def take(self, token: int, logprob: float) -> None:
-        """Record the token that a step sampled, after feeding the one before it."""
+        """Record the token that a step sampled after feeding the token before."""
         self.cached += 1
         self.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -109,7 +113,7 @@ class Request:
 
 
 def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """What is to be computed of B requests: [T] ids of all, [B] each one's first position, and its tokens."""
+    """Return the uncached part of B requests: all ids [T], first positions [B], and numbers of tokens [B]."""
     starts_B = np.array([request.reused for request in requests])
     counts_B = np.array([request.cached for request in requests]) - starts_B
     rests = chain.from_iterable(request.cached_ids()[request.reused :] for request in requests)
@@ -117,7 +121,7 @@ def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
-    """Hand results to the waiting event loops, with one wake-up per loop."""
+    """Deliver results to the waiting event loops, with one wake-up per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Outcome]]] = {}
     for request, outcome in outcomes:
         by_loop.setdefault(request.loop, []).append((request, outcome))

@@ -1,4 +1,4 @@
-"""The common part of both completion requests: sampling, and refused keys; no key is ignored in silence."""
+"""Read the common part of both completion requests: sampling and refused keys; no key is silently ignored."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ _OPTIONS = tuple(Sampling.model_fields)
 Request = TypeVar("Request", bound="SamplingRequest")
 
 
-# Values without effect, by key. Other values would be ignored in silence, so they are refused.
+# The values without effect, by key. Other values are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: (value,) for name, value in PLAIN_SAMPLING.items()},
     "min_tokens": (0,),
@@ -30,7 +30,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-# Keys for the caller's own records; their values are never read here.
+# Keys for the caller's own records; the gateway never reads their values.
 BYSTANDERS = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
@@ -38,7 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """OpenAI's names and `Sampling`'s options, all bounded; `neutral` keys are known, but unsupported."""
+    """OpenAI's names and `Sampling`'s options, all bounded. `neutral` keys are known, but unsupported."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -51,7 +51,7 @@ class SamplingRequest(OpenBody):
         "suffix": ("",),
     }
 
-    # A number that is a text, or true, is a mistake of the caller's.
+    # Strict: a text or `true` in place of a number is a mistake of the caller.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     model: str
@@ -65,7 +65,7 @@ class SamplingRequest(OpenBody):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The keys that would have an effect elsewhere, and have none here."""
+        """Return the keys that have an effect at other servers, but not here."""
         known = [(name, value) for name, value in (self.model_extra or {}).items() if name in self.neutral]
         return tuple([name for name, value in known if not is_among(value, self.neutral[name])])
 
@@ -78,7 +78,7 @@ class SamplingRequest(OpenBody):
             "seed": derived_seed("choice", seed, choice) if seed is not None and choice else seed,
             "max_tokens": max_tokens,
         }
-        # Without a second validation, since the fields above have the same bounds.
+        # No second validation: the fields above have the same bounds.
         return Sampling.model_construct(**(given | changed))
 
 
@@ -94,7 +94,9 @@ def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] =
                 decode_text(body)
             except ValueError as fault:
                 message = str(fault)
-        raise BadChatRequest(message, where=_place(first["loc"])) from error
+        # Without pydantic's names of a union's branches.
+        where = ".".join(str(part) for part in first["loc"] if not _BRANCH.match(str(part)))
+        raise BadChatRequest(message, where=where or "body") from error
     for name, value in (request.model_extra or {}).items():
         if name not in leaves_out:
             _refuse_unread(name, value, kind)
@@ -102,18 +104,13 @@ def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] =
 
 
 def _without_nulls(body: bytes) -> bytes:
-    """The body of `without_nulls`; one that does not hold the word, as those of rollouts, is not parsed."""
+    """Return the body without nulls. A body without the word, such as a rollout's, is not parsed for that."""
     if b"null" not in body:
         return body
     try:
         return to_json(without_nulls(from_json(body)))
-    except ValueError:  # it is no JSON, and `read_request` says where
+    except ValueError:  # no JSON; `read_request` says where
         return body
-
-
-def _place(loc: tuple[int | str, ...]) -> str:
-    """The place as the caller wrote it, without pydantic's names of a union's branches."""
-    return ".".join(str(part) for part in loc if not _BRANCH.match(str(part))) or "body"
 
 
 def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:

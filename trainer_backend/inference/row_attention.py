@@ -1,7 +1,7 @@
-"""Attention of our decoder over the rows of a `SlotCache`, on any device.
+"""Compute the attention of our decoder over the rows of a `SlotCache`, on any device.
 
-Rows that refer to one trunk read it together, in one product; what lies behind it is each row's own, and both
-are joined (`models.part_attention`).
+Rows that refer to one trunk read the trunk together, in one product. Each row reads its own tokens behind the
+trunk, and both parts are joined (`models.part_attention`).
 """
 
 from collections.abc import Sequence
@@ -20,34 +20,32 @@ from trainer_backend.models.cpu_kernels import CpuKernels
 from trainer_backend.models.part_attention import attended, attended_under, folded, join, unfolded
 
 Counts = NDArray[np.int64]
-# Of longer rows, torch's blocks of queries are faster than the kernel, which takes one after the other.
+# The longest row for the kernel, which takes one query after the other; for longer rows, torch is faster.
 SHORT_ROW = 192
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent rows that attend in one call, padded to the longest.
-
-    tokens: their tokens in the pass.
-    rows: their rows of the cache.
-    visible: columns that the call reads.
-    width: tokens of each row with its padding.
-    places_N: of each token in the padded [rows * width]; None where nothing is padded.
-    mask: what to add to the scores, [rows, 1, width, visible], of single tokens [rows * key-value heads, 1,
-        visible]; None: each row starts at column 0, and its padding is on the right.
-    """
+    """Adjacent rows that attend in one call, padded to the longest."""
 
     tokens: slice
+    """The tokens of the rows in the pass."""
     rows: slice
+    """The rows of the cache."""
     visible: int
+    """The number of columns that the call reads."""
     width: int
+    """The number of tokens of each row, padding included."""
     places_N: Tensor | None
+    """The index of each token in the padded [rows * width]; None without padding."""
     mask: Tensor | None
+    """The mask to add to the scores, [rows, 1, width, visible], or [rows * key-value heads, 1, visible] for
+    single tokens; None: each row starts at column 0, and its padding is on the right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tokens of a pass whose rows refer to one trunk: a slice where they are adjacent."""
+    """The tokens of a pass whose rows refer to one trunk: a slice if the tokens are adjacent."""
 
     trunk: Trunk
     tokens: slice | Tensor
@@ -55,20 +53,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Where the tokens of a pass are.
-
-    positions_T: in their rows, trunks included.
-    columns_T: in the cache.
-    heads_TK: each token's key-value heads among those of all rows, row * heads + head.
-    """
+    """The positions of the tokens of a pass."""
 
     positions_T: Tensor
+    """The position of each token in its row, trunk included."""
     columns_T: Tensor
+    """The column of each token in the cache."""
     heads_TK: Tensor
+    """The key-value heads of each token among the heads of all rows, row * heads + head."""
 
 
 class RowAttention:
-    """`TokenAttention` of a pass over adjacent rows: token by token, row after row."""
+    """The `TokenAttention` of a pass over adjacent rows; the tokens of a row are adjacent."""
 
     def __init__(
         self,
@@ -80,8 +76,11 @@ class RowAttention:
     ) -> None:
         self.positions_T, self._kernels = tokens.positions_T, kernels
         self._cache, self._tokens, self._spans, self._groups = cache, tokens, spans, groups
-        self._places = 0, tokens.heads_TK  # the capacity that they are for, and the places
-        self._layer: tuple[Tensor, Tensor]  # the one that was written last
+        self._places = (
+            0,
+            tokens.heads_TK,
+        )  # the capacity, and the places of the tokens' vectors for this capacity
+        self._layer: tuple[Tensor, Tensor]  # the layer that was written last
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         size = keys_TKD.shape[2]
@@ -96,9 +95,10 @@ class RowAttention:
             tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
 
     def _places_in(self, capacity: int) -> Tensor:
-        """[T * key-value heads] places of the tokens' vectors in a tensor [slots * heads * capacity].
+        """Return the places of the tokens' vectors, [T * key-value heads], in [slots * heads * capacity].
 
-        They are made once, but where a growth ran out of memory: that leaves tensors of several capacities.
+        The places are computed once, unless a growth ran out of memory and left tensors of several
+        capacities.
         """
         if self._places[0] != capacity:
             tokens = self._tokens
@@ -117,7 +117,7 @@ class RowAttention:
         return torch.cat([_attend(span, queries_THD[span.tokens], keys, values) for span in self._spans])
 
     def _attend_joined(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Each row's own tokens first, then those of each trunk."""
+        """Attend to each row's own tokens, then to each trunk, and join the parts."""
         out_THD, lse_TH = self._attend_own(queries_THD)
         heads, scale = queries_THD.shape[1], queries_THD.shape[2] ** -0.5
         for group in self._groups:
@@ -133,7 +133,7 @@ class RowAttention:
         return out_THD
 
     def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of the rows after the trunks."""
+        """Return the attention to the rows' own tokens, behind the trunks."""
         if not self._spans:
             assert self._kernels is not None, "only they need no spans"
             return self._kernels.attend(
@@ -146,10 +146,10 @@ class RowAttention:
 
 
 class RowAttentions:
-    """Makes the attention of passes over a cache, which reserves the room for them.
+    """Creates the attention of passes over a cache, and reserves room in the cache.
 
-    Reserving may run out of memory, which leaves the cache as it was. `most_waste`: see `cut_spans`. `cpu`:
-    kernels for single tokens and short rows, which need no spans.
+    If memory runs out, the cache stays unchanged. `most_waste`: see `cut_spans`. `cpu`: kernels for single
+    tokens and short rows, which need no spans.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RowAttentions:
         cuts = [(0, count)]
         if waste > self._most_waste:
             cuts = cut_spans(own_B, np.ones_like(own_B), most_waste=self._most_waste)
-        spans = [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts]
+        spans = [self._span_of_single(slice(*cut), own_B, tokens.columns_T) for cut in cuts]
         return RowAttention(self._cache, tokens, spans, groups)
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
@@ -194,7 +194,7 @@ class RowAttentions:
         spans = []
         if self._cpu is None or longest > SHORT_ROW:
             cuts = cut_spans(own_B, counts_B, most_waste=self._most_waste)
-            spans = [self._padded(slice(*cut), first_row, own_B, counts_B) for cut in cuts]
+            spans = [self._span_of_many(slice(*cut), first_row, own_B, counts_B) for cut in cuts]
         return RowAttention(self._cache, tokens, spans, self._groups(first_row, counts_B), self._cpu)
 
     def _tokens(self, rows_T: Counts, positions_T: Counts, columns_T: Counts) -> Tokens:
@@ -204,7 +204,7 @@ class RowAttentions:
         return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
 
     def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
-        """The tokens, so many of each row, `first_row` and on, whose rows refer to each trunk."""
+        """Return the tokens whose rows refer to each trunk; row `first_row` + i has `counts_B[i]` tokens."""
         tokens: dict[Trunk, list[range]] = {}
         end = 0
         for row, count in enumerate(counts_B.tolist(), start=first_row):
@@ -212,17 +212,17 @@ class RowAttentions:
             if trunk is not None:
                 tokens.setdefault(trunk, []).append(range(end, end + count))
             end += count
-        return [Group(trunk, _slice_or_places(found)) for trunk, found in tokens.items()]
+        return [Group(trunk, _index_tokens(found)) for trunk, found in tokens.items()]
 
-    def _single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
-        """Some rows of a decode step."""
+    def _span_of_single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
+        """Return the span of some rows of a decode step."""
         visible = int(cached_B[rows].max()) + 1
         mask_RL = self._mask(positions_B[rows, None], visible)
         mask_RKL = mask_RL[:, None].expand(-1, len(self._heads_K), -1)
         return Span(rows, rows, visible, 1, None, mask_RKL.reshape(-1, 1, visible))
 
-    def _padded(self, rows: slice, first_row: int, starts_B: Counts, counts_B: Counts) -> Span:
-        """Some rows of a prefill."""
+    def _span_of_many(self, rows: slice, first_row: int, starts_B: Counts, counts_B: Counts) -> Span:
+        """Return the span of some rows of a prefill."""
         starts_R, counts_R = starts_B[rows], counts_B[rows]
         width, visible = int(counts_R.max()), int((starts_R + counts_R).max())
         before, tokens = int(counts_B[: rows.start].sum()), int(counts_R.sum())
@@ -238,22 +238,22 @@ class RowAttentions:
         return Span(slice(before, before + tokens), cache_rows, visible, width, places_N, mask_R1QL)
 
     def _mask(self, positions: Tensor, visible: int) -> Tensor:
-        """[..., L] what to add to scores: each token sees the columns up to its own position, [..., 1]."""
+        """Return the mask to add to scores, [..., L]: a token sees columns up to its position, [..., 1]."""
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 
 def list_tokens(first_row: int, starts_B: Counts, counts_B: Counts) -> tuple[Counts, Counts]:
-    """[T] rows and positions of each of B rows' `counts_B` tokens from `start` on, row after row."""
+    """Return rows and positions, [T] each, of the `counts_B` tokens of B rows from `start` on, row by row."""
     rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
     befores_B = counts_B.cumsum() - counts_B
     return rows_T, np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
 
 
 def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
-    """Cut rows into spans [first, last): whole prompts apart from others, and like lengths together.
+    """Cut rows into spans [first, last): whole prompts separate from others, and similar lengths together.
 
-    `starts_B` are first positions, `counts_B` tokens in the pass; a span may have `most_waste` (query, key)
-    pairs of padding.
+    `starts_B` are first positions, `counts_B` numbers of tokens in the pass; a span may have `most_waste`
+    (query, key) pairs of padding.
     """
     spans: list[tuple[int, int]] = []
     first, width, visible, pairs = 0, 0, 0, 0
@@ -269,8 +269,8 @@ def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tu
     return [*spans, (first, len(starts_B))]
 
 
-def _slice_or_places(ranges: Sequence[range]) -> slice | Tensor:
-    """The tokens of ranges, in ascending order; a slice where they are adjacent."""
+def _index_tokens(ranges: Sequence[range]) -> slice | Tensor:
+    """Return an index of the tokens of ascending ranges: a slice if the ranges are adjacent."""
     first, end = ranges[0].start, ranges[-1].stop
     if sum(map(len, ranges)) == end - first:
         return slice(first, end)
@@ -278,7 +278,7 @@ def _slice_or_places(ranges: Sequence[range]) -> slice | Tensor:
 
 
 def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, H, D] as `_attend`, and the logarithm of the sum of exponentials, [N, H]; on a CPU, in float32."""
+    """Return `_attend`, [N, H, D], and the log of the sum of exponentials, [N, H]; on a CPU, in float32."""
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         scores_NGL, values_NLD = _scores_once(span, span.mask, queries_NHD, keys, values)
         most_NG1 = scores_NGL.amax(-1, keepdim=True)
@@ -294,7 +294,7 @@ def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) 
 
 
 def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[N, H, D] of a span's tokens, over a layer of the cache."""
+    """Return the attention of a span's tokens over a layer of the cache, [N, H, D]."""
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         return _attend_once(span, span.mask, queries_NHD, keys, values)
     groups = queries_NHD.shape[1] // keys.shape[1]
@@ -312,10 +312,10 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
 def _padded(
     span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor, *, each: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, heads, width, D] queries of a span, its keys and values; of `each` head, or of those of keys."""
+    """Return queries [rows, heads, width, D] of a span, and keys and values for `each` head or key head."""
     rows, padded_NHD = span.rows.stop - span.rows.start, queries_NHD
     if span.places_N is not None:
-        # What stands in the padding is computed and dropped, row by row.
+        # The results of padding are computed and dropped, row by row.
         padded_NHD = queries_NHD.new_empty((rows * span.width, *queries_NHD.shape[1:]))
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
     groups = queries_NHD.shape[1] // keys.shape[1]
@@ -326,13 +326,13 @@ def _padded(
 
 
 def _unpadded(span: Span, mixed_BHQD: Tensor) -> Tensor:
-    """[N, H, D] of a span's tokens."""
+    """Return the results of a span's tokens, [N, H, D], without padding."""
     mixed_NHD = mixed_BHQD.transpose(1, 2).flatten(0, 1)
     return mixed_NHD if span.places_N is None else mixed_NHD.index_select(0, span.places_N)
 
 
 def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[B, H, D] where each row has one token: the queries of a key-value head are one matrix."""
+    """Return the attention of one token per row, [B, H, D]; the queries of a key-value head form a matrix."""
     if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
         kv_heads, size = keys.shape[1], keys.shape[3]
         cache_rows = span.rows, slice(None), slice(span.visible)
@@ -349,9 +349,9 @@ def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor
 def _scores_once(
     span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[N, G, L] scores of single tokens, and [N, L, D] values, on a CPU; N counts the key-value heads of all.
+    """Return scores of single tokens, [N, G, L], and values, [N, L, D], on a CPU; N = rows * key-value heads.
 
-    Faster than the CPU's kernel for single queries by 1.7.
+    This is 1.7 times as fast as torch's CPU kernel for single queries.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     first, number = span.rows.start * kv_heads, len(mask_N1L)

@@ -1,4 +1,4 @@
-"""Columns with what a step reads of the running requests, so that no step rebuilds them."""
+"""Keep the inputs of a step as columns over the running requests, so that no step rebuilds them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +12,15 @@ _FIRST = 64
 class Columns:
     def __init__(self) -> None:
         self.ids = np.zeros(_FIRST, dtype=np.int64)  # the token that the row feeds next
-        self.cached = np.zeros(_FIRST, dtype=np.int64)  # its position
-        self.keys = np.zeros(_FIRST, dtype=np.uint64)  # with `counters`: of its random number
+        self.cached = np.zeros(_FIRST, dtype=np.int64)  # the position of this token
+        self.keys = np.zeros(_FIRST, dtype=np.uint64)  # with `counters`: selects the random number
         self.counters = np.zeros(_FIRST, dtype=np.uint64)
-        self.limits = np.zeros(_FIRST, dtype=np.uint64)  # tokens that it may sample
-        # Its place in the step launched last, whose token it feeds; -1: `ids` has it.
+        self.limits = np.zeros(_FIRST, dtype=np.uint64)  # tokens that the row may sample
+        # The row's index in the step launched last, whose token it feeds; -1: `ids` has the token.
         self.sources = np.zeros(_FIRST, dtype=np.int64)
         self.options = np.zeros((_FIRST, len(OPTIONS)), dtype=np.float64)
         self.processed = np.zeros(_FIRST, dtype=np.bool_)  # log-probs are taken after truncation
-        self.truncated = np.zeros(_FIRST, dtype=np.bool_)  # a token of some probability cannot be drawn
+        self.truncated = np.zeros(_FIRST, dtype=np.bool_)  # truncation removes tokens
 
     def set(self, row: int, request: Request) -> None:
         if row == len(self.ids):
@@ -32,7 +32,7 @@ class Columns:
         self.limits[row], self.sources[row] = sampling.max_tokens, -1
         self.options[row] = read_options(sampling)
         self.truncated[row] = sampling.is_truncated and sampling.temperature > 0.0
-        # Without truncation both kinds of log-probs are equal; they must not differ by a rounding.
+        # Without truncation both kinds of log-probs are equal, and must not differ by rounding.
         self.processed[row] = request.extras.processed and self.truncated[row]
 
     def move(self, source: int, target: int) -> None:
@@ -40,6 +40,6 @@ class Columns:
             column[target] = column[source]
 
     def advance(self, rows: NDArray[np.int64] | slice) -> None:
-        """Each of the rows has one token more in the cache."""
+        """Record that each of the rows has one more token in the cache."""
         self.cached[rows] += 1
         self.counters[rows] += np.uint64(1)

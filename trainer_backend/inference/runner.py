@@ -1,4 +1,4 @@
-"""Forward passes of the running batch: by our own decoder, or by `transformers` where it has to be."""
+"""Run forward passes of the running batch, by our own decoder or, for other models, by `transformers`."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,10 +23,10 @@ from trainer_backend.models.routers import Routers
 
 log = structlog.get_logger(__name__)
 
-# A CPU prefills whole prompts of about so many tokens at a time: their activations stay in its cache.
+# The number of tokens of whole prompts that a CPU prefills at a time, so that activations stay in its cache.
 CHUNK_TOKENS = 512
-# Rows attend together, padded to the longest of them, where another call would cost more. It takes about as
-# long as reading so many numbers of keys and values (measured on a CPU).
+# The cost of a call of attention, in numbers of keys and values that could be read meanwhile (measured on a
+# CPU). Rows attend together, padded to the longest row, if another call would cost more.
 CALL_NUMBERS = 2**18
 
 
@@ -39,32 +39,32 @@ def choose_runner(
     pages: PageLimits = BY_DEVICE,
     routers: Routers | None = None,
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
-    """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's.
+    """Return the runner of a model, for `kept` kept prefixes; log why if our decoder does not compute it.
 
-    It records what `routers` choose.
+    The runner records the choices of `routers`.
     """
     layers = why_not_by_position(model, longest=max_len)
     if layers is not None:
         runner = LayerRunner(model, slots=slots, max_len=max_len, routers=routers)
-        _tell(model, f"its {layers}", cache="by layer", cost=runner.cost)
+        _log_choice(model, f"its {layers}", cache="by layer", cost=runner.cost)
         return runner
     reason = unsupported_because(model)
     if reason is None and pages.wanted_on(model.device):
         return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)
     if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
-    _tell(model, reason, cache="by position", cost="rows are padded to the longest")
+    _log_choice(model, reason, cache="by position", cost="rows are padded to the longest")
     return TransformersRunner(model, slots=slots, max_len=max_len, routers=routers)
 
 
-def _tell(model: PreTrainedModel, reason: str, **facts: str) -> None:
+def _log_choice(model: PreTrainedModel, reason: str, **facts: str) -> None:
     log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason, **facts)
 
 
 class DecoderRunner:
     """Runs our own decoder over flat lists of tokens.
 
-    A call that raises (out of memory) changes no row that runs, and may be repeated.
+    A call that raises (out of memory) changes no running row, and may be repeated.
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
@@ -89,10 +89,10 @@ class DecoderRunner:
         self.small = small_pass(self._decoder, self.cache, cpu)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute prompts but for their last tokens, in the rows `first_row` and on.
+        """Compute prompts except their last tokens, in the rows from `first_row` on.
 
-        Each row has its first `reused` tokens already. Whole prompts come first, then rests of prompts; what
-        needs no computation comes last.
+        Each row already has its first `reused` tokens. Whole prompts come first, then rests of prompts, then
+        prompts that need no computation.
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)
@@ -135,7 +135,7 @@ class DecoderRunner:
 
 
 class TransformersRunner:
-    """Runs models whose layers have full attention, by `transformers` in padded rows; as `DecoderRunner`."""
+    """Runs models with full attention by `transformers` in padded rows, like `DecoderRunner`."""
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
@@ -160,7 +160,7 @@ class TransformersRunner:
                 request.note_experts(experts_LW[: request.cached - request.reused])
 
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """As `LayerRunner.experts`; behind the tokens of a row there may be those of padding."""
+        """Yield experts like `LayerRunner.experts`; a row's experts may end with those of padding."""
         return self._pass.experts()
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
@@ -179,7 +179,7 @@ class TransformersRunner:
         self._pass(ids_BL, self.cache, position_ids=torch.arange(length, device=self._device)[None])
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
+        """Compute the part of each prompt after its cached prefix, padded on the right."""
         ids_BQ = self._padded([request.prompt_ids[request.reused : -1] for request in requests])
         visible = 1 + max(request.cached for request in requests)
         starts_B1 = torch.tensor([[request.reused] for request in requests], device=self._device)
@@ -188,7 +188,7 @@ class TransformersRunner:
         self._append(ids_BQ, positions_BQ.clamp(max=visible - 1), first_row=first_row, visible=visible)
 
     def _append(self, ids_BQ: Tensor, positions_BQ: Tensor, *, first_row: int, visible: int) -> Tensor:
-        """Feed Q tokens to each of B rows, with causal visibility; return [B, V] logits of the last ones."""
+        """Feed Q tokens to each of B rows, with a causal mask; return [B, V] logits of the last tokens."""
         columns_L = torch.arange(visible, device=positions_BQ.device)
         masked = torch.finfo(self._dtype).min
         mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)

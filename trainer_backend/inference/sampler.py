@@ -1,7 +1,7 @@
-"""Sampling of tokens from logits: pure functions over a batch, with counter-based random numbers.
+"""Sample tokens from logits by pure functions over a batch, with counter-based random numbers.
 
-The i-th token of a request uses the i-th number of the request's own stream, so neither its batch nor the
-order of arrival can change the result.
+The i-th token of a request uses the i-th number of the request's own stream, so neither the batch nor the
+order of arrival changes the result.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ OPTIONS = tuple(SamplingKeys.model_fields)
 TEMPERATURE = OPTIONS.index("temperature")
 read_options = attrgetter(*OPTIONS)
 PLAIN_OPTIONS: tuple[float, ...] = read_options(Sampling())
-# Tokens that are cumulated together: see `inverse_cdf`.
+# The number of tokens that are cumulated together: see `inverse_cdf`.
 BLOCK = 64
-# The largest vocabulary that is cumulated at once: in a small model the number of operations is what counts.
+# The largest vocabulary that is cumulated at once, since the number of operations limits a small model.
 AT_ONCE = 16 * BLOCK
 # The largest number that `uniforms` gives. A float64 times it is the float64 before.
 BELOW_ONE = 1.0 - 2.0**-53
@@ -38,8 +38,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def stream_key(seed: int, prompt_ids: Sequence[int]) -> int:
     """Return the 64-bit key of a request's random stream, from its seed and its prompt.
 
-    The prompt is included because an episode may send one seed with every decision: with the seed alone, all
-    decisions would draw the same numbers and be correlated.
+    The key includes the prompt because an episode may send one seed with every decision: with the seed alone,
+    all decisions would draw the same numbers and be correlated.
     """
     salt = (seed % 2**128).to_bytes(16, "little")
     digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8, salt=salt)
@@ -62,7 +62,7 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each of B rows is sampled. What no row needs may be None: that costs nothing, changes no number."""
+    """The sampling settings of B rows. A setting that no row needs may be None, which saves time only."""
 
     temperatures_B: Tensor | None = None  # [B] fp32; greedy rows have 1
     greedy_B: Tensor | None = None  # [B] bool: rows that take the most likely token
@@ -71,7 +71,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:
-        """Settings of rows by their OPTIONS; nothing is read back. `processed_B` None: no row truncates."""
+        """Build settings from OPTIONS, reading nothing back. `processed_B` is None if no row truncates."""
         options = dict(zip(OPTIONS, options_BN.float().unbind(1), strict=True))
         greedy_B = options["temperature"] == 0.0
         temperatures_B = torch.where(greedy_B, 1.0, options["temperature"])
@@ -81,7 +81,7 @@ class RowSettings:
     def lean(
         cls, options_BN: NDArray[np.float64], processed_B: NDArray[np.bool_] | None, *, device: torch.device
     ) -> Self:
-        """As `of`, on the device that samples and without what no row needs."""
+        """Build settings like `of`, on the sampling device, without settings that no row needs."""
         processed = None if processed_B is None else torch.tensor(processed_B, device=device)
         settings = cls.of(torch.tensor(options_BN, device=device), processed)
         temperatures = set(options_BN[:, TEMPERATURE].tolist())
@@ -137,27 +137,27 @@ def likeliest(
 
 
 def tempered(logits_BV: Tensor, temperatures_B: Tensor | None) -> Tensor:
-    """[B, V] fp32 logits / temperature."""
+    """Return logits / temperature in fp32, [B, V]."""
     logits_BV = logits_BV.float()
     return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
 
 
 def _gather_logprobs(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Tensor:
-    """[B, K] log-probs of some tokens, as distances to the likeliest; no other logarithm is needed.
+    """Return log-probs of some tokens, [B, K], from their distance to the likeliest token.
 
-    The logarithm of a token's own probability would be -inf where that is below what fp32 holds.
+    The logarithm of a token's own probability would be -inf if the probability underflows in fp32.
     """
     highest_B1 = tempered_BV.amax(dim=-1, keepdim=True)
     return tempered_BV.gather(1, tokens_BK) - highest_B1 + probs_BV.amax(dim=-1, keepdim=True).log()
 
 
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """[B] the first token whose cumulative probability exceeds uniform * total.
+    """Return the first token whose cumulative probability exceeds uniform * total, [B].
 
-    Never one of probability 0. A vocabulary of at most AT_ONCE tokens is cumulated in float64. A larger one
-    in two levels: the block of BLOCK tokens by the blocks' sums, then the token in its block. Blocks are
-    summed in fp32 and everything is cumulated in float64, so that a token's share is off by 1e-7 of its
-    block's at most, without [B, V] float64 numbers.
+    The token never has probability 0. A vocabulary of at most AT_ONCE tokens is cumulated in float64. A
+    larger vocabulary takes two levels: first the block of BLOCK tokens, then the token in the block. Blocks
+    are summed in fp32 and cumulated in float64, so the error of a token's share is at most 1e-7 of its
+    block's share, without [B, V] float64 numbers.
     """
     vocabulary = probs_BV.shape[1]
     if vocabulary <= AT_ONCE:
@@ -171,28 +171,28 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     rest_B1 = threshold_B1 - (cdf_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1))
     block_B1K = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK))
     cdf_BK = block_B1K[:, 0].double().cumsum(dim=-1)
-    # The block's fp32 sum may be above this one, and the rest of the threshold too.
+    # The block's fp32 sum may exceed this sum, and so may the rest of the threshold.
     rest_B1 = torch.minimum(rest_B1.clamp_(min=0.0), cdf_BK[:, -1:] * BELOW_ONE)
     tokens_B1 = _first_above(rest_B1, cdf_BK).add_(block_B1, alpha=BLOCK)
     return tokens_B1[:, 0].clamp_(max=vocabulary - 1)
 
 
 def _first_above(threshold_B1: Tensor, cdf_BN: Tensor) -> Tensor:
-    """[B, 1] the first place of each row whose number exceeds the row's threshold.
+    """Return the first index of each row whose number exceeds the row's threshold, [B, 1].
 
-    There is one, since uniforms are at most BELOW_ONE; in a row of NaN it is the last place, and the NaN
-    log-prob informs the caller.
+    Such an index exists, since uniforms are at most BELOW_ONE; in a row of NaN it is the last index, and the
+    NaN log-prob informs the caller.
     """
     return torch.searchsorted(cdf_BN, threshold_B1, right=True).clamp_(max=cdf_BN.shape[1] - 1)
 
 
 def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
-    """[B, V] True for the tokens that top_k and min_p and then top_p keep; the most likely one always stays.
+    """Return True for the tokens that top_k, min_p and then top_p keep, [B, V]; the likeliest one stays.
 
-    min_p keeps those with this share of the likeliest one's probability (Nguyen et al., arXiv:2407.01082).
-    top_p keeps the smallest set of the likeliest tokens whose mass, after these, reaches top_p. The mass is
-    cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most. `options` are [B] each, by name;
-    fp32 holds the rank of any token exactly.
+    min_p keeps tokens with at least this share of the largest probability (Nguyen et al., arXiv:2407.01082).
+    top_p keeps the smallest set of the likeliest remaining tokens whose mass reaches top_p. The mass is
+    cumulated as in `inverse_cdf`, with an error of at most 1e-7 of a block's mass. `options` are [B] each, by
+    name; fp32 holds the rank of any token exactly.
     """
     top_ps_B, top_ks_B, min_ps_B = options["top_p"], options["top_k"], options["min_p"]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
@@ -202,7 +202,8 @@ def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
     blocks_BNK = _blocks(torch.where(among_BV, sorted_BV, 0.0))
     sums_BN = blocks_BNK.sum(dim=-1, dtype=torch.float64)
     cdf_BN = sums_BN.cumsum(dim=-1)
-    # What is left of the target where a block begins, in float32 since it is compared within the block alone.
+    # The rest of the target at the beginning of a block, in float32 since it is compared only within the
+    # block.
     left_BN = (top_ps_B[:, None].double() * cdf_BN[:, -1:] - (cdf_BN - sums_BN)).float()
     in_top_p_BV = (blocks_BNK.cumsum(dim=-1) - blocks_BNK < left_BN[:, :, None]).flatten(1)[:, : len(ranks_V)]
     # top_p = 1 must keep everything, even if the rounded sum reaches 1 before the last token.
@@ -212,6 +213,6 @@ def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
 
 
 def _blocks(probs_BV: Tensor) -> Tensor:
-    """[B, N, BLOCK] the same numbers, and zeros that fill the last block up."""
+    """Return the numbers in blocks, [B, N, BLOCK]; zeros fill the last block."""
     missing = -probs_BV.shape[1] % BLOCK
     return (F.pad(probs_BV, (0, missing)) if missing else probs_BV).view(len(probs_BV), -1, BLOCK)

@@ -1,11 +1,12 @@
-"""Triton kernels that draw tokens as `sampler.sample` does without truncation, in 2 launches instead of 30.
+"""Draw tokens like `sampler.sample` without truncation by Triton kernels, in 2 launches instead of 30.
 
-The first reads the logits, once: of each chunk of the vocabulary the maximum and where it is, and of each
-block the sum of exp(z - maximum of its chunk). The second draws a block by these sums, then a token of it.
-Sums are float32 within a block and float64 beyond, as in `sampler.inverse_cdf`: where a token's share ends
-within 1e-7 of the number that draws, the two may choose neighbours.
+The first kernel reads the logits once: it finds the maximum of each chunk of the vocabulary and its index,
+and the sum of exp(z - maximum of the chunk) of each block. The second kernel draws a block by these sums,
+then a token of the block. Sums are float32 within a block and float64 across blocks, as in
+`sampler.inverse_cdf`: if a token's share ends within 1e-7 of the random number, the two may choose
+neighbours.
 
-Imported only where `triton` is.
+Import this module only if `triton` is installed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from trainer_backend.inference.sampler import BELOW_ONE, BLOCK, Draw, RowSettings
 
-# Blocks of a chunk.
+# The number of blocks of a chunk.
 _BLOCKS = 64
 
 
@@ -32,9 +33,9 @@ def _sum_blocks(
     is_token = ids < VOCABULARY
     z = tl.load(logits_ptr + row * in_row + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     z /= tl.load(temperatures_ptr + row)
-    # A maximum of NaN has a place that need not be one of theirs; the sums still tell of them.
+    # With NaN among the logits the index of the maximum may be wrong, but the sums show the NaN.
     highest, place = tl.max(tl.where(z == z, z, float("-inf")), 0, return_indices=True)
-    # A chunk of impossible tokens has no distances: its sums are 0, not NaN. Those of NaN and +inf are NaN.
+    # A chunk of impossible tokens has sums of 0, not NaN. Chunks with NaN or +inf have sums of NaN.
     z = tl.where(z == float("-inf"), -1e38, z) - tl.maximum(highest, -1e37)
     sums = tl.sum(tl.reshape(tl.where(is_token, tl.exp(z), 0.0), (BLOCKS, BLOCK)), 1)
     place_of_chunk = row * CHUNKS + chunk
@@ -75,7 +76,7 @@ def _draw(
     z = tl.load(logits_ptr + row * in_row + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     p = tl.exp(z / temperature - highest).to(tl.float64)
     cdf_of_block = tl.cumsum(p, 0)
-    # The block's float32 sum may be above this one, and the rest of the threshold too.
+    # The block's float32 sum may exceed this sum, and so may the rest of the threshold.
     rest = tl.minimum(tl.maximum(rest, 0.0), tl.sum(p, 0) * BELOW)
     token = block * BLOCK + tl.sum((cdf_of_block <= rest).to(tl.int32), 0)
     token = tl.where(tl.load(greedy_ptr + row) != 0, likeliest, tl.minimum(token, VOCABULARY - 1))
@@ -85,7 +86,7 @@ def _draw(
 
 
 def draw_tokens(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
-    """As `sampler.sample` with settings that truncate nothing."""
+    """Draw tokens like `sampler.sample`, with settings that truncate nothing."""
     temperatures_B, greedy_B = settings.temperatures_B, settings.greedy_B
     assert temperatures_B is not None and greedy_B is not None, "of RowSettings.of"
     rows, vocabulary = logits_BV.shape

@@ -1,4 +1,4 @@
-"""One policy behind the gateway: its engine, and how messages become its tokens and back."""
+"""Represent one policy behind the gateway: its engine, renderer and tool-call format."""
 
 import re
 from collections import Counter
@@ -26,15 +26,15 @@ from trainer_backend.tool_formats.tags import THINK_START
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What servers of a policy need in addition to its weights."""
+    """The facts that servers of a policy need in addition to its weights."""
 
     table: ModelTable
-    """[model] of the job: how the model is spoken to, and where it computes."""
+    """The table [model] of the job: the settings of the model's chat, and its device."""
     tokenizer: PreTrainedTokenizerFast
     stop_ids: tuple[int, ...]
-    """The token ids that end its answers."""
+    """The token ids that end an answer."""
     vocabulary: int
-    """How many token ids it embeds."""
+    """The number of token ids that the model embeds."""
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
@@ -52,7 +52,7 @@ class PolicyFacts:
                 generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
             else:
                 generation = GenerationConfig.from_model_config(config)
-        except Exception as error:  # a dozen types for a value that the library does not take
+        except Exception as error:  # the library raises a dozen types for invalid values
             raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error
         vocabulary = config.get_text_config().vocab_size
         tokenizer = load_tokenizer(folder, known_ids=vocabulary)
@@ -64,32 +64,36 @@ class PolicyFacts:
 class CallOpening:
     """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
 
-    A request that forces a call gets it as the end of its prompt. The rest is sampled freely: a grammar would
-    change the distribution that is trained (DESIGN.md 4.9). So the model may fail to write a whole call.
+    The prompt of a request that forces a call ends with this opening. The rest is sampled freely: a grammar
+    would change the distribution that is trained (DESIGN.md 4.9). So the model may fail to write a whole
+    call.
     """
 
     lead: str
-    """What the template writes before the call: the end of reasoning that the prompt has begun. An empty
-    block of reasoning is left out, since templates drop it from earlier answers."""
+    """The text before the call: the end of reasoning that the prompt has begun. An empty block of reasoning
+    is omitted, since templates drop it from earlier answers."""
     before_name: str
     after_name: str
     rest: str
     """The arguments of `chat_check.CALL`, and the end of the call."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
-        """Whether a whole call of this tool would be read: a quotation mark ends the name in JSON."""
+        """Return whether the format can read a call of this tool: a quotation mark ends a name in JSON."""
         written = self.before_name + name + self.after_name + self.rest
         return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """The opening but for `lead`, up to what tokenizers join with what follows; None: without a name."""
+        """Return the opening without `lead`, up to the characters that tokenizers join with later text.
+
+        `name` None: without the tool's name.
+        """
         if name is None:
             return self.before_name.removesuffix('"').rstrip(" ")
         return self.before_name + name + self.after_name.rstrip(" ")
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call of the template; None: it does not tell, or the format cannot read it."""
+    """Read the opening from a call that the template writes; None if the format cannot read the call."""
     try:
         written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
     except BadChatRequest:
@@ -108,7 +112,7 @@ def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening
 
 
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise."""
+    """A policy with its engine, renderer and tool-call format; see the latter two for errors."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
@@ -121,8 +125,8 @@ class ServedPolicy:
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the tool's name for the opening of a forced call.
 
-        None where the model writes it, as it does a name that the template would not escape, or where a call
-        of these tools has none.
+        None if the model writes the name, such as a name that the template would not escape, or if a call of
+        these tools has no name.
         """
         if self.call_opening is None or len(tools) != 1 or self.tool_format.leaves_out_name(tools):
             return None

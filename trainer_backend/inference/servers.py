@@ -1,4 +1,4 @@
-"""Several replicas of one policy as one engine: sticky by session; no replica serves outdated weights.
+"""Run several replicas of one policy as one engine: sticky by session; no replica serves outdated weights.
 
     starting -> stale -> serving -> lost
                   ^        |          |
@@ -6,8 +6,8 @@
                   |        |          |
                   +--------+----------+     only by a load of the current version that passes its canary
 
-Failures of real requests say that a replica is lost, not `/health`, which stays 200 on a wedged server.
-Requests of a lost replica are sampled again by another one, from the same ids.
+Failures of real requests show that a replica is lost, not `/health`, which stays 200 on a wedged server.
+Another replica samples the requests of a lost replica again, from the same ids.
 """
 
 import asyncio
@@ -29,49 +29,49 @@ from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE
 
 State = Literal["starting", "stale", "serving", "asleep", "lost"]
-# Sessions that are remembered. The oldest is forgotten first; its prefix is then computed again.
+# The number of remembered sessions. The oldest is forgotten first; its prefix is then computed again.
 _MOST_SESSIONS = 20_000
-# A session leaves its replica where another has this many fewer running requests.
+# A session leaves its replica if another replica has this many fewer running requests.
 _IMBALANCE = 16
 _LOOK_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server, and what the pool knows of it."""
+    """One server, and the pool's knowledge of the server."""
 
     engine: VllmEngine
     state: State = "starting"
     running: int = 0
-    """Requests that it samples now."""
+    """The number of requests that the replica samples now."""
     sessions: int = 0
-    """Rollouts whose decisions go to it."""
+    """The rollouts whose decisions go to the replica."""
     fit: bool = False
-    """Whether it was found to be one that can be trained with."""
+    """Whether a check has found that the server fits the run."""
     task: asyncio.Task[None] | None = None
-    """The load that runs, or the last one."""
+    """The running load, or the last load."""
     loads: int = 0
-    """How often it began to serve."""
+    """The number of times that the replica began to serve."""
     last_error: str = ""
-    """Its last failure; "" before any."""
+    """The last failure; "" before any."""
     expected: bool = False
-    """Whether it served before the publish that runs now, so that its sessions wait for it."""
+    """Whether the replica served before the running publish, so that its sessions wait for it."""
     away_since: float | None = None
-    """When it ceased to serve, or was last started again for that."""
+    """The time at which the replica ceased to serve, or was last restarted."""
 
 
 class Servers(Engine):
-    """The engine over replicas. It finds out by itself which are wedged.
+    """The engine over replicas, which detects wedged replicas itself.
 
-    `generate` runs in the gateway's loop, the rest in the run's.
+    `generate` runs in the gateway's loop, all other methods run in the run's loop.
 
     Args:
-        wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
-        canary_limit: the largest mean difference of a scored prompt's log-probs that arithmetic explains. A
-            version has such a prompt, its canary; without it a wrong reload would be silent: vLLM answers 200
-            to loads that leave parts of the model as they were.
-        tell: is given a line for each replica that is lost or serves again.
-        renew: restarts the server of an address; called when a replica was away for half of `wait_s`.
+        wait_s: how long a request waits for a replica that serves and has time; then the run ends.
+        canary_limit: the largest mean difference of a scored prompt's log-probs that rounding explains. Each
+            version has such a prompt, its canary, which detects wrong reloads: vLLM answers 200 to loads that
+            leave parts of the model unchanged.
+        tell: receives a line for each replica that is lost or serves again.
+        renew: restarts the server of an address, after a replica was away for half of `wait_s`.
         sleeps: whether replicas sleep from a release to the next load.
     """
 
@@ -109,9 +109,11 @@ class Servers(Engine):
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        """As `FrozenEngine` has it; a request whose replica is lost is sampled again by another.
+        """Sample a continuation; if the replica is lost, sample again at another replica.
 
-        EngineStopped: no replica has served for `wait_s`. EngineBusy: none has had time for it for as long.
+        Raises:
+            EngineStopped: no replica has served for `wait_s`.
+            EngineBusy: no replica has had time for the request for `wait_s`.
         """
         failed: set[Replica] = set()
         attempts, deadline = 0, time.monotonic() + self._wait_s
@@ -131,59 +133,61 @@ class Servers(Engine):
                     raise
                 await asyncio.sleep(_LOOK_S)
             except RemoteUnavailable as error:
-                if loads == replica.loads:  # else it has loaded weights since, and passed the canary
+                if loads == replica.loads:  # else the replica has loaded weights since, and passed the canary
                     self._lose(replica, error)
                 failed.add(replica)
-                # A caller has some of the tokens, and another replica would sample others; or it is the
-                # request that each replica fails on.
+                # The caller has some of the tokens, and another replica would sample different tokens; or
+                # every replica fails on this request.
                 if extras.on_token is not None or attempts > len(self.replicas):
                     raise
             finally:
                 replica.running -= 1
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Report each replica now, and one whose state changes from now on, in any thread."""
+        """Report each replica now, and later each change of a replica's state, in any thread."""
         self._report = report
         for replica in self.replicas:
-            self._show(replica, None)
+            self._report_replica(replica, None)
 
     def move(self, url: str, new_url: str) -> None:
-        """Take the new address of a server that was started elsewhere; what it was sampling is lost there."""
+        """Take the new address of a restarted server; its running samples are lost."""
         for replica in self.replicas:
             if replica.engine.url == url:
                 self._report(_place(url), role="replica", state=GONE)
                 replica.engine.move(new_url)
                 replica.fit = False
-                self._become(replica, "lost")
+                self._set_state(replica, "lost")
 
     async def load(self, version: PolicyVersion) -> None:
-        """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
+        """Load this version into all replicas; replicas that fail are lost, and tried again until they serve.
 
-        It waits for the first one, and then for the others as long again, so a wedged replica delays only its
-        own sessions. Those wait as long, since the first one that serves could not take them all.
+        The call waits for the first replica, and then for the others as long again, so a wedged replica
+        delays only its own sessions. These sessions wait too, since the first replica could not take all of
+        them.
 
-        WeightsRefused: no replica serves it, for `wait_s`.
+        Raises:
+            WeightsRefused: no replica serves the version within `wait_s`.
         """
         self._published, self._is_released = version, False
         for replica in self.replicas:
             if replica.state in ("serving", "asleep"):
-                self._become(replica, "stale")
+                self._set_state(replica, "stale")
                 replica.expected = True
         try:
-            await self._bring_in_time(version)
+            await self._load_in_time(version)
         finally:
             for replica in self.replicas:
                 replica.expected = False
             self._wake()
 
     async def release(self) -> None:
-        """Have all replicas sleep until the next load, where they share the learner's GPU.
+        """Put all replicas to sleep until the next load, if they share the learner's GPU.
 
-        One that does not is lost, and killed where it is the run's own: it may have kept its memory.
+        A replica that fails is lost, and killed if the run started it: it may have kept its memory.
         """
         if not self._sleeps or self._is_released:
             return
-        self._is_released = True  # nothing is loaded into a replica from now on
+        self._is_released = True  # no replica loads weights from now on
         loads = [replica.task for replica in self.replicas if replica.task is not None]
         await asyncio.gather(*loads, return_exceptions=True)
         began = time.monotonic()
@@ -193,22 +197,22 @@ class Servers(Engine):
     async def _put_to_sleep(self, replica: Replica) -> None:
         was_lost = replica.state == "lost"
         if not was_lost:
-            self._become(replica, "asleep")
+            self._set_state(replica, "asleep")
         try:
             await replica.engine.sleep()
         except (TrainerError, OSError) as error:
             replica.last_error = str(error)
             if not was_lost:
-                self._become(replica, "lost")
-                self._tell(f"replica {replica.engine.url} is lost, for it did not fall asleep: {error}")
+                self._set_state(replica, "lost")
+                self._tell(f"replica {replica.engine.url} is lost, because it did not fall asleep: {error}")
             if self._renew is not None:
                 self._renew(replica.engine.url)
 
-    async def _bring_in_time(self, version: PolicyVersion) -> None:
+    async def _load_in_time(self, version: PolicyVersion) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
         while True:
-            tasks = self._bring_all()
+            tasks = self._load_all()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             duration = clock() - start
             if self._any_serves:
@@ -219,7 +223,7 @@ class Servers(Engine):
         await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
     async def look_after(self) -> None:
-        """Bring lost replicas back, for ever; end the run where none serves for too long."""
+        """Bring lost replicas back, without end; end the run if no replica serves for too long."""
         try:
             await self._look_after()
         finally:
@@ -235,7 +239,7 @@ class Servers(Engine):
             if self._published is None or self._is_released:
                 continue
             self._renew_missing()
-            self._bring_all()
+            self._load_all()
             if self._any_serves:
                 none_since = None
             else:
@@ -247,19 +251,19 @@ class Servers(Engine):
         now = time.monotonic()
         for replica in self.replicas:
             away_s = 0.0 if replica.away_since is None else now - replica.away_since
-            # One that is tried now is stale.
+            # A replica that is tried now is stale.
             if self._renew is not None and replica.state == "lost" and away_s > self._wait_s / 2:
                 replica.away_since = now
                 self._renew(replica.engine.url)
 
     def _answers(self) -> str:
-        """The last failure of each replica, for an error."""
+        """Return the last failure of each replica, for an error."""
         return "; ".join(
             f"{replica.engine.url}: {replica.last_error or replica.state}" for replica in self.replicas
         )
 
     def totals(self) -> dict[str, float]:
-        """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
+        """Return counts since the start like `EngineCounters`; the servers' steps are not known."""
         counts = {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
         if not self._sleeps:
             return counts
@@ -274,27 +278,27 @@ class Servers(Engine):
     def _any_serves(self) -> bool:
         return any(replica.state == "serving" for replica in self.replicas)
 
-    def _bring_all(self) -> list[asyncio.Task[None]]:
-        """A task for each replica, which has it serve the current version, or lose it; one task at a time."""
+    def _load_all(self) -> list[asyncio.Task[None]]:
+        """Start a task per replica, one at a time, that loads the current version or loses the replica."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
                     replica.task.result()
-                replica.task = asyncio.ensure_future(self._bring(replica))
+                replica.task = asyncio.ensure_future(self._keep_current(replica))
         return [replica.task for replica in self.replicas if replica.task is not None]
 
-    async def _bring(self, replica: Replica) -> None:
+    async def _keep_current(self, replica: Replica) -> None:
         version = None
-        # A publish may come while it loads the version before.
+        # A new version may be published while the replica loads the version before.
         while replica.state != "serving" and version is not self._published:
             version = self._published
-            assert version is not None, "asked once there are weights"
+            assert version is not None, "no weights were published yet"
             await self._load(replica, version)
 
     async def _load(self, replica: Replica, version: PolicyVersion) -> None:
-        """Load a version into a replica, test it, and have it serve."""
+        """Load a version into a replica, test the replica, and let it serve."""
         lost = replica.state == "lost"
-        replica.state = "stale"  # not shown: a lost one may only be tried
+        replica.state = "stale"  # not shown: this may be a trial of a lost replica
         try:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
@@ -302,25 +306,25 @@ class Servers(Engine):
             await replica.engine.load_weights(version.number, version.address or version.folder, version.base)
             await self._test(replica, version.prompt)
             replica.engine.accept()
-        # A reply of another form, or a folder that cannot be read now, is a reason to lose the replica, and
-        # none to stop looking after the others.
+        # After an invalid reply, or if the folder cannot be read now, only this replica is lost: the others
+        # are still looked after.
         except (TrainerError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             replica.last_error = str(error)
-            self._become(replica, "lost")
+            self._set_state(replica, "lost")
             self._wake()
             if not lost:
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if version is not self._published:
-            return  # stale again: the next version was published meanwhile
+            return  # stale again: another version was published meanwhile
         replica.loads += 1
-        self._become(replica, "serving", version.number)
+        self._set_state(replica, "serving", version.number)
         self._wake()
         if lost:
             self._tell(f"replica {replica.engine.url} serves version {version.number} again")
 
     async def _test(self, replica: Replica, canary: ScoredPrompt | None) -> None:
-        assert canary is not None, "the learner scores one for every server that is not ours"
+        assert canary is not None, "the learner scores a canary for every vLLM server"
         logprobs = await replica.engine.score(canary.ids)
         differences = [abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True)]
         difference = fmean(differences)
@@ -333,14 +337,14 @@ class Servers(Engine):
             )
 
     async def _serving(self, session: str, failed: set[Replica]) -> Replica:
-        """The replica of a session, or another where it cannot serve; waits where none can."""
+        """Return the replica of a session, or another if it cannot serve; wait if no replica can."""
         deadline = time.monotonic() + self._wait_s
         while True:
             with self._lock:
                 replica = self._choose(session, failed)
                 if replica is not None:
                     return replica
-                if failed:  # those were lost then; one that serves by now was brought back
+                if failed:  # these were lost then; a replica that serves now was brought back
                     failed.clear()
                     continue
                 woken = asyncio.Event()
@@ -351,7 +355,7 @@ class Servers(Engine):
             except TimeoutError as error:
                 if self._is_released:
                     raise EngineBusy("the policy's servers sleep while the learner works") from error
-                # Not left to `_look_after`: by then no request may be waiting.
+                # Do not leave this to `_look_after`: by then no request may be waiting.
                 if not self._any_serves:
                     self._break_down()
                 raise EngineStopped(self._describe_absence()) from error
@@ -366,7 +370,7 @@ class Servers(Engine):
         self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
-            """Sessions first for a new session; requests first for one that moves."""
+            """Compare sessions first for a new session, requests first for a session that moves."""
             counts = replica.sessions, replica.running
             return counts if home is None else counts[::-1]
 
@@ -391,19 +395,19 @@ class Servers(Engine):
     def _lose(self, replica: Replica, error: TrainerError) -> None:
         replica.last_error = error.detail
         if replica.state == "serving":
-            self._become(replica, "lost")
+            self._set_state(replica, "lost")
             self._tell(f"replica {replica.engine.url} is lost: {error.detail}")
 
-    def _become(self, replica: Replica, state: State, version: int | None = None) -> None:
+    def _set_state(self, replica: Replica, state: State, version: int | None = None) -> None:
         replica.state = state
         replica.expected &= state == "stale"
         if state == "serving":
             replica.away_since = None
         elif replica.away_since is None:
             replica.away_since = time.monotonic()
-        self._show(replica, version)
+        self._report_replica(replica, version)
 
-    def _show(self, replica: Replica, version: int | None) -> None:
+    def _report_replica(self, replica: Replica, version: int | None) -> None:
         word = replica.last_error if replica.state == "lost" else ""
         self._report(
             _place(replica.engine.url), role="replica", state=replica.state, version=version, word=word
@@ -417,7 +421,7 @@ class Servers(Engine):
             loop.call_soon_threadsafe(woken.set)
 
     def _break_down(self) -> None:
-        """End the run: no request can be sampled. Both threads may find that."""
+        """End the run, because no request can be sampled. Both threads may call this method."""
         with self._lock:
             if not self.breakdown.done():
                 self.breakdown.set_result(self._describe_absence())

@@ -1,8 +1,8 @@
-"""The passes of a small decoder, each by one call of C (`models/cpu_pass.c`), on a CPU in float32.
+"""Compute the passes of a small decoder, each by one call of C (`models/cpu_pass.c`), on a CPU in float32.
 
-Between two of torch's operators lie some microseconds of Python. A pass of a model of under a million
-parameters has fifty of them, which take longer than its products; and threads that serve requests wait
-meanwhile, while a call of C lets them run.
+Python spends some microseconds between two operators of torch. A pass of a model with under a million
+parameters has fifty such gaps, which take longer than its products and block the threads that serve requests.
+A call of C releases Python's lock.
 """
 
 import ctypes
@@ -22,18 +22,18 @@ from trainer_backend.models.cpu_kernels import CpuKernels
 
 Wholes = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# Numbers in the products' weights. Those of a larger model leave a core's caches, and its products take
-# longer than what lies between them.
+# The most numbers in the products' weights. Larger weights do not fit in a core's caches, and their products
+# take longer than the gaps between them.
 MOST_WEIGHTS = 4_000_000
-# Numbers of a row's queries by the keys that they see, at most. Longer rows attend faster by torch, which
-# computes many queries together (measured on a CPU).
+# The largest product of a row's queries and visible keys. Longer rows attend faster by torch, which computes
+# many queries together (measured on a CPU).
 MOST_ATTENTION = 20_000_000
-# Queries of one head of keys, for which the source has room.
+# The most queries per head of keys for which the source has room.
 _MOST_QUERIES = 256
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the source; the classes below are the structs with their names."""
+    """`struct matrix` of the source; the classes below are the structs of the same names."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -73,36 +73,36 @@ class _Tokens(ctypes.Structure):
 
 
 class _Front:
-    """A trunk as the source reads it; its tensors are kept where they are."""
+    """A trunk in the form that the source reads; this object keeps the tensors alive."""
 
     def __init__(self, trunk: Trunk) -> None:
         self._tensors = [tensor.contiguous() for tensor in trunk.tensors]
         self._places = np.array([tensor.data_ptr() for tensor in self._tensors], dtype=np.uint64)
-        keys = _at(self._places)
+        keys = _address(self._places)
         self._struct = _Trunk(keys, keys + self._places.nbytes // 2, len(trunk))
         self.address = ctypes.addressof(self._struct)
 
 
 class SmallPass:
-    """Passes of a decoder over the rows of a cache. Belongs to the engine thread.
+    """The passes of a decoder over the rows of a cache. Only the engine thread uses this object.
 
-    It computes with a copy of the weights in another order; `take_weights` writes new ones there.
+    The passes compute with a reordered copy of the weights; `take_weights` copies new weights.
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, kernels: CpuKernels) -> None:
         self._decoder, self._cache, self._kernels = decoder, cache, kernels
         self._fronts: WeakKeyDictionary[Trunk, _Front] = WeakKeyDictionary()
         self._layers = (_Layer * len(decoder.layers))()
-        self._kept: list[Tensor] = []  # what the structs point to
-        self._panels: list[tuple[Tensor, Tensor]] = []  # of each weight its copy and itself
+        self._kept: list[Tensor] = []  # the tensors that the structs point to
+        self._panels: list[tuple[Tensor, Tensor]] = []  # each weight's copy, and the weight
         self._fill_structs()
         self.take_weights()
-        # Keys and values of no token: the cache allocates its tensors for their shape.
+        # Keys and values without tokens give the cache the shape of the tensors to allocate.
         heads = decoder.heads
         self._none = decoder.embedding.new_empty((heads.keys, 0, heads.size))
 
     def take_weights(self) -> None:
-        """Compute with the decoder's new weights from now on. It allocates nothing, and so cannot fail."""
+        """Compute with the decoder's new weights from now on. It allocates nothing and cannot fail."""
         for panels, weight in self._panels:
             (outputs, inputs), panel = weight.shape, self._kernels.panel
             whole, rest = divmod(outputs, panel)
@@ -120,7 +120,7 @@ class SmallPass:
             if layer.head_norms is not None:
                 packed.query_norm = self._keep(layer.head_norms.queries.weight)
                 packed.key_norm = self._keep(layer.head_norms.keys.weight)
-        assert isinstance(decoder.head, Product), "`small_pass` has seen that it is one"
+        assert isinstance(decoder.head, Product), "`small_pass` has checked the head"
         tensors = decoder.embedding, decoder.norm.weight, turns.cos_T1D, turns.sin_T1D
         self._model = _Model(
             ctypes.addressof(self._layers), self._matrix(decoder.head), *map(self._keep, tensors),
@@ -129,7 +129,7 @@ class SmallPass:
         )  # fmt: skip
 
     def pays(self, starts_B: Wholes, counts_B: Wholes) -> bool:
-        """Whether a prefill of each row's `counts_B` tokens from `start` on is not faster by torch."""
+        """Return whether a prefill of each row's `counts_B` tokens is at least as fast as torch's."""
         seen = int((counts_B * (starts_B + counts_B)).max())
         return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
@@ -146,9 +146,9 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """As `logits`, but return [B] next ids and their log-probs.
+        """Feed tokens like `logits`; return [B] next ids and log-probs, drawn like `sampler.sample`.
 
-        They are drawn as by `sampler.sample` where nothing is truncated.
+        Nothing is truncated.
         """
         count = len(ids_B)
         logits_BV = self._logits(count)
@@ -157,7 +157,7 @@ class SmallPass:
         return drawn
 
     def _logits(self, rows: int) -> NDArray[np.float32]:
-        """Memory by torch, whose shortage the engine recognises."""
+        """Allocate by torch: the engine recognises its error if memory runs out."""
         return torch.empty((rows, self._model.head.outputs)).numpy()
 
     def _run(
@@ -167,7 +167,7 @@ class SmallPass:
         positions_T: Wholes,
         *numbers: NDArray[Any],
     ) -> None:
-        """Run a pass; the numbers are logits, temperatures, uniforms, ids and log-probs, as far as wanted."""
+        """Run a pass; `numbers` are logits, temperatures, uniforms, ids and log-probs, as far as needed."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)
@@ -176,12 +176,12 @@ class SmallPass:
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
             layer.key_room, layer.value_room = keys.shape[2], values.shape[2]
         arrays = ids_T, positions_T, rows_T, columns_T, fronts[rows_T]
-        tokens = _Tokens(*map(_at, arrays), len(ids_T))
-        places = [*map(_at, numbers), *[None] * (5 - len(numbers))]
+        tokens = _Tokens(*map(_address, arrays), len(ids_T))
+        places = [*map(_address, numbers), *[None] * (5 - len(numbers))]
         self._kernels.small_pass(self._model, tokens, *places)
 
     def _read_trunks(self, rows: int) -> tuple[Wholes, NDArray[np.uint64]]:
-        """[rows] the tokens of each row's trunk, and the addresses of these trunks; 0 for none."""
+        """Return the tokens of each row's trunk, and the trunk's address, [rows] each; 0 for none."""
         starts, fronts = np.zeros(rows, np.int64), np.zeros(rows, np.uint64)
         for row, trunk in self._cache.trunks.items():
             if row < rows:
@@ -199,15 +199,15 @@ class SmallPass:
         return _Matrix(self._keep(panels), bias, outputs, inputs)
 
     def _keep(self, tensor: Tensor) -> int:
-        """The address of numbers, which stay there as long as the weights."""
+        """Return the address of a contiguous copy of a tensor, and keep it alive."""
         whole = tensor.detach().contiguous()
-        assert whole.dtype == torch.float32, "the source reads such numbers"
+        assert whole.dtype == torch.float32, "the source reads float32"
         self._kept.append(whole)
         return whole.data_ptr()
 
 
 def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -> SmallPass | None:
-    """The passes of a decoder by `kernels`, where it is small and they compute all of it."""
+    """Return the passes of a small decoder by `kernels`, or None if they cannot compute all of it."""
     if kernels is None or not isinstance(decoder.head, Product):
         return None
     products = [decoder.head]
@@ -225,7 +225,7 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
     return SmallPass(decoder, cache, kernels) if len({norm.eps for norm in norms}) == 1 else None
 
 
-def _at(numbers: NDArray[Any]) -> int:
-    """The address of an array without gaps."""
-    assert numbers.flags.c_contiguous, "the source reads one number after the other"
+def _address(numbers: NDArray[Any]) -> int:
+    """Return the address of a contiguous array."""
+    assert numbers.flags.c_contiguous, "the source reads contiguous arrays"
     return int(numbers.__array_interface__["data"][0])

@@ -1,11 +1,11 @@
-"""One decode step and its sampling over buffers that stay where they are, so that a CUDA graph can hold both.
+"""Run a decode step and its sampling over buffers with fixed addresses, so that a CUDA graph can hold both.
 
-A step is launched, and read later: the next one may be launched before, since a row's token goes from step
-to step on the device. So the device does not wait for the host. Batches are padded to a bucket size. Padding
+A step is launched, and read later: a row's token goes from step to step on the device, so the host may launch
+the next step first, and the device does not wait for the host. Batches are padded to a bucket size. Padding
 rows write no cache, attend to nothing, and their samples are discarded. A graph for each bucket and each kind
-of sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. If one cannot
-be captured, the log says why, and the step runs without it, as on a CPU. If memory was short, the capture is
-tried again later.
+of sampling, with and without shared pages (`page_tiles`), is captured when a step first needs it. If the
+capture fails, the log says why, and the step runs without a graph, as on a CPU. If memory was short, a later
+step tries the capture again.
 """
 
 from bisect import bisect_left
@@ -32,19 +32,19 @@ log = structlog.get_logger(__name__)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _STEP = 8
-# Columns: the uniform, whether log-probs are processed, and the options.
+# The columns: the uniform, whether log-probs are processed, and the options.
 _FLOATS = 2 + len(OPTIONS)
-# Steps without graph after a capture for which there was no memory. By then requests may have ended.
+# The number of steps without a graph after a capture ran out of memory; by then requests may have ended.
 PATIENCE = 256
 
 
 def buckets(slots: int) -> list[int]:
-    """Return the numbers of rows that steps are made for: 1, 2, 4, 8, then every 8, and the most."""
+    """Return the bucket sizes: 1, 2, 4, 8, then every 8, and `slots`."""
     return sorted({bucket for bucket in (1, 2, 4, *range(_STEP, slots, _STEP)) if bucket < slots} | {slots})
 
 
 class _Kind(NamedTuple):
-    """What a graph is captured for: the bucket, whether rows truncate, and whether any share pages."""
+    """The kind of step of a graph: the bucket, whether rows truncate, and whether rows share pages."""
 
     rows: int
     truncates: bool
@@ -60,7 +60,7 @@ class Launched:
     done: torch.cuda.Event | None
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for [B, 3]: ids, log-probs, the mass that truncation kept; valid until two more launches."""
+        """Wait for [B, 3] ids, log-probs and the mass that truncation kept; valid until two more launches."""
         if self.done is not None:
             self.done.synchronize()
         return self.host[: self.rows].numpy()
@@ -92,10 +92,10 @@ def _tiles(slots: int, tile_rows: int, device: torch.device, *, pinned: bool = F
 
 
 class StaticStep:
-    """Steps of up to `slots` rows of at most `pages`, in tiles of `tile_rows`. Belongs to the engine thread.
+    """Steps of up to `slots` rows of at most `pages` pages, in tiles of `tile_rows`, for the engine thread.
 
-    `graphs` says whether to capture graphs, which takes a CUDA device; `by_kernel` whether to sample by
-    Triton's kernels (`kernels_are_here`), where nothing is truncated.
+    `graphs` says whether to capture graphs, which needs a CUDA device; `by_kernel` says whether to sample by
+    Triton's kernels (`kernels_are_here`) if nothing is truncated.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StaticStep:
         device = memory.device
         self._by_kernel = by_kernel
         self._decoder, self._memory = decoder, memory
-        # Kinds of sampling, without and with truncation, of which graphs are captured.
+        # The kinds of sampling, without and with truncation, for which graphs are captured.
         self._graphs = {False, True} if graphs else set[bool]()
         self._buckets = buckets(slots)
         on_gpu = device.type == "cuda"
@@ -127,9 +127,9 @@ class StaticStep:
         self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
         self._captured: dict[_Kind, torch.cuda.CUDAGraph] = {}
-        self._without = 0  # steps that are to run before a capture is tried again
-        self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
-        self._pool: Any = None  # of the graphs, which share it
+        self._without = 0  # steps to run before the next attempt to capture
+        self._logits_SV: Tensor | None = None  # of the step launched last
+        self._pool: Any = None  # the memory pool that the graphs share
 
     def launch(
         self,
@@ -143,12 +143,12 @@ class StaticStep:
         """Begin a step; at most two may be unread.
 
         Args:
-            ints_B4: of each row the token that it feeds; its index in the step before, whose token it feeds
-                in place of that, or -1; the token's position; where its keys and values are stored.
+            ints_B4: of each row the token to feed; the row's index in the step before, whose token replaces
+                the first number, or -1; the token's position; the slot of its keys and values.
             floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
-            tables_BP: pages.
-            truncates: whether any row does.
-            groups: of rows whose shared pages are to be read once.
+            tables_BP: the pages of each row.
+            truncates: whether any row truncates.
+            groups: the groups of rows whose shared pages are read once.
         """
         bucket = self.find_bucket(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
@@ -167,16 +167,16 @@ class StaticStep:
         host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
         if event is not None:
             event.record()
-        self._turn ^= 1  # not before: a launch that fails leaves the unread step its buffers
+        self._turn ^= 1  # not earlier: a launch that fails must not take the buffers of the unread step
         return Launched(len(ints_B4), host.out, event)
 
     def logits(self, rows: int) -> Tensor:
-        """[B, V] logits of the step launched last."""
+        """Return the logits of the step launched last, [B, V]."""
         assert self._logits_SV is not None, "no step was launched"
         return self._logits_SV[:rows]
 
     def find_bucket(self, rows: int) -> int:
-        """Return the least bucket that holds so many rows."""
+        """Return the smallest bucket for `rows` rows."""
         if rows <= self._buckets[-1]:
             return self._buckets[bisect_left(self._buckets, rows)]
         raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
@@ -219,19 +219,19 @@ class StaticStep:
             self._out_SN[:bucket, 2] = draw.mass_B
 
     def _keep(self, logits_BV: Tensor) -> None:
-        """Copy logits to where every graph leaves them: a graph's own would occupy its pool for good.
+        """Copy logits to a buffer that all graphs share, which would otherwise each keep their own logits.
 
-        A step runs before it is captured, so the copy's place is never allocated in a graph.
+        A step runs before its capture, so the buffer is never allocated inside a graph.
         """
         if self._logits_SV is None:
             self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
         self._logits_SV[: len(logits_BV)] = logits_BV
 
     def _try_to_capture(self, kind: _Kind) -> None:
-        """Capture a step; where it cannot be, the log says why.
+        """Capture a step, or log why the capture fails.
 
-        Without memory for it, it is tried again later. For any other reason it is not: no step of its kind is
-        captured any more.
+        If memory is short, a later step tries again. After any other failure, no step of this kind of
+        sampling is captured any more.
         """
         tokens_S = self._tokens_S.clone()
         try:
@@ -246,15 +246,15 @@ class StaticStep:
                 self._graphs.discard(kind.truncates)
 
     def _capture(self, kind: _Kind, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
-        """Run a step once, since what is compiled at first use must be before the capture, and capture it.
+        """Run a step once, so that everything is compiled before the capture, and capture the step.
 
-        The run would feed its own tokens to the replay: so they are put back. Keys and values are stored a
-        second time, the same.
+        The first run overwrites the tokens that the replay feeds, so they are restored. Both runs store the
+        same keys and values.
         """
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a learner's, continue to allocate memory.
+        # Other threads, such as a learner's, may allocate memory during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(kind)
         self._pool = self._pool or graph.pool()

@@ -1,18 +1,18 @@
-"""Conversion of sampled tokens to text as they come, and stop strings in it, at a constant cost per token."""
+"""Convert sampled tokens to text as they come, and find stop strings, at a constant cost per token."""
 
 from collections.abc import Callable, Sequence
 
-# Decoders write it for bytes that form no character, or not yet.
+# The character that decoders write for bytes that form no character, or not yet.
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class GrowingText:
-    """The text of ids that come one by one. A part of a character is held back, since it may still change.
+    """The text of ids that come one by one. An incomplete character is held back, since it may still change.
 
-    Decoders look at neighbours (bytes of one character, a leading space). So ids are decoded together with
-    those behind the last complete text, and only the addition is new.
+    Decoders depend on neighbouring ids (bytes of one character, a leading space). So new ids are decoded
+    together with the ids before them, and only the additional text is returned.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -22,7 +22,7 @@ class GrowingText:
         self._emitted = 0  # number of characters returned of the text of all ids
 
     def take(self, token_id: int) -> str:
-        """Return the text that this id adds for certain; often nothing, inside a character."""
+        """Return the final text that this id adds; empty inside a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = text.rstrip(BROKEN)
@@ -36,7 +36,7 @@ class GrowingText:
 
 
 class StopStrings:
-    """The first of some strings to appear in the sampled text ends it (`stop` of OpenAI's API)."""
+    """Strings of which the first to appear in the sampled text ends the text (`stop` of OpenAI's API)."""
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         self._decode = decode
@@ -46,11 +46,11 @@ class StopStrings:
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
-        """The same before its first token, for a request that begins again elsewhere."""
+        """Return the same strings before the first token, for a request that another server begins again."""
         return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:
-        """Return the string that this next token completes, or None to continue. It must not raise."""
+        """Return the string that this token completes, or None to continue. The method must not raise."""
         new = self._text.take(token_id)
         if not new:
             return None
@@ -61,7 +61,7 @@ class StopStrings:
 
 
 def earliest(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position of the first of the strings in the text, and the string; None without any."""
+    """Return the position of the first of the strings in the text, and the string; None if there is none."""
     positions = ((text.find(string), string) for string in strings)
     return min(((position, string) for position, string in positions if position >= 0), default=None)
 

@@ -1,8 +1,8 @@
-"""A chat completion as server-sent events: role, content as it comes, tool calls, the end, usage, [DONE].
+"""Stream a chat completion as server-sent events: role, content, tool calls, the end, usage, [DONE].
 
-Content is sent as soon as it is certain: whole characters only, and nothing that may begin a stop string or a
-tool call. Calls are parsed from the whole text and sent at the end. The last chunk of a choice has
-`finish_reason` and the fields of a whole reply: its exact tokens, and the prompt's ids if requested.
+The stream sends content as soon as it is certain: whole characters only, and no text that may begin a stop
+string or a tool call. Calls are parsed from the whole text and sent at the end. The last chunk of a choice
+has `finish_reason` and the fields of a whole reply: its exact tokens, and the prompt's ids if requested.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from trainer_backend.inference.stop_strings import GrowingText, earliest, possib
 async def stream_reply(
     completion: Completion, events: EventStream, remember: Callable[[Choice], None]
 ) -> None:
-    """Sample all choices and send them as events. An error before the first event is raised."""
+    """Sample all choices and send them as events; raise an error that occurs before the first event."""
     usage = {"usage": None} if completion.request.include_usage else {}
     frame = {**completion.frame("chat.completion.chunk"), **usage}
     streams = [ChoiceStream(completion, index) for index in range(completion.request.n)]
@@ -69,7 +69,7 @@ async def _outcomes(completion: Completion) -> AsyncGenerator[tuple[int, Sampled
 
 
 class ChoiceStream:
-    """The chunks of one choice: takes all tokens except the last, then the choice as a whole."""
+    """The chunks of one choice. It receives all tokens except the last, then the whole choice."""
 
     def __init__(self, completion: Completion, index: int) -> None:
         self._completion = completion
@@ -78,14 +78,14 @@ class ChoiceStream:
         self._ends = (*completion.request.stop, *completion.policy.tool_format.openers)
         self._has_begun = False
         self._count = 0
-        # False from the first of `_ends` on: the rest is sent at the end.
+        # False once a string of `_ends` has appeared: the rest is sent at the end.
         self._open = not completion.call_opening
         self._pending = ""
         self._sent_text = ""
         self._unreported: list[SampledToken] = []  # tokens whose log-probs were not sent yet
 
     def take(self, token: SampledToken) -> list[dict[str, Any]]:
-        """Return the chunks that this token allows."""
+        """Return the chunks that can be sent after this token."""
         self._count += 1
         self._unreported.append(token)
         self._pending += self._text.take(token.token_id)
@@ -114,7 +114,7 @@ class ChoiceStream:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of a chunk; log-probs are sent with the first content after their tokens."""
+        """Return one choice of a chunk, with the log-probs that were not sent yet."""
         logprobs = None
         if delta.get("role") is None and self._completion.request.logprobs and self._unreported:
             logprobs = self._completion.logprobs_body(self._unreported)
@@ -122,7 +122,7 @@ class ChoiceStream:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _certain(self) -> str:
-        """Take the part of the pending text that belongs to no stop string and no call."""
+        """Take the part of the pending text that cannot belong to a stop string or a call."""
         if not self._open:
             return ""
         match = earliest(self._pending, self._ends)
@@ -134,6 +134,6 @@ class ChoiceStream:
 
 
 def unsent(content: str, sent: str) -> str:
-    """Return the final content that was not sent; parsers may have stripped white space at both ends."""
+    """Return the part of the final content that was not sent; parsers may strip white space at both ends."""
     removed = 0 if content.startswith(sent) else len(sent) - len(sent.lstrip())
     return content[len(sent) - removed :]

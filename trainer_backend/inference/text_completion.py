@@ -1,6 +1,7 @@
-"""POST /v1/completions: continue a prompt of token ids, or a text, unchanged.
+"""Serve POST /v1/completions: continue a prompt of token ids, or a text, unchanged.
 
-There is no template, tool or conversation. Mixtures call fixed policies at other gateways in this way.
+The route uses no template, tool or conversation. Mixtures call fixed policies at other gateways by this
+route.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from trainer_backend.inference.request_body import SamplingRequest
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 
 _MOST_CHARACTERS = 8 << 20
-# OpenAI's default for this route.
+# OpenAI's default `max_tokens` for this route.
 _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """A request with OpenAI's names and vLLM's `return_token_ids`; `logprobs` 0: of the sampled tokens."""
+    """A request with OpenAI's names and vLLM's `return_token_ids`; `logprobs` 0 means the sampled tokens'."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingRequest.neutral,

@@ -1,4 +1,4 @@
-"""Which tool-call format a model has."""
+"""Detect the tool-call format of a model."""
 
 from transformers import PreTrainedTokenizerFast
 
@@ -8,7 +8,7 @@ from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat, Tools
 
-# Parsers never raise or rewrite: an unreadable call comes back as whole text with the reason.
+# Parsers never raise or rewrite: for an unreadable call they return the whole text, with the reason.
 
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
@@ -18,7 +18,7 @@ def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
 
 
 def parse_text(text: str, tools: Tools) -> ParsedReply:
-    """Parse nothing: for models without a known tool-call format everything is text."""
+    """Return everything as text, for models without a known tool-call format."""
     return ParsedReply(text)
 
 
@@ -26,7 +26,7 @@ TEXT = ToolFormat(parse_text, markers=(), openers=())
 
 
 def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the format in tokenizer_config.json, else the first whose marker is in the chat template."""
+    """Return the format in tokenizer_config.json, else the first with a marker in the chat template."""
     setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if setting is not None and setting not in TOOL_FORMATS:
         raise ModelFolderError(

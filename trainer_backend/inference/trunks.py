@@ -1,9 +1,9 @@
-"""Trunks: first tokens of several rows, whose keys and values are kept once and which the rows refer to.
+"""Share first tokens of several rows in trunks, whose keys and values are stored once.
 
 Rows that begin alike should find the same trunk, though they part at slightly different tokens: so trunks end
-with a block, and one is preferred to others that are longer by less than its own length. A trunk lives as
-long as a row, or a copy of one, refers to it. All that live have a bounded number of tokens; beyond it rows
-hold theirs themselves.
+at the end of a block, and a trunk is preferred to longer trunks of less than twice its length. A trunk lives
+as long as a row, or a copy of a row, refers to it. The living trunks have a bounded number of tokens; beyond
+that rows hold their first tokens themselves.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-# Lengths of trunks are multiples.
+# The lengths of trunks are multiples of this number.
 BLOCK = 32
-# A longer one that is made, or preferred, is longer by this factor: its rows leave the group of the other.
+# The least ratio of lengths at which a longer trunk is made or preferred: its rows leave the other group.
 _LONGER = 2
 
 
 def most_rows(slots: int) -> int:
-    """How many longest rows all trunks of an engine with so many slots may have the tokens of.
+    """Return the most tokens of all trunks of an engine with `slots` slots, counted in longest rows.
 
-    A group of eight siblings takes an eighth of its rows; of a single slot nothing is shared.
+    The trunk of eight siblings takes an eighth of their rows; a single slot shares nothing.
     """
     return (slots + 2) // 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trunk:
-    """Tokens, and of each layer their keys, [heads, tokens, head_dim], then the values of each."""
+    """Tokens, the keys of each layer, [heads, tokens, head_dim], and the values of each layer."""
 
     ids: Sequence[int]
     tensors: tuple[Tensor, ...]
@@ -37,12 +37,12 @@ class Trunk:
         return len(self.ids)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer."""
+        """Return keys and values of a layer."""
         return self.tensors[number], self.tensors[len(self.tensors) // 2 + number]
 
 
 class Trunks:
-    """The trunks that new rows may refer to, of at most so many tokens together with those that live on."""
+    """The trunks that new rows may refer to. All living trunks have at most `most_tokens` tokens."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -50,7 +50,7 @@ class Trunks:
         self._living: WeakSet[Trunk] = WeakSet()
 
     def has_room(self, length: int) -> bool:
-        """Whether one more trunk of this length may be made."""
+        """Return whether another trunk of this length may be made."""
         return sum(map(len, self._living)) + length <= self._most_tokens
 
     def add(self, trunk: Trunk) -> None:
@@ -71,10 +71,10 @@ class Trunks:
             self._known.discard(trunk)
 
     def clear(self) -> None:
-        """Let no new row refer to any of them: what they hold was computed with old weights."""
+        """Let no new row refer to the trunks, which were computed with old weights."""
         self._known.clear()
 
 
 def pays(length: int, known: Trunk | None) -> bool:
-    """Whether a trunk of some length should be referred to in place of a known one, which is shorter."""
+    """Return whether a longer trunk of this length should replace the known trunk."""
     return length >= (BLOCK if known is None else _LONGER * len(known))

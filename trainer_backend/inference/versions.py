@@ -1,4 +1,4 @@
-"""A version of the policy on disk, as it is handed to engines. No torch here."""
+"""Describe a version of the policy on disk for engines. This module imports no torch."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ class ScoredPrompt(Body):
 
 
 class WeightAddress(Body):
-    """The address at which the learner's process sends a version to servers, as long as it has it."""
+    """The address at which the learner's process sends a version to servers, while it holds the version."""
 
     host: str
     port: int
@@ -24,16 +24,15 @@ class PolicyVersion(Body):
 
     number: int
     folder: Path
-    """A whole model folder, or one of adapters."""
+    """A whole model folder, or a folder of adapters."""
     base: Path | None = None
-    """The model folder that adapters are over, which is the same for all versions; None: `folder` is
-    whole."""
+    """The base model folder of adapters, the same for all versions; None: `folder` is whole."""
     address: WeightAddress | None = None
-    """Where a server gets the weights instead, those of `folder` being old by now; None: from disk."""
+    """The address from which a server gets the weights, if `folder` has older weights; None: from disk."""
     prompt: ScoredPrompt | None = None
-    """The test of a server that has loaded the folder; None where an engine of ours loads it."""
+    """The test of a server that has loaded the version; None for the local engine."""
 
     @property
     def model(self) -> Path:
-        """A whole model folder: its config and tokenizer are the version's, its weights may be the base's."""
+        """Return a whole model folder with the version's config and tokenizer; weights may be the base's."""
         return self.base or self.folder

@@ -1,19 +1,19 @@
-"""A vLLM server as an engine: token ids go there, ids, log-probs and weight versions come back.
+"""Use a vLLM server as an engine, which receives token ids and returns ids, log-probs and weight versions.
 
     POST /inference/v1/generate             a sample, by token ids; streamed where a stop string may end it
-    POST /inference/v1/abort_requests       ends it there; its last chunk tells the weight versions
+    POST /inference/v1/abort_requests       ends it there; its last chunk has the weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
     POST /start_weight_update /update_weights /finish_weight_update      likewise, sent by the learner
     POST /sleep /wake_up                    the GPU's memory is given back while the learner works
     GET  /version /v1/models                what is served
-    GET  /metrics                           how many tokens it has computed, where nothing ends for long
+    GET  /metrics                           how many tokens it has computed, if no sample ends for long
 
-A load gives the server's weights a name that no other load has, of this run or of another: whatever was
-sampled with other weights than ours is noticed by its versions.
+A load gives the server's weights a name that no other load of any run has, so the versions of a sample show
+whether it was sampled with other weights.
 
-The server runs in an environment or image of its own; docs/vllm.md has its command line. SGLang would need a
-class like this one: its `/generate` takes ids and returns ids with log-probs, and
-`/update_weights_from_disk` loads a folder, but it tells one weight version an answer, not one a token.
+The server runs in its own environment or image; docs/vllm.md has its command line. SGLang would need a
+similar class: its `/generate` takes ids and returns ids with log-probs, and `/update_weights_from_disk` loads
+a folder, but it reports one weight version per answer, not per token.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from uuid import uuid4
 
 import aiohttp
 from pydantic import Field, JsonValue, model_validator
-from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on alone
+from typing_extensions import TypedDict  # pydantic reads `typing.TypedDict` only from Python 3.12 on
 
 from service_kit.replies import Lines, Model, plain_session, read_bounded, show_found
 from shared_schemas.base import Count, StrictReply
@@ -61,11 +61,11 @@ from trainer_backend.inference.remote_engine import (
 )
 from trainer_backend.inference.versions import WeightAddress
 
-# Releases whose routes are the ones above. 0.32.0 is the one that was run.
+# The releases with the routes above. 0.32.0 was tested.
 OLDEST, BEYOND = (0, 32), (0, 34)
 _GENERATE, _ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 _STOP: FinishReason = "stop"
-# What a server was not started with that does not know a route.
+# The missing option of a server that does not know a route.
 _UNSEEN = (
     "The server's machine does not see the folder: put job.runs_dir on a disk that it has mounted under "
     "the same path."
@@ -78,12 +78,12 @@ _FLAGS = {
     ),
 }
 _CONNECT_TIMEOUT_S = 30.0
-_FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
+_FRONTEND_TIMEOUT_S = 10.0  # of a request that the server's engine does not answer
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
 # Methods of vllm_worker/turnwise_vllm.py.
 _READY, _RECEIVES, _SLEEPS = "turnwise_ready", "turnwise_receives", "turnwise_sleeps"
-# Statuses of a server that is there, and cannot take this request now.
+# The statuses of a server that runs, but cannot take this request now.
 _BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 _TOKENS = re.compile(
@@ -92,7 +92,7 @@ _TOKENS = re.compile(
 )
 
 
-class _Top(TypedDict):  # there may be 20 a token, and an object of a class takes twice the time
+class _Top(TypedDict):  # up to 20 per token, and an object of a class takes twice the time
     token_id: TokenId
     logprob: Logprob
 
@@ -141,14 +141,14 @@ class _Usage(StrictReply):
 
 
 class _Sample(StrictReply):
-    """A reply of /inference/v1/generate, or one chunk of it, as far as it is read."""
+    """The fields of a reply of /inference/v1/generate, or of one chunk, that are read."""
 
     request_id: str | None = None
-    """The server's own name of the request."""
+    """The server's name of the request."""
     choices: tuple[_Choice, ...] | None = Field(default=None, max_length=1)
     usage: _Usage | None = None
     error: JsonValue = None
-    """How a stream says that its engine has failed."""
+    """The error with which a stream reports that the engine has failed."""
 
 
 class _Scored(StrictReply):
@@ -157,11 +157,11 @@ class _Scored(StrictReply):
 
 class _Scores(StrictReply):
     prompt_logprobs: tuple[dict[str, _Scored] | None, ...]
-    """For each token of the prompt but the first, log-probs by id."""
+    """Log-probs by id for each token of the prompt except the first."""
 
 
 class _Nothing(StrictReply):
-    """An object, or no body: of a reply whose status says all."""
+    """An object, or an empty body, of a reply whose status is enough."""
 
 
 class _Release(StrictReply):
@@ -179,7 +179,7 @@ class _Models(StrictReply):
 
 @dataclass(slots=True)
 class _Answer:
-    """The part of one sample that a server has sent so far."""
+    """The received part of one sample."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -191,7 +191,7 @@ class _Answer:
     stop_string: str | None = None
 
     def add(self, reply: _Sample, extras: Extras) -> None:
-        """Take a reply, or one chunk of it; a stop string ends it with the token that completes it."""
+        """Take a reply or a chunk; a stop string ends the answer at the token that completes the string."""
         if reply.error is not None:
             raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply.error!r:.{EXCERPT}}")
         self.request_id = reply.request_id or self.request_id
@@ -220,25 +220,26 @@ class _Answer:
 class VllmEngine(RemoteEngine):
     """One vLLM server: a `FrozenEngine` with `load_weights`, which takes folders and addresses.
 
-    Unlike the local engine it has no seeds: equal seeds do not give equal tokens (and a seed crashed the CPU
-    build of 0.32.0 at a preemption), so none is sent.
+    Unlike the local engine it sends no seeds: equal seeds do not give equal tokens at vLLM, and a seed
+    crashed the CPU build of 0.32.0 at a preemption.
 
     Args:
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
             and they continue with the new weights.
         wait_s: how long a load may take.
-        ask: is called before the server asks the learner for weights that are sent.
+        ask: called before the server asks the learner to send weights.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     wake_s = 0.0
-    """Seconds in which it took back its memory."""
+    """The seconds in which the server took back its memory."""
     silence_s = 30.0
-    """A sample may take any time, but a server that has answered nothing for so long is asked for one token.
-    It is wedged if that takes as long again and its metrics count no further token meanwhile: one whose queue
-    is full of long samples counts on. A caller of `generate` has to wait longer than both together: one that
-    gave up before would be sent to the same server again."""
+    """A sample may take any time, but after this time without an answer the server is asked for one token.
+    It is wedged if that takes as long again and its metrics count no further token: a server whose queue
+    is full of long samples continues to count. A caller of `generate` must wait longer than twice this time,
+    or the
+    next attempt goes to the same server."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class VllmEngine(RemoteEngine):
         self._is_asleep = False
 
     def move(self, url: str) -> None:
-        """Ask at this address from now on."""
+        """Send requests to this address from now on."""
         self.url = url.rstrip("/")
         self.label = f"vLLM at {self.url}"
         self.part = self._url = self.url + _GENERATE
@@ -279,7 +280,7 @@ class VllmEngine(RemoteEngine):
                 where=sampling.truncation.partition(" ")[0],
                 hint="Leave it out with inference.engine = 'vllm'.",
             )
-        answer = await self._patiently(self._sample(ids, sampling, extras))
+        answer = await self._wait_for(self._sample(ids, sampling, extras))
         if answer.finish_reason == "abort" and answer.stop_string is None:
             raise RemoteUnavailable(f"{self.label} aborted the request")
         self._refuse_unsound(answer.token_ids, answer.logprobs, sampling)
@@ -297,9 +298,9 @@ class VllmEngine(RemoteEngine):
         )  # fmt: skip
 
     def _list_versions(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
-        """((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
+        """Return ((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
 
-        A server that samples on after a stop string may tell spans beyond the tokens of the answer.
+        A server that continues after a stop string may report spans beyond the tokens of the answer.
         """
         starts = [span.start for span in answer.spans]
         count = len(answer.token_ids) if answer.stop_string is None else MOST_TOKENS
@@ -317,8 +318,8 @@ class VllmEngine(RemoteEngine):
         spans = [(span.start, self._versions[span.version]) for span in answer.spans]
         return tuple(span for span in spans if span[0] < length)
 
-    async def _patiently(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """The answer, however long it takes, as long as the server answers at all."""
+    async def _wait_for(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Wait for the answer as long as the server gives signs of life."""
         task = asyncio.ensure_future(sample)
         tasks: list[asyncio.Future[Any]] = [task]
         try:
@@ -338,21 +339,21 @@ class VllmEngine(RemoteEngine):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, signs: int) -> None:
-        """Ask for one token; raise where the server gives neither that nor another sign of life."""
+        """Ask for one token; raise if the server gives neither the token nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
             await self._control(_Nothing, "POST", _GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
-            # It may wait behind others in a queue, or behind a load.
+            # The request may wait in a queue, or for a load.
             if signs != self._signs or self._loads:
                 return
             if count is None or await self._token_count() in (count, None):
                 raise
 
     async def _token_count(self) -> float | None:
-        """How many tokens of prompts and samples its metrics count; None where it does not tell."""
+        """Return the number of prompt and sampled tokens in the server's metrics; None if not available."""
         with suppress(RemoteUnavailable):
             status, text = await self._exchange("GET", "/metrics", timeout_s=_FRONTEND_TIMEOUT_S)
             counts = [float(number) for number in _TOKENS.findall(text)] if status == 200 else []
@@ -362,17 +363,16 @@ class VllmEngine(RemoteEngine):
     async def _control(
         self, kind: type[Model], method: str, route: str, *, timeout_s: float | None = None, **sent: Any
     ) -> Model:
-        """One request apart from the samples; arguments as of `_exchange`."""
+        """Send a request other than a sample; see `_exchange` for the arguments."""
         status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
         return _reply(kind, status, text, self.url + route)
 
     async def _exchange(
         self, method: str, route: str, *, timeout_s: float | None, **sent: Any
     ) -> tuple[int, bytes]:
-        """Status and body, on a connection of its own: its caller may run in another loop.
+        """Return status and body, by a new connection, since the caller may run in another loop.
 
-        `timeout_s` None: the caller has a deadline around it. `sent` is the `params` or `json` of the
-        request.
+        `timeout_s` None: the caller sets a deadline. `sent` is the `params` or `json` of the request.
         """
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
@@ -396,7 +396,7 @@ class VllmEngine(RemoteEngine):
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,
             },
-            # Keys and values of other weights must not be reused: one salt a load.
+            # Keys and values of other weights must not be reused, so each load has its own salt.
             "cache_salt": self._name or "start",
             "stream": streams,
             "stream_options": {"include_usage": True} if streams else None,
@@ -414,7 +414,7 @@ class VllmEngine(RemoteEngine):
         async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
                 raise _refusal(response.status, await response.content.read(EXCERPT * 10), self._url)
-            most_per_token = 1024 * (2 + extras.likeliest)  # more than a server writes of one
+            most_per_token = 1024 * (2 + extras.likeliest)  # more than a server writes per token
             count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * most_per_token
             async for chunk in _chunks(response.content, self._url, most_bytes):
                 self._signs += 1
@@ -426,24 +426,22 @@ class VllmEngine(RemoteEngine):
                     ended = {"request_ids": [answer.request_id]}
                     await self._control(_Nothing, "POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
-                    count = _tell(answer, count, extras)
+                    count = _report_tokens(answer, count, extras)
         return answer
 
     async def load_weights(
         self, version: int, source: "WeightSource | WeightAddress", base: Path | None = None
     ) -> None:
-        """Replace the weights by those of a folder that the server's workers can read, or by those that the
-        learner hands out at an address.
+        """Load weights from a folder that the server's workers can read, or from the learner at an address.
 
-        Samples with them are refused until `accept`.
+        Samples with these weights are refused until `accept`.
 
         Args:
-            base: of adapters: the model folder that they are over; the workers merge them. None: `source` is
-                a whole model.
+            base: the base model folder of adapters, which the workers merge; None: `source` is a whole model.
 
         Raises:
-            WeightsRefused: the server cannot load them, or not within `wait_s`; what it samples with then is
-                unknown until a later load succeeds.
+            WeightsRefused: the server cannot load the weights within `wait_s`; its weights are then unknown
+                until a later load succeeds.
         """
         name = f"{version}-{secrets.token_hex(6)}"
         update = self._plan_update(source, base, name)
@@ -454,7 +452,7 @@ class VllmEngine(RemoteEngine):
                     if self._is_asleep:
                         await self._wake("weights")
                     await self._control(_Nothing, "POST", "/pause", params={"mode": self._weight_update})
-                    # A load that fails half-way must not leave the name of the weights before it.
+                    # A load that fails half-way must not leave the name of the earlier weights.
                     await self._control(
                         _Nothing, "POST", "/update_weight_version", json={"new_version": "unknown"}
                     )
@@ -472,7 +470,7 @@ class VllmEngine(RemoteEngine):
                 self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
-                if not self._is_asleep:  # else it would step over a cache that has no memory
+                if not self._is_asleep:  # else the server would compute over a cache without memory
                     await self._control(_Nothing, "POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
         except TimeoutError as error:
             raise WeightsRefused(
@@ -484,12 +482,12 @@ class VllmEngine(RemoteEngine):
             raise WeightsRefused(error.detail, where=self.url, hint=hint) from error
 
     async def sleep(self) -> None:
-        """Give the GPU back the memory of weights and cache, until the next load; running requests end.
+        """Free the GPU memory of weights and cache until the next load; running requests end.
 
-        The weights are dropped (level 2), since the load brings all of them.
+        The server drops the weights (level 2), since the load brings all of them.
 
         Raises:
-            RemoteRefused, RemoteUnavailable: it may have kept its memory.
+            RemoteRefused, RemoteUnavailable: the server may have kept its memory.
         """
         self._is_asleep = True  # also where it fails half-way
         await self._control(
@@ -497,7 +495,7 @@ class VllmEngine(RemoteEngine):
         )
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Have it take back the memory of one kind; after the last kind it resumes by itself."""
+        """Let the server take back one kind of memory; after the last kind it resumes by itself."""
         began_s = asyncio.get_running_loop().time()
         await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
@@ -505,7 +503,7 @@ class VllmEngine(RemoteEngine):
     def _plan_update(
         self, source: "WeightSource | WeightAddress", base: Path | None, name: str
     ) -> list[tuple[str, Mapping[str, Any]]]:
-        """The requests that replace the weights, in their order."""
+        """Return the requests that replace the weights, in order."""
         if isinstance(source, WeightAddress):
             learner = {**source.model_dump(), "server": name, "wait_s": self._wait_s}
             return [
@@ -515,7 +513,7 @@ class VllmEngine(RemoteEngine):
             ]
         if not isinstance(source, str | Path):
             raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
-        from trainer_backend.models.layout import weight_files  # torch, which a check of servers needs not
+        from trainer_backend.models.layout import weight_files  # imports torch; a check of servers avoids it
 
         folder = Path(base or source).resolve()
         adapters = [] if base is None else [str(Path(source).resolve())]
@@ -523,11 +521,11 @@ class VllmEngine(RemoteEngine):
         return [("/collective_rpc", {"method": "turnwise_load", "args": [str(folder), files, *adapters]})]
 
     def accept(self) -> None:
-        """Take samples with the weights of the last load, which were found to be the right ones."""
+        """Accept samples with the weights of the last load, after a test of the weights."""
         self._versions[self._name] = self.version
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-probs of ids[1:], each given those before it, under the weights that serve now."""
+        """Return the log-probs of ids[1:], each given the ids before, under the current weights."""
         body = {
             "model": self._model,
             "token_ids": list(ids),
@@ -537,7 +535,7 @@ class VllmEngine(RemoteEngine):
                 "prompt_logprobs": 0,
                 "detokenize": False,
             },
-            # Nothing may be taken from a cache: what is tested is the weights.
+            # The result must not come from a cache, since it tests the weights.
             "cache_salt": f"score {uuid4().hex}",
         }
         reply = await self._control(_Scores, "POST", _GENERATE, json=body, timeout_s=self._wait_s)
@@ -557,14 +555,14 @@ class VllmEngine(RemoteEngine):
         """Check that the server fits the run; return a line that describes it.
 
         Raises:
-            RemoteRefused: it is no vLLM, or of another release; it serves several models, or has a shorter
-                context; a route is missing; or its log-probs ignore the temperature.
-            RemoteUnavailable: it does not answer.
+            RemoteRefused: the server is not vLLM, or an unsupported release; it serves several models, or has
+                a shorter context; a route is missing; or its log-probs ignore the temperature.
+            RemoteUnavailable: the server does not answer.
         """
         release = (await self._control(_Release, "GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).version
         refuse_release(release, self.url)
-        # A trainer that was killed during a publish leaves the server paused, with all requests waiting; one
-        # that was killed during an update leaves it asleep.
+        # A trainer that was killed during a publish leaves the server paused, with all requests waiting; a
+        # trainer that was killed during an update leaves it asleep.
         await self._control(_Nothing, "POST", "/wake_up", timeout_s=self._wait_s)
         self._is_asleep = False
         await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
@@ -640,14 +638,14 @@ def refuse_release(release: str, where: str) -> None:
 
 
 def _reply(kind: type[Model], status: int, text: bytes, where: str) -> Model:
-    """The value of a reply; of an empty one that of {}."""
+    """Return the value of a reply; an empty reply counts as {}."""
     if status != 200:
         raise _refusal(status, text, where)
     return read(kind, text if text.strip() else b"{}", where)
 
 
 def _refusal(status: int, text: bytes, where: str) -> InferenceError:
-    """The error of a status that is not 200."""
+    """Return the error for a status other than 200."""
     told = f"{where} answered {status}: {text[:EXCERPT].decode('utf-8', 'replace')}"
     if status in _BUSY:
         return EngineBusy(told)
@@ -658,9 +656,9 @@ def _refusal(status: int, text: bytes, where: str) -> InferenceError:
 
 
 async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) -> AsyncIterator[_Sample]:
-    """The values of server-sent events, up to [DONE]; a stream without it is RemoteUnavailable.
+    """Yield the values of server-sent events up to [DONE]; raise RemoteUnavailable if [DONE] is missing.
 
-    `most_bytes` is the length of the whole stream.
+    `most_bytes` limits the length of the whole stream.
     """
     lines = Lines(MOST_REPLY_BYTES, most_bytes)
     async for part in content.iter_any():
@@ -668,14 +666,15 @@ async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) ->
             data = line.strip().removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            if data and not data.startswith(b":"):  # a comment, which keeps the connection open
+            if data and not data.startswith(b":"):  # skip comments, which keep the connection open
                 yield read(_Sample, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 
-def _tell(answer: _Answer, count: int, extras: Extras) -> int:
-    """Call `on_token` with each token after the first `count` but the newest, which may be the last; return
-    how many it has had so far.
+def _report_tokens(answer: _Answer, count: int, extras: Extras) -> int:
+    """Call `on_token` with the tokens after the first `count` except the newest; return how many it has had.
+
+    The newest token may be the last one.
     """
     assert extras.on_token is not None
     newest = len(answer.token_ids) - 1

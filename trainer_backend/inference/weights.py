@@ -1,4 +1,4 @@
-"""Loading of new weights into the engine's model: all trained tensors, after checking them."""
+"""Load new weights into the engine's model, after checking all tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer_backend.models.layout import KEPT, weight_files
 from trainer_backend.models.origin import from_stored, plain_name
 
 NAMES_IN_A_MESSAGE = 3
-# A part of the names that peft gives to an adapter's weights.
+# The part of a name that marks an adapter's weights in peft.
 OF_AN_ADAPTER = ".lora_"
 
 
@@ -41,9 +41,9 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
 class ServedWeights:
     """The weights of an engine's model.
 
-    Of a model with adapters, these may be replaced alone, since the base below them is not trained. A whole
-    model, such as a merged checkpoint, replaces the base, and the adapters become 0. Adapters alone are
-    refused after that: those of a run are over the base that its engine began with.
+    A load may replace only the adapters of a model, since their base is not trained. A whole model, such as a
+    merged checkpoint, replaces the base, and the adapters become 0. After that, adapters alone are refused: a
+    run's adapters belong to the base that its engine began with.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,14 +54,14 @@ class ServedWeights:
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the tensors of the model's `state_dict()`, after checking all of them.
 
-        Names that share memory (a tied head and its embedding) need only one of them.
+        Of names that share memory (a tied head and its embedding), one is enough.
 
-        Each tensor is written over the old one, since a GPU has no room for both models. So an error that
-        comes while they are copied (out of memory) leaves some old and some new: the model must not
-        compute until a later call returns.
+        Each tensor overwrites the old tensor, since a GPU has no room for both models. So an error during the
+        copies (out of memory) leaves some old and some new tensors: the model must not compute until a later
+        call returns.
 
         Raises:
-            WeightsRefused: they do not fit; nothing was copied.
+            WeightsRefused: the tensors do not fit; nothing was copied.
         """
         if isinstance(self._model, PreTrainedModel):
             tensors = from_stored(self._model, tensors)
@@ -71,13 +71,13 @@ class ServedWeights:
         is_whole = not has_adapters or any(OF_AN_ADAPTER not in name for name in tensors)
         if adapters and not is_whole and not self._has_own_base:
             raise WeightsRefused(
-                "they are adapters alone, and a whole model has replaced the base that they are over",
+                "they are only adapters, and a whole model has replaced their base",
                 hint="Load a merged checkpoint, or adapters together with their base.",
             )
         if not has_adapters:
             targets = {plain_name(name): tensor for name, tensor in targets.items() if name not in adapters}
         _refuse_misfits(tensors, targets, required=targets if is_whole else adapters)
-        # Before the first copy: the second may fail.
+        # Set before the first copy: a later copy may fail.
         self._has_own_base = not is_whole
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)

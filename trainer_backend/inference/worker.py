@@ -1,4 +1,4 @@
-"""The engine thread: admit, prefill, step, deliver; orders and aborts between two steps."""
+"""Run the engine thread: admit, prefill, step, deliver; carry out orders and aborts between two steps."""
 
 import math
 from collections.abc import Callable
@@ -28,17 +28,17 @@ class EngineCounters:
 
     requests: int = 0
     preempted: int = 0
-    """Rows that were freed for older requests; theirs waited, and were computed again."""
+    """Rows that were freed for older requests; their requests waited and were computed again."""
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     prompt_tokens_recomputed: int = 0
-    """Computed though a row or a copy knew them, since no state was kept where the prompts part."""
+    """Tokens that a row or a copy knew, but that were computed because no state was kept at that position."""
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
-    """Sampled tokens under truncation."""
+    """Tokens that were sampled under truncation."""
     lost_mass: float = 0.0
-    """Sum of the probability that truncation removed from them."""
+    """The sum of the probability that truncation removed for these tokens."""
 
 
 class EngineWorker:
@@ -57,7 +57,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
-        # The version of which only some weights are loaded, so that no request is served.
+        # The version whose weights are only partly loaded; meanwhile no request is served.
         self.half_loaded: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
@@ -65,7 +65,7 @@ class EngineWorker:
         self._prefill_tokens = prefill_tokens
 
     def run(self, torch_threads: int) -> None:
-        """Run until closed; any error that ends the thread reaches all waiting callers."""
+        """Run until the inbox is closed; any error that ends the thread reaches all waiting callers."""
         reason = "it was stopped"
         try:
             torch.set_num_threads(torch_threads)
@@ -87,11 +87,11 @@ class EngineWorker:
     def turn(self) -> None:
         for order in self.inbox.take_commands():
             order.carry_out()
-        # A paused batch never drains, so a pause lets the swap through.
+        # A paused batch never becomes empty, so a swap runs during a pause.
         if self.paused or not (self.batch.rows or self.inbox.holds_begun()):
             swaps = self.inbox.take_swaps()
             if swaps:
-                deliver(self._taken(self.batch.settle()))  # under the weights that have sampled it
+                deliver(self._record_tokens(self.batch.settle()))  # under the weights that sampled them
             for order in swaps:
                 order.carry_out()
         deliver(self._end_aborts())
@@ -105,18 +105,18 @@ class EngineWorker:
             prefill_tokens=self._prefill_tokens,
             to_prefill=self.batch.to_prefill,
         )
-        # Siblings second: they copy the prompt that the first of them has computed.
+        # Siblings follow, because they copy the prompt that the first sibling has computed.
         for wave in first_of_siblings(newcomers, self.batch.prefixes):
             self._join(wave)
         if self.batch.rows:
             self.counters.steps += 1
-            deliver(self._taken(self._sample()))
+            deliver(self._record_tokens(self._sample()))
 
     def swap(self, version: int, copy: Callable[[], None]) -> None:
-        """Have `copy` write the weights of a version.
+        """Let `copy` write the weights of a version.
 
-        Where memory runs out meanwhile, some weights are new and some old: no token is sampled with them. Any
-        other error ends the engine, unless it is one of ours, before the first weight was written.
+        If memory runs out meanwhile, some weights are new and some old, and the engine samples no token. An
+        InferenceError comes before the first write and changes nothing; any other error ends the engine.
         """
         try:
             self._with_room(copy, f"loading version {version}", relief=self._free_all)
@@ -134,15 +134,15 @@ class EngineWorker:
             request.set_version(version)
 
     def release(self) -> None:
-        """Give the memory of a cache in pages back; requests that ran wait, and are computed again."""
-        deliver(self._taken(self.batch.settle()))
+        """Give the memory of a paged cache back; running requests wait and are computed again."""
+        deliver(self._record_tokens(self.batch.settle()))
         for request in self.batch.release():
             self.inbox.put_back(request)
 
     def _join(self, newcomers: list[Request]) -> None:
         if not newcomers:
             return
-        if len(newcomers) > self.batch.free_slots:  # an older one waits for room, which they must not take
+        if len(newcomers) > self.batch.free_slots:  # newer requests must not overtake
             for request in newcomers:
                 self.inbox.put_back(request)
             return
@@ -159,12 +159,12 @@ class EngineWorker:
                 else:
                     self._give_up(newcomers, error)
                 return
-            # One by one: a short prompt must not fail together with a long one.
+            # Join one by one: a short prompt must not fail together with a long prompt.
             for request in newcomers:
                 self._join([request])
             return
         for request in newcomers:
-            if not request.token_ids:  # else it has joined before
+            if not request.token_ids:  # else the request has joined before
                 self.counters.prompt_tokens += len(request.prompt_ids)
                 self.counters.prompt_tokens_reused += request.reused
                 self.counters.prompt_tokens_recomputed += request.lost
@@ -178,23 +178,24 @@ class EngineWorker:
                 request.set_version(self.version)
         return [(request, request.generation("abort")) for request in requests]
 
-    def _taken(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
-        """Record sampled tokens, and end the requests whose last they are."""
+    def _record_tokens(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
+        """Record sampled tokens, and end the requests that are complete."""
         if sampled is None:
             return []
         outcomes: list[tuple[Request, Outcome]] = []
         ended: list[tuple[Request, Generation | InferenceError]] = []
         running = set(self.batch.rows)
         for index, request in enumerate(sampled.requests):
-            if request not in running:  # it has ended since this step was launched
+            if request not in running:  # the request has ended since this step was launched
                 continue
-            end = self._take(request, sampled, index)
+            end = self._record_token(request, sampled, index)
             if end is not None:
                 ended.append((request, end))
             elif request.extras.on_token is not None:
                 outcomes.append((request, sampled.token(index)))
-        # Only now: dropping a row moves another one, whose token must have been taken. Backwards, so that
-        # only running rows are moved: an ended row would leave non-finite numbers in its old place.
+        # Drop rows only now: dropping a row moves another row, whose token must be recorded first. Go
+        # backwards, so that only running rows move: an ended row would leave non-finite numbers in its old
+        # place.
         for request, end in reversed(ended):
             row = self.batch.rows.index(request)
             (self.batch.drop_invalid if isinstance(end, InferenceError) else self.batch.drop)(row)
@@ -204,10 +205,10 @@ class EngineWorker:
         return [*outcomes, *ended]
 
     def _sample(self) -> SampledTokens | None:
-        """Decode one step; if memory runs out, free a row and repeat. None: nothing was due, or none is left.
+        """Decode one step; if memory runs out, free a row and repeat. None if no tokens or no rows are left.
 
-        By pages it is the row of the youngest request, which waits and is computed again. Else the longest
-        request ends: its length alone decides how much memory all rows take.
+        With pages, the youngest request loses its row, waits and is computed again. Without pages, the
+        longest request ends: its length determines how much memory all rows take.
         """
         while self.batch.rows:
             try:
@@ -222,7 +223,7 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
-        # The step under way belongs to rows that are gone. A row that joins again samples that token again.
+        # The step under way belongs to rows that are gone. A row that joins again samples its token again.
         self.batch.settle()
         return None
 
@@ -236,17 +237,17 @@ class EngineWorker:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-            # Outside the handler, the error and the tensors of its frames are freed.
+            # Outside the handler, because the error and the tensors of its frames are then freed.
             (relief or self.batch.prefixes.drop_copies)()
         raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
 
     def _free_all(self) -> None:
-        """Free the copies of prefixes, and a cache in pages, whose requests wait and are computed again."""
+        """Free the copies of prefixes and a paged cache, whose requests wait and are computed again."""
         self.batch.prefixes.drop_copies()
         self.release()
 
     def _refuse_all(self, version: int) -> None:
-        """End the requests that run, and those that wait; behind a swap, new ones wait on."""
+        """End the running and the waiting requests; behind a swap, new requests continue to wait."""
         requests = list(self.batch.rows)
         for request in reversed(requests):
             self.batch.prefixes.unshare(request.prefix)
@@ -265,8 +266,10 @@ class EngineWorker:
         self.inbox.forget(requests)
         deliver((request, error) for request in requests)
 
-    def _take(self, request: Request, sampled: SampledTokens, row: int) -> Generation | InferenceError | None:
-        """Record a row's sampled token; return the outcome if it was the last, else None."""
+    def _record_token(
+        self, request: Request, sampled: SampledTokens, row: int
+    ) -> Generation | InferenceError | None:
+        """Record a row's sampled token; return the outcome if it is the last token, else None."""
         token, logprob = sampled.ids[row], sampled.logprobs[row]
         self.counters.sampled_tokens += 1
         lost = None if sampled.lost_masses is None else sampled.lost_masses[row]

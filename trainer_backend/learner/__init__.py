@@ -1,1 +1,1 @@
-"""The learner: holds the policy in torch, scores segments, updates weights, writes checkpoints."""
+"""The learner: holds the policy in torch, scores segments, updates weights and writes checkpoints."""

@@ -1,6 +1,6 @@
-"""A model with low-rank adapters by `peft`, which only this module imports whole.
+"""Low-rank adapters of a model by `peft`; the only module that imports peft as a whole.
 
-Adapters and base are summed in float32 and rounded once, in updates, in the engine and in merged checkpoints.
+Adapters and base are summed in float32 and rounded once: in updates, in the engine, in merged checkpoints.
 """
 
 import warnings
@@ -36,10 +36,10 @@ from trainer_backend.models.origin import plain_name, read_origin
 
 
 class Adapter:
-    """The adapters of a model, which peft puts into it in place; `model` keeps its class and its methods."""
+    """The adapters of a model, into which peft inserts them; the model keeps its class and methods."""
 
     def __init__(self, wrapped: PeftModel) -> None:
-        wrapped.eval()  # what peft adds begins in training mode
+        wrapped.eval()  # peft's modules begin in training mode
         self._wrapped = wrapped
         model: Any = wrapped.base_model.model
         self._model: Any = model
@@ -51,15 +51,15 @@ class Adapter:
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
-        """Adapters that change nothing yet; torch's global generator is left as it was.
+        """Insert new adapters, whose product is 0; torch's global generator is not changed.
 
-        `base` is the path or hub name of the model, for whatever loads the saved adapters.
+        `base` is the path or hub name of the model, which is stored with the adapters.
         """
         adapted = adapted_layers(model, table.target_modules)
         targets: str | list[str] = list(table.target_modules)
         if table.adapts_all:
             linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-            # peft's word takes in every subclass of a linear layer, and what it knows as experts.
+            # peft's ALL_LINEAR includes subclasses of linear layers, and experts.
             targets = ALL_LINEAR if len(adapted) == sum(1 for _ in linear) - 1 else sorted(adapted)
         experts = adapted_experts(model, table.target_modules)
         config = LoraConfig(
@@ -72,14 +72,14 @@ class Adapter:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            wrapped = _wrapped(model, config)
+            wrapped = _wrap(model, config)
         adapter = cls(wrapped)
-        adapter._settings.base_model_name_or_path = base  # peft has put the model's own folder there
+        adapter._settings.base_model_name_or_path = base  # peft has set the model's own folder
         return adapter
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        """Become the adapters that `save` wrote."""
+        """Load the adapters that `save` wrote."""
         stored = read_adapter(folder)
         layers = [
             name.removesuffix(".weight")
@@ -90,32 +90,32 @@ class Adapter:
         own = self.weights()
         shapes, stored_shapes = ({name: x.shape for name, x in part.items()} for part in (own, stored))
         if shapes != stored_shapes:
-            raise CheckpointError(f"{folder}: the adapters are those of another model")
+            raise CheckpointError(f"{folder}: the adapters belong to another model")
         for name, tensor in own.items():
             tensor.copy_(stored[name])
 
     def save(self, folder: Path) -> None:
-        """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
-        # "auto" would ask the hub whether the base's embedding was changed.
+        """Write adapter_model.safetensors and adapter_config.json in peft's layout."""
+        # With "auto", peft would query the hub for changes of the base's embedding.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
         rename_for_wrapper(folder, read_origin(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
-        """A and B of every adapted layer, under their names in the model; not copied."""
+        """Return A and B of every adapted layer by their names in the model, without copies."""
         return {name: weight.detach() for name, weight in self._model.named_parameters() if ".lora_" in name}
 
     def copied(self, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """`stored`, or else the current weights, in tensors like ours, for `replaced`."""
+        """Copy `stored`, or the current weights, to tensors for `replaced`."""
         given = stored or self.weights()
         return {name: torch.empty_like(own).copy_(given[name]) for name, own in self.weights().items()}
 
     @contextmanager
     def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the adapters other weights inside this context, such as those that RL started from."""
+        """Give the adapters other weights inside the context, such as those from the start of RL."""
         trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
         own = [parameter.data for parameter, _ in trained]
         try:
-            # Not copied into them: a backward pass that is still to come needs them unchanged.
+            # Exchanged, not overwritten, because a later backward pass needs the own weights unchanged.
             for parameter, tensor in trained:
                 parameter.data = tensor
             yield
@@ -125,17 +125,17 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """The weights of the plain model that computes the same, float32 in main memory, one by one."""
+        """Return the merged weights, float32 in main memory, by their names in the plain model."""
         return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
 
     @torch.no_grad()
     def merged_in(self, name: str, weight: Tensor) -> Tensor:
-        """A whole weight of `under` with its adapter merged in; float32, in main memory."""
+        """Merge the adapter into a whole weight of `under`; float32, in main memory."""
         plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
         return plain if layer is None else plain + _layer_delta(layer)
 
     def under(self) -> dict[str, Tensor]:
-        """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
+        """Return the weights without adapters, by their names in the plain model; tied weights once."""
         return {
             plain_name(name): tensor
             for name, tensor in collect_weights(self._model).items()
@@ -144,11 +144,11 @@ class Adapter:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """To be called where a warm-up has moved the adapters, before RL continues from them.
+        """Prepare the base for RL, after a warm-up has moved the adapters.
 
-        A run that is resumed gets its base from iteration_0, where the adapters of that moment are merged in,
-        by taking them out again (`adapter_folder.take_out`); a float32 base may differ in its last bit then.
-        So that both continue from the same one, this run's base is computed that way too.
+        A resumed run computes its base from iteration_0 by subtracting the merged adapters
+        (`adapter_folder.take_out`), which may change a float32 base in its last bit. The base is computed in
+        the same way here, so that both runs continue from the same weights.
         """
         for _, layer in lora_layers(self._model):
             base: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
@@ -157,28 +157,28 @@ class Adapter:
 
 
 def unmerge(model: PreTrainedModel, folder: Path) -> None:
-    """Take merged adapters out of a float32 model's weights and put them next to its base, as in training."""
+    """Subtract merged adapters from a float32 model's weights, and insert them as adapters again."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
-        Adapter(_wrapped(model, read_settings(folder))).restore(folder)
+        Adapter(_wrap(model, read_settings(folder))).restore(folder)
 
 
-def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+def _wrap(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
     settings: Any = model.config
     model_type = settings.model_type
-    # By this name peft would turn names of linear layers into those of fused experts, which are not adapted.
+    # By model_type, peft would change names of linear layers to those of fused experts.
     settings.model_type = ""
     try:
         with warnings.catch_warnings():
-            # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
+            # peft uses an old name of transformers 5, whose warning would appear in the run's output.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = get_peft_model(model, config)
     finally:
         settings.model_type = model_type
     for module in model.modules():
         if type(module) is ParamWrapper:
-            module.__class__ = AdaptedExperts  # peft makes this kind itself, whatever is registered
+            module.__class__ = AdaptedExperts  # peft ignores what is registered for this class
     return wrapped
 
 
@@ -191,21 +191,20 @@ def _layer_delta(layer: Any) -> Tensor:
 
 
 class AdaptedLinear(LoraLinear):
-    """peft's layer, but the sum is rounded once.
+    """peft's adapted linear layer, with a sum that is rounded once.
 
-    peft adds the adapter's product to an output of the base that is rounded already; of bfloat16, with its
-    eight bits, half of what ten optimizer steps of 1e-5 have taught is gone then. Here the base's product is
-    added to the adapter's inside one matrix product, whose sums are float32.
+    peft adds the adapter's product to the rounded output of the base. In bfloat16, half of the effect of ten
+    optimizer steps of 1e-5 is then lost. Here one matrix product with float32 sums adds both.
     """
 
     def parts(self) -> tuple[nn.Linear, Tensor, Tensor, float]:
-        """The layer below, A [rank, in], B [out, rank] and the scale, for the engine's decoder."""
+        """Return the base layer, A [rank, in], B [out, rank] and the scale, for the engine's decoder."""
         base: Any = self.get_base_layer()
         down, up = (matrix[ADAPTER].get_parameter("weight") for matrix in (self.lora_A, self.lora_B))
         return base, down, up, self.scaling[ADAPTER]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         base: Any = self.get_base_layer()
         low = self.lora_B[ADAPTER](self.lora_A[ADAPTER](self.lora_dropout[ADAPTER](x)))
         summed = torch.addmm(
@@ -216,14 +215,14 @@ class AdaptedLinear(LoraLinear):
 
 
 class AdaptedExperts(ParamWrapper):
-    """peft's adapter of the experts of a layer, which are one tensor: the layer computes with W + s B A.
+    """peft's adapter of a layer's experts, which are one tensor: the layer computes with W + s B A.
 
-    peft puts the sum in its place by a cache that all threads of a process share: while an engine computes, a
-    learner may be given the sum of an earlier step.
+    peft caches the sum for all threads of a process. While an engine computes, a learner could get the sum of
+    an earlier step; so it is not cached here.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer itself."""
+        """Compute the layer with adapted weights."""
         own: Any = self
         below = own.base_layer
         left, right, scale = own.get_delta_factors(ADAPTER)

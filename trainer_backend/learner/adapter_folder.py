@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint on disk, in the layout of peft, which takes half a second to import."""
+"""Reads and writes a checkpoint's adapters in peft's layout, without importing peft (half a second)."""
 
 import json
 from collections.abc import Collection
@@ -23,13 +23,13 @@ _OF_PEFT = "base_model.model."
 
 
 def take_out(model: PreTrainedModel, folder: Path) -> None:
-    """Make of a float32 model with stored adapters merged into it the one that they were trained over."""
+    """Subtract stored adapters from a float32 model into which they were merged."""
     add_adapters(model, folder, sign=-1.0)
 
 
 @torch.no_grad()
 def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> None:
-    """Merge stored adapters into the float32 model that they were trained over; -1 takes them out."""
+    """Add stored adapters to their float32 base model; sign -1 subtracts them."""
     stored = read_adapter(folder)
     settings = read_settings(folder)
     for name, down in stored.items():
@@ -37,23 +37,23 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             continue
         up = stored[name.replace(".lora_A.", ".lora_B.")]
         try:
-            own = _adapted_weight(model, name.partition(".lora_A.")[0], settings)
+            own = _find_adapted_weight(model, name.partition(".lora_A.")[0], settings)
             weight = model.get_parameter(own)
             scaling = settings.lora_alpha / settings.r
             if weight.dim() == 3:
                 experts = model.get_submodule(own.rpartition(".")[0])
-                # [E, in, out], and not [E, out, in]; as peft asks
+                # Whether the tensor is [E, in, out], not [E, out, in]; peft asks this way too.
                 is_by_input = bool(getattr(experts, "is_transposed", False))
                 learned = expert_delta(down, up, settings.r, scaling, is_by_input)
             else:
                 learned = delta(down, up, scaling)
             weight.add_(learned, alpha=sign)
-        except (AttributeError, RuntimeError) as error:  # no such layer; of another shape
-            raise CheckpointError(f"{folder}: the adapters are those of another model: {error}") from error
+        except (AttributeError, RuntimeError) as error:  # no such layer; another shape
+            raise CheckpointError(f"{folder}: the adapters belong to another model: {error}") from error
 
 
-def _adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") -> str:
-    """The name in a plain model of the weight that an adapter, `layer` of the model with adapters, is over.
+def _find_adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") -> str:
+    """Find the weight of a plain model that the adapter `layer` adapts; return its name.
 
     The experts of a layer are several tensors of one module; peft wraps it once for each, the last outermost.
     """
@@ -64,15 +64,15 @@ def _adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") 
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors that `Adapter.save` wrote, under their names in the model."""
+    """Read the tensors that `Adapter.save` wrote, by their names in the model."""
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(
             f"{folder}: no adapter in this checkpoint, but the job has [lora]",
-            hint="A run keeps the tables that it was started with.",
+            hint="[lora] cannot be added to a run; start a new run.",
         )
     try:
         stored = load_file(folder / WEIGHTS)
-    except Exception as error:  # safetensors has one untyped error for every kind of broken file
+    except Exception as error:  # safetensors raises one untyped error for all broken files
         raise CheckpointError(f"{folder}: the adapter cannot be read: {error}") from error
     return {
         text_name(name.removeprefix(_OF_PEFT)).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
@@ -81,7 +81,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def read_settings(folder: Path) -> "LoraConfig":
-    """The settings of stored adapters, with the layers' names in the model that is trained."""
+    """Read the settings of stored adapters, with the layers' names in the trained model."""
     from peft import LoraConfig
 
     settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
@@ -93,9 +93,9 @@ def read_settings(folder: Path) -> "LoraConfig":
 
 
 def rename_for_wrapper(folder: Path, decoder: str) -> None:
-    """Give adapters of a text model the names of the class that its folder is loaded as (`Origin.decoder`).
+    """Rename a text model's adapters as in the wrapper's class (`Origin.decoder`).
 
-    Layers are named whole: the ends of their names would take in layers of a vision tower.
+    Layers get their full names, because name endings would match layers of a vision tower too.
     """
     if decoder == "model":
         return
@@ -113,16 +113,16 @@ def rename_for_wrapper(folder: Path, decoder: str) -> None:
 
 
 def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
-    """Write adapters into `folder` as transformers with peft loads them, over the plain model of `base`.
+    """Write adapters into `folder` for transformers with peft, over the plain model in `base`.
 
-    That model, W + d_0, has the adapters of `base` merged, so what is written is the rest, d_n - d_0, as
+    That model, W + d_0, has the adapters of `base` merged. So the difference d_n - d_0 is written, as
     adapters of twice the rank and the same scale:
 
         B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
 
-    Where there was no warm-up, B_0 is 0, and the adapters are written as they are. `own` is their folder, by
-    `Adapter.save`. The path of `base` is written down whole: transformers would read a relative one from its
-    working folder.
+    Without a warm-up, B_0 is 0, and the adapters are written unchanged. `own` is their folder, written by
+    `Adapter.save`. The path of `base` is absolute, because transformers resolves relative paths against its
+    working directory.
     """
     stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
     settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))
@@ -145,17 +145,16 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
 
 
 def refuse_adapters(checkpoint: Path) -> None:
-    """Refuse a checkpoint of a run with [lora] for a job without it, whose moments are of other weights."""
+    """Refuse a checkpoint with adapters for a job without [lora], whose moments belong to other weights."""
     if (checkpoint / FOLDER).is_dir():
         raise CheckpointError(
             f"{checkpoint}: it has adapters, but the job has no [lora]",
-            hint="A run keeps the tables that it was started with; `turnwise merge` writes the model "
-            "for a new run.",
+            hint="[lora] cannot be removed from a run; `turnwise merge` writes the model for a new run.",
         )
 
 
 def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[str]) -> None:
-    """Refuse adapters of another rank, scale or place in the model; `layers` are the names of ours."""
+    """Refuse adapters of another rank, scale or set of layers; `layers` are the names of ours."""
     theirs = read_settings(folder)
     if set(theirs.target_modules or ()) == set(layers):
         theirs.target_modules = ours.target_modules
@@ -166,19 +165,19 @@ def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[s
         own, stored = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
         if own != stored:
             raise CheckpointError(
-                f"{folder}: its adapters have {key} {_told(stored)}, but lora.{key} of the job gives "
-                f"{_told(own)}",
-                hint="A run goes on with the [lora] that it was started with.",
+                f"{folder}: its adapters have {key} {_shorten(stored)}, but lora.{key} of the job gives "
+                f"{_shorten(own)}",
+                hint="The [lora] of a run cannot be changed.",
             )
 
 
 def delta(down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """(alpha / rank) * B A in float32, always on the CPU: the same wherever the model lives."""
+    """Compute (alpha / rank) * B A in float32, always on the CPU, so that all devices give the same sum."""
     return up.float().cpu() @ down.float().cpu() * scaling
 
 
 def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_input: bool) -> Tensor:
-    """[E, out, in] of A [E * rank, in] and B [out, rank * E], as peft lays them out; or [E, in, out]."""
+    """Compute [E, out, in], or [E, in, out], from peft's A [E * rank, in] and B [out, rank * E]."""
     downs = down.float().cpu().reshape(-1, rank, down.shape[1])
     ups = up.float().cpu().reshape(len(up), rank, -1).permute(2, 0, 1)
     learned: Tensor = ups @ downs * scaling
@@ -186,11 +185,11 @@ def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_inpu
 
 
 def _plain(setting: Any) -> Any:
-    """peft keeps names of layers as a set, and writes them as a list."""
+    """Sort names of layers: peft keeps them as a set, and stores them as a list."""
     return sorted(setting) if isinstance(setting, set | list | tuple) else setting
 
 
-def _told(setting: Any) -> str:
-    """All layers that have an adapter would fill a page."""
+def _shorten(setting: Any) -> str:
+    """Describe a setting; of a long list only the first names."""
     is_long = isinstance(setting, list) and len(setting) > 4
     return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)

@@ -1,11 +1,11 @@
-"""How attention keeps packed segments apart: which way a placement takes, and the ways.
+"""Layouts of packed segments for attention, and the choice among them.
 
-    OneRow       all rows end to end without padding, for a kernel of variable length: CUDA with bfloat16
-    ByLength     the same row; attention alone has segments of similar length side by side: a CPU
-    BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
-    PaddedRows   a segment a row, by length: layers that no mask over positions computes, on any device
+    OneRow       one row without padding, for a variable-length kernel: CUDA with bfloat16
+    ByLength     one row; within attention, segments of similar length are batched: a CPU
+    BlockMask    a mask [L, L] per row, for torch's scaled_dot_product_attention: any device, L^2 work
+    PaddedRows   one segment per row, by length: layers without attention by position, on any device
 
-All give what each segment alone gives; tests hold them to it.
+All give the results of each segment alone, as tests check.
 """
 
 import inspect
@@ -47,47 +47,47 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.cpu_kernels import CpuKernels, Depths, kernels_for
 from trainer_backend.models.part_attention import why_no_parts, widened
 
-# How transformers knows our attention function.
+# Name of our attention function in transformers.
 ONE_ROW = "turnwise_one_row"
-# Of FlashAttention, which takes multiples of 8 (OpenLLaMA's 100, say, is none).
+# Head dimensions of FlashAttention: multiples of 8 up to this.
 _WIDEST_HEAD = 256
-# A branch of a trie costs about as much as so many tokens (bench/shared_prefix.py).
+# A branch of a trie costs about as much as this number of tokens (bench/shared_prefix.py).
 SHARE_FROM = 16
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
 
 
-# The rows that the model is given, on the device, and the keywords that go with them.
+# The rows on the device, and keywords for the model's forward pass.
 Arranged = tuple[Packed, dict[str, Any]]
 
 
 class PackedAttention(Protocol):
-    """The layout of a packed batch for the model, and the keywords that go with it."""
+    """Lays a packed batch out for the model's attention."""
 
     @property
     def implementation(self) -> str:
-        """The name under which transformers knows the attention function."""
+        """Return the name of the attention function in transformers."""
 
     @property
     def takes_tries(self) -> bool:
-        """Whether it takes rows of tries (`core.collate`)."""
+        """Return whether it supports rows of tries (`core.collate`)."""
 
     rows_are_joined: ClassVar[bool]
-    """Whether rows are laid end to end, so that the length of one costs nothing."""
+    """Whether rows are concatenated, so that the width of a row costs nothing."""
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
-        """The rows on the device, and their keywords.
+        """Return the rows on the device, and keywords for the forward pass.
 
-        Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
-        `turnwise_attend_read`: see `learner.packed_decoder`. Of tries these are `turnwise_reads`, each once.
+        For one row the keywords are `turnwise_attend` and, if it is cheaper for the tokens that are read,
+        `turnwise_attend_read` (`learner.packed_decoder`); for tries also `turnwise_reads` (`reads_once`).
         `dtype` is that of the queries.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMask:
-    """Rows as they are, under `core.collate.block_mask`."""
+    """Unchanged rows, with `core.collate.block_mask`."""
 
     implementation: str = "sdpa"
     takes_tries: ClassVar[bool] = True
@@ -96,14 +96,14 @@ class BlockMask:
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         mask_B1LL = block_mask(packed.position_ids_BL).to(device)
         packed = packed.to(device)
-        # As numbers to add: torch would make these of the booleans in every layer, and keep them all.
+        # As float: torch would convert the booleans in every layer, and keep all results.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}
 
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` gets the places of its segments, `joined` the levels of its tries."""
+    """One row of all tokens; `kernel` takes the bounds of its segments, `joined` the levels of its tries."""
 
     kernel: Kernel
     joined: LevelKernel | None = None
@@ -133,11 +133,10 @@ class OneRow:
 
 
 def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
-    """Attention over one row of tries by the kernels of a CPU, in float32: of the queries of `depths`.
+    """Return attention over one row of tries by the CPU kernels, in float32, for the queries of `depths`.
 
-    A token sees what lies above it, which the kernels keep by depth (`models.cpu_kernels`): no mask, no
-    padding, no parts to join. Keys and values, of all tokens, may have fewer heads; what a beginning's get
-    from all tokens below them is summed in float64.
+    The kernels keep the keys above a token by depth (`models.cpu_kernels`), so there is no mask, no padding
+    and nothing to join. Keys and values may have fewer heads; gradients of shared ones are summed in float64.
     """
 
     def attend(q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -166,8 +165,8 @@ class _ByPath(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens, as `OneRow`: by `kernels` of a CPU (`attend_by_path`), or where they are not by
-    `learner.by_length`, and of tries `learner.joined`."""
+    """One row of all tokens on a CPU: by `kernels` (`attend_by_path`); without kernels, by
+    `learner.by_length`, or for tries `learner.joined`."""
 
     kernels: CpuKernels | None = None
     implementation: str = ONE_ROW
@@ -208,31 +207,29 @@ class ByLength:
 
 
 def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where a row's tokens are predicted, each place once and in order, and which one is each token's."""
+    """Return the distinct positions that predict a row's sampled tokens, and each token's index in them."""
     read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
     return read_N.to(device), which_N.to(device)
 
 
-# The keyword under which a model's own layers get their rows: groups, and the order of what these read
-# (`by_length.padded_groups`).
+# Keyword with the rows for a model's own layers: groups, and the order of their reads (`padded_groups`).
 GROUPS = "turnwise_groups"
 Groups = tuple[Sequence[PaddedGroup], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """A segment a row, padded at its end, a group of similar lengths a pass: any causal layers compute it.
+    """One segment per row, padded at its end, one pass per group of similar lengths; for any causal layers.
 
-    No token sees one behind it, so padding changes nothing before it, and there is no mask of it.
-
-    implementation: of the model's own attention.
-    why: the reason why rows are not packed, in words.
-    ranks: that make equally many passes, since each gathers the weights of all.
+    No token sees a later one, so padding needs no mask.
     """
 
     implementation: str
+    """Name of the model's own attention."""
     why: str
+    """The reason why rows are not packed."""
     ranks: Ranks = ALONE
+    """All ranks make equally many passes, because each pass gathers weights of all ranks."""
     takes_tries: ClassVar[bool] = False
     rows_are_joined: ClassVar[bool] = True
 
@@ -246,12 +243,12 @@ class PaddedRows:
 
     @staticmethod
     def places(packed: Packed) -> int:
-        """How many tokens the passes compute, those of the padding too."""
+        """Count the tokens that the passes compute, padding included."""
         return len(group_by_length(one_row(packed)[1]).token_P)
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
-    """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
+    """Choose ByLength on a CPU, OneRow if its kernel runs, otherwise BlockMask."""
     if placement.device.type == "cpu":
         return ByLength(kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim))
     if why_masked(placement, head_dim=head_dim) is not None:
@@ -260,28 +257,26 @@ def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
 
 
 def why_masked(placement: Placement, *, head_dim: int) -> str | None:
-    """Why a device other than a CPU attends under a mask; None where it has a kernel for one row."""
+    """Return why attention on a device other than a CPU is masked; None if there is a kernel for one row."""
     if placement.device.type != "cuda":
         return f"{placement.device.type} has no kernel for rows of several segments"
     if placement.low is None:
-        return "this GPU is older than Ampere, and the kernel for rows of several segments needs bfloat16"
+        return "the kernel for rows of several segments needs bfloat16, which GPUs before Ampere lack"
     if head_dim % 8 or head_dim > _WIDEST_HEAD:
-        return (
-            f"its kernel takes heads of 8, 16, ... {_WIDEST_HEAD} numbers, and this model's have {head_dim}"
-        )
+        return f"its kernel takes head dimensions of 8, 16, ... {_WIDEST_HEAD}; this model's is {head_dim}"
     if not varlen_is_here():
         return f"torch {torch.__version__} has no varlen_attn with windows and grouped heads; 2.11 has"
     return None
 
 
 def varlen_is_here() -> bool:
-    """Whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
+    """Return whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
     return "window_size" in _varlen_parameters()
 
 
 @cache
 def _varlen_parameters() -> Set[str]:
-    """Names of what `varlen_attn` takes; none where torch does not have it."""
+    """Return the names of `varlen_attn`'s parameters; empty if torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -290,16 +285,16 @@ def _varlen_parameters() -> Set[str]:
 
 
 def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
-    """A `Kernel`: torch's FlashAttention over the segments, in bfloat16.
+    """Attend by torch's FlashAttention over the segments, in bfloat16 (a `Kernel`).
 
-    Not cuDNN's: torch 2.11 tells its backward pass the width of a head as the longest segment, and it writes
-    beyond its buffers (pytorch/pytorch#186142).
+    Not by cuDNN: torch 2.11 passes the head dimension to its backward pass as the longest segment, and it
+    writes beyond its buffers (pytorch/pytorch#186142).
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # Norms and rotations of torch leave float32 behind under autocast, which does not know this kernel.
+    # Under autocast, torch's norms and rotations return float32; autocast does not cast for this kernel.
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q_LHD, k_LHD, v_LHD))
-    # Before torch 2.13 grouped heads are told by the shapes alone.
+    # Before torch 2.13 grouped heads follow from the shapes.
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _varlen_parameters() else {}
     kernel: Callable[..., object] = varlen_attn
     attended = kernel(
@@ -321,15 +316,15 @@ def _one_row_attention(
     turnwise_attend: Attend | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: [B, H, L, D] in, [B, L, H, D] out.
+    """Attend in a layer of transformers: [B, H, L, D] in, [B, L, H, D] out.
 
-    A model that is called without `turnwise_attend`, as anyone may, has one sequence a row, padded at its end
-    if at all: transformers makes no mask for an attention function that it does not know.
+    Without `turnwise_attend` (any other call of the model), each row is one sequence, padded only at its end:
+    transformers makes no mask for an unknown attention function.
     """
-    asked = [name for name in _NOT_COMPUTED if others.get(name) is not None]
-    if asked:
+    unsupported = next((name for name in _NOT_COMPUTED if others.get(name) is not None), None)
+    if unsupported:
         raise ModelFolderError(
-            f"its attention has {asked[0]}, which packed rows leave out", where="model.path"
+            f"its attention has {unsupported}, which packed rows do not support", where="model.path"
         )
     if turnwise_attend is None:
         return causal_attention(query, key, value, scale=scaling).transpose(1, 2), None

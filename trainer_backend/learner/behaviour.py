@@ -1,7 +1,6 @@
-"""The policies that sampled an update's tokens: their objectives, their weights, and metrics of each.
+"""Objectives, weights and metrics of the policies that sampled an update's tokens.
 
-A job without fixed policies has one objective, the actor's, for all tokens; its numbers are then the same as
-without any support for fixed policies.
+A job without fixed policies has only the actor's objective; its results are the same as without this code.
 """
 
 import math
@@ -32,16 +31,14 @@ from trainer_backend.plugins import policy_loss
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The segments of an iteration with the scores and weights of stop 8.
-
-    scored: in the order of the segments.
-    logs: by policy, the log of each unit's weight before truncation.
-    token_means: by policy, the mean of proximal/behaviour over its tokens, whatever the unit is.
-    """
+    """The scored and weighted segments of an iteration (stop 8)."""
 
     scored: list[Scored]
+    """In the order of the segments."""
     logs: dict[str, NDArray[Any]]
+    """By policy, the log of each unit's weight before truncation."""
     token_means: dict[str, float]
+    """By policy, the mean of proximal/behaviour over its tokens, for any unit."""
 
 
 def build_objectives(
@@ -49,7 +46,7 @@ def build_objectives(
     algorithm: AlgorithmTable,
     fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),
 ) -> dict[str, Objective]:
-    """The objective of each policy's samples: first the actor's, then those of the fixed policies."""
+    """Build the objective of each policy's samples: the actor's first, then those of the fixed policies."""
     plug = policy_loss(algorithm.loss)
     keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
@@ -78,10 +75,10 @@ def build_objectives(
 def weighed(
     drafts: Sequence[Scored], proximal: Sequence[Row], objectives: Mapping[str, Objective]
 ) -> Weighed:
-    """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
+    """Compute the weights of all sampled tokens of an iteration; an episode may lie in several steps.
 
-    `drafts` are not scored yet but by what a KL term pulls towards; `proximal` are for each [N] the learner's
-    own log-probs; `objectives` are by policy.
+    `drafts` are scored only by the reference of the KL term; `proximal` are each segment's [N] log-probs by
+    the learner; `objectives` are by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
         reference = () if draft.reference is None else draft.reference
@@ -93,17 +90,20 @@ def weighed(
     token_means: dict[str, float] = {}
     for policy in dict.fromkeys(draft.policy for draft in drafts):
         mine = [index for index, draft in enumerate(drafts) if draft.policy == policy]
-        of_mine = [drafts[index].segment for index in mine]
+        segments = [drafts[index].segment for index in mine]
         keys = objectives[policy].weighting
         level = keys.behaviour_weight_level
-        units = None if level == "token" else number_units(of_mine, [level] * len(mine))
+        units = None if level == "token" else number_units(segments, [level] * len(mine))
         unit_N = None if units is None else torch.from_numpy(np.concatenate(units))
-        columns_N = _column([proximal[index] for index in mine]), _column([part.logprobs for part in of_mine])
+        columns_N = (
+            _column([proximal[index] for index in mine]),
+            _column([part.logprobs for part in segments]),
+        )
         logs_N = log_weights(*columns_N, unit_N)
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
-        ends = np.cumsum([len(part.logprobs) for part in of_mine])
+        ends = np.cumsum([len(part.logprobs) for part in segments])
         weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
-        if unit_N is not None:  # all tokens of a unit have its weight; units are numbered from 0
+        if unit_N is not None:  # one log per unit; units are numbered from 0
             logs_N = logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N)
         logs[policy] = logs_N.numpy()
     pairs = enumerate(zip(drafts, proximal, strict=True))
@@ -114,17 +114,17 @@ def weighed(
 class FirstStep:
     """The segments of an iteration's first step, which the step's own forward passes score.
 
-    Its weights are those that every proximal log-prob is of, so a pass before it would compute the same
-    again. That holds without dropout, and where no unit with a weight of its own lies in several pieces.
+    The step still has the weights of the proximal policy, so a separate scoring pass would give the same
+    log-probs. This holds without dropout, and if no unit lies in several micro-batches.
     """
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
         self.drafts, self._objectives = drafts, objectives  # in the order of the step
-        # Of the pieces so far, by the segment's place in the step, [N] log-probs.
+        # [N] log-probs of the micro-batches so far, by the segment's index in the step.
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """A micro-batch, on the CPU, with log-probs of its own forward pass, and weights."""
+        """Return a micro-batch, on the CPU, with log-probs of its own forward pass, and weights."""
         own_N = logprobs_N.detach()
         rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows
@@ -134,10 +134,10 @@ class FirstStep:
 
 
 class Scores:
-    """The scores of an iteration's segments: before the first step, or with the first step's own passes.
+    """The scores of an iteration's segments: all from before the first step, or in part from its passes.
 
-    `proximal` are by number, [N] log-probs of each segment, but for those of `first`, whose numbers are
-    `members`; None: all are scored.
+    `proximal` are [N] log-probs by segment number, without the segments of `first`, whose numbers are
+    `members`. `first` is None if all are scored.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class Scores:
         self._members, self.first = members, first
 
     def step(self, members: Sequence[int]) -> Sequence[Scored]:
-        """The segments with these numbers; drafts while the first step is not over."""
+        """Return the segments with these numbers; drafts until the first step is over."""
         if self.first is not None:
             return self.first.drafts
         return [self.samples.scored[number] for number in members]
 
     @cached_property
     def samples(self) -> Weighed:
-        """All of the iteration; where a first step scores its own, it is over then."""
+        """Return the weighted segments of the iteration; reading them ends the first step."""
         if self.first is not None:
             rows = {self._members[index]: row for index, row in self.first.proximal.items()}
             self._proximal, self.first = {**self._proximal, **rows}, None
@@ -172,17 +172,17 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-# The actor's are logged as `loss/…` too; here each policy has them under its name.
+# Metrics `loss/…` of the actor that are also reported as `mixture/actor/…`.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
 def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: float) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
+    """Compare the sampler's log-probs with the learner's own: the token-in, token-out check.
 
-    Of what `policy_version` sampled (None: of all of the actor's): another policy's samples are far away, and
-    an older version's may be. Gives mismatch/logprob_max and mismatch/logprob_mean (nats), and
-    mismatch/checked_share where older versions may have sampled too. Empty, or that share alone, where there
-    is nothing to check.
+    Only samples of `policy_version` are compared (None: all of the actor's), because other versions and
+    policies may differ. Returns mismatch/logprob_max and mismatch/logprob_mean (nats), and with a version
+    mismatch/checked_share; the first two are missing if there is nothing to check. Raises SamplerMismatch for
+    a difference above `limit`.
     """
     of_actor = [item for item in scored if item.policy == ACTOR]
     sampled = sum(len(item.proximal) for item in of_actor)
@@ -210,8 +210,8 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
         f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
         f"(training.mismatch_limit; beyond it: {beyond} of {len(gap_N)} tokens)",
         where=place(segment.rollout_id, int(segment.decision[n]) + 1, position),
-        hint="Few tokens beyond it: products may round by more than that; raise it. Many: the engine had "
-        "other weights, another temperature or other token ids; look at "
+        hint="If few tokens are beyond it, rounding is the likely cause; raise the limit. If many are, the "
+        "engine had other weights, another temperature or other token ids; look at "
         f"`turnwise inspect {segment.rollout_id} --tokens`.",
     )
     wrong = [pair[0].segment.rollout_id for pair in zip(of_actor, gaps, strict=True) if pair[1].max() > limit]
@@ -222,21 +222,21 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
 def mixture_metrics(
     objectives: Mapping[str, Objective], samples: Weighed, metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """How much the samples of each policy counted; empty for a job without fixed policies.
+    """Measure how much the samples of each policy counted; empty for a job without fixed policies.
 
-        actor/importance_sampling           1 where a fixed policy's samples were trained on
-        actor/importance_weight_mean        of those: proximal/behaviour before truncation, one for each token
-                                            or decision or episode, by its level; likewise std, min, max
-        mixture/ess, …/counted_share        of those, truncated: `effective_share`, `counted_share`
+        actor/importance_sampling           1 if samples of a fixed policy were trained
+        actor/importance_weight_mean        over these samples: mean of proximal/behaviour before truncation,
+                                            per token, decision or episode; likewise std, min, max
+        mixture/ess, …/counted_share        over these, truncated: `effective_share`, `counted_share`
         mixture/{policy}/ess, …/counted_share, …/weight_mean
-                                            the same of each policy, the actor too; its mean truncated weight
-        mixture/{policy}/truncated_share    units whose weight was held at the cap, or became 0; not of
-                                            `single_ratio`, whose policy loss has no weight
-        mixture/{policy}/lost_mass          of a fixed policy with truncation: how much of the proximal
-                                            policy's probability lies on tokens that it never says, in the
-                                            states that it visits: 1 - mean p/mu of a token, an estimate
+                                            the same for each policy, also the actor; mean truncated weight
+        mixture/{policy}/truncated_share    share of units whose weight was capped or set to 0; not for
+                                            `single_ratio`, whose loss has no weight
+        mixture/{policy}/lost_mass          for a fixed policy with truncation (top-k, top-p): the proximal
+                                            policy's probability of tokens that it cannot sample, estimated
+                                            as 1 - mean p/mu over tokens
 
-    The actor's `loss/…` of `metrics`, which are those of the steps, are reported again as `mixture/actor/…`.
+    The actor's `loss/…` in `metrics` (of the steps) are reported again as `mixture/actor/…`.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """

@@ -1,6 +1,6 @@
-"""The learner's side of a broadcast: its weights to the workers of vLLM servers, tensor by tensor.
+"""Broadcasts the learner's weights to the workers of vLLM servers, tensor by tensor.
 
-`inference.vllm_worker.turnwise_transfer` is the other side, and says how the two meet.
+`inference.vllm_worker.turnwise_transfer` is the receiving side, and documents the protocol.
 """
 
 import json
@@ -23,17 +23,16 @@ from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
-# Of workers that ask a moment after the first one.
+# The least wait for further servers after the first.
 _GRACE_S = 1.0
 
 
 class WeightSender:
-    """Sends one version of the policy to the servers that ask for it, any number of times.
+    """Sends one version of the policy to the servers that request it, any number of times.
 
-    They reach this machine at the address `host`, and ask at `address`, host and port. `backend` is "nccl",
-    or "gloo" for tensors in main memory. A member of a group that takes longer than `timeout_s` for one
-    tensor is lost; a worker that waits, and takes longer than `answer_s` to answer a call, is dead or stands
-    still.
+    Servers connect to `address`, a port on `host`. `backend` is "nccl", or "gloo" for tensors in main memory.
+    A group member that takes longer than `timeout_s` for one tensor is lost. A waiting worker that does not
+    answer a call within `answer_s` is dead or stuck.
     """
 
     answer_s = 5.0
@@ -42,7 +41,7 @@ class WeightSender:
         self._backend, self._timeout_s = backend, timeout_s
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address = (host, int(listener.getsockname()[1]))
-        # The store takes the descriptor, and closes it at its end.
+        # The store owns the descriptor from here on.
         self._store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=timeout_s),
@@ -50,16 +49,15 @@ class WeightSender:
         self._asked = 0
         self._waiting: dict[str, dict[int, tuple[int, Worker]]] = {}  # number and worker by server and rank
         self._called: list[tuple[int, Worker]] = []
-        self._first: float | None = None  # when the first of those that wait was seen
+        self._first: float | None = None  # time at which the first waiting server was seen
         self._names = map("group_{}".format, count())
 
     def ready(self, expected: int, since: float) -> int:
-        """How many servers `send` will send the weights to, `expected` at most; 0 as long as others are
-        waited for.
+        """Return to how many servers `send` will send, at most `expected`; 0 while waiting for more.
 
-        The first one is waited for, since the time `since` of the monotonic clock, then the others as long
-        again. A server that died or stands still since it has asked is left out. Where there is none it takes
-        a tenth of a second.
+        `since` is the start of the wait on the monotonic clock. After the first server, the others get as
+        long again. A server that died or hangs is left out. Without a server the call takes a tenth of a
+        second.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
@@ -74,13 +72,12 @@ class WeightSender:
         return 0
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Send weights to the servers that `ready` has counted, each tensor as it comes; return how many
-        loaded all.
+        """Send weights to the servers that `ready` counted; return how many loaded all of them.
 
-        `tensors` have their names in a Hugging Face checkpoint, and are on the device of the group's backend.
-        All are taken whatever happens: another rank may take part in making each of them. One is alive at a
-        time, with its copy in the precision and memory that is sent. If a server fails during this, no
-        server has loaded all of it, and the remaining ones ask again.
+        `tensors` have their names of a Hugging Face checkpoint, and are on the device of the group's backend.
+        All are consumed even after a failure, because other ranks take part in gathering them. One tensor
+        exists at a time, with its copy in the sent precision. If a server fails, no server has loaded all
+        weights, and the remaining servers request them again.
         """
         members, self._called = self._called, []
         name, size = next(self._names), len(members) + 1
@@ -96,11 +93,11 @@ class WeightSender:
         return len({worker.server for _, worker in members} - short)
 
     def close(self) -> None:
-        """Refuse new servers, and end the wait of those that have asked."""
+        """Refuse new servers, and end the wait of those that have connected."""
         del self._store
 
     def _whole_servers(self) -> list[str]:
-        """Servers all of whose workers have asked and have no place yet."""
+        """Return the waiting servers of which all workers have connected."""
         asked = self._store.add("asked", 0)
         for number in range(self._asked + 1, asked + 1):
             worker = Worker(**json.loads(self._store.get(f"worker/{number}")))
@@ -113,7 +110,7 @@ class WeightSender:
         ]
 
     def _call(self, servers: Iterable[str]) -> bool:
-        """Call the workers of servers; remember those of servers that answer as a whole."""
+        """Call the workers of servers; remember those of servers whose workers all answer."""
         workers = {server: self._waiting.pop(server) for server in servers}
         numbers = [number for own in workers.values() for number, _ in own.values()]
         for number in numbers:
@@ -132,7 +129,7 @@ class WeightSender:
 
 
 class _Stream:
-    """One pass over the weights, to one group."""
+    """One transfer of all weights to one group."""
 
     def __init__(self, store: TCPStore, place: Place) -> None:
         self._store, self._place = store, place
@@ -140,7 +137,7 @@ class _Stream:
         self._group: Backend | None = None
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """Send a tensor; nothing where the group has failed."""
+        """Send a tensor; do nothing if the group has failed."""
         if self._has_failed:
             return
         try:
@@ -148,51 +145,52 @@ class _Stream:
                 self._group = self._place.join(self._store)
             sent = tensor.detach().to(self._place.device(tensor.device)).contiguous()
             dtype = str(sent.dtype).removeprefix("torch.")
-            self._tell(name=name, dtype=dtype, shape=list(sent.shape))
+            self._announce(name=name, dtype=dtype, shape=list(sent.shape))
             broadcast(self._group, sent)
-        except (RuntimeError, ValueError) as error:  # of torch.distributed: a member is lost, or too slow
+        except (RuntimeError, ValueError) as error:  # from torch.distributed: a member is lost or too slow
             self._has_failed = True
             if self._group is not None:
                 leave(self._group)
-            self._tell(error=f"the group has failed at {name}: {error}")
+            self._announce(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
-        """Wait until the members have loaded all, or given up: the first one, and the others as long again;
-        return the ranks of those that have it.
+        """Wait until members have loaded all or failed; after the first, the others get as long again.
+
+        Returns the ranks of the members that loaded all.
         """
         done: set[int] = set()
         if not self._has_failed:
-            self._tell(count=self._count)
+            self._announce(count=self._count)
             start, first, left = time.monotonic(), None, set(range(1, self._place.size))
             while left and not _is_late(start, first, self._place.timeout_s):
-                done |= self._listed(left, "done")
-                left -= done | self._listed(left, "failed")
+                done |= self._find_ranks(left, "done")
+                left -= done | self._find_ranks(left, "failed")
                 first = first or (time.monotonic() if done else None)
                 time.sleep(_LOOK_S if left else 0.0)
         if self._group is not None:
             leave(self._group)
         return done
 
-    def _listed(self, ranks: set[int], state: str) -> set[int]:
-        """Those of the ranks that are said to be done, or to have failed."""
+    def _find_ranks(self, ranks: set[int], state: str) -> set[int]:
+        """Return the ranks that have reported this state, "done" or "failed"."""
         return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
 
-    def _tell(self, **head: object) -> None:
+    def _announce(self, **head: object) -> None:
         self._store.set(f"{self._place.group}/{self._count}", json.dumps(head))
         self._count += 1
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Whether the wait is over: twice the time of the first one, at least a grace; without one, the limit."""
+    """Return whether a wait is over: after twice the first's time, plus a grace, or at the limit."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 
 
 def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each weight as a checkpoint in the layout of Hugging Face has them, one at a time.
+    """Yield name and value of each weight in the layout of a Hugging Face checkpoint.
 
-    A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
-    `placement` says where they are sent from, and what matrices are served in.
+    A tied weight comes once, under its first name. If the model is sharded, every rank must consume all.
+    `placement` gives the device and the dtype of matrices.
     """
     refuse_joined(model)
     for name, tensor in collect_weights(model).items():
@@ -203,7 +201,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
 
 
 def own_address(peer: str) -> str:
-    """The address of this machine on the way to another one; no packet is sent."""
+    """Return this machine's address on the route to `peer`; no packet is sent."""
     ((family, _, _, _, address), *_) = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,8 +1,7 @@
 """Attention over the segments of one row by torch's causal kernel, which every device has.
 
-Segments of similar length stand side by side, padded at their ends: there causal attention shows nothing of
-the padding to a token. Nothing but attention sees it, and no mask is made, so a row may be as long as memory
-allows.
+Within attention, segments of similar length form a batch, padded at their ends, where causal attention hides
+the padding. There is no mask, so a row may be as long as memory allows.
 """
 
 from __future__ import annotations
@@ -22,32 +21,27 @@ from trainer_backend.core.collate import Packed
 # (q [L, H, D], k and v [L, H_kv, D], scale) -> [L, H, D]: causal, each query in its own segment of one batch.
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-# Packed rows as one row without padding: what a variable-length attention kernel takes.
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentBounds:
-    """Where the segments of one row lie.
-
-    starts_S: int32, [S + 1] the first token of each segment, then the number of all tokens.
-    longest: tokens of the longest segment.
-    """
+    """The bounds of the segments of one row."""
 
     starts_S: Tensor
+    """int32, [S + 1] the first token of each segment, then the number of all tokens."""
     longest: int
+    """Tokens of the longest segment."""
 
     def to(self, device: torch.device) -> SegmentBounds:
         return replace(self, starts_S=self.starts_S.to(device, non_blocking=True))
 
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
-    """The same tokens in the same order, all in one row without padding; and its segments' bounds.
+    """Join packed rows to one row without padding; return it with the bounds of its segments.
 
-    Flat columns keep their order, so a `Batch` of `packed` still fits. Segments are numbered from 1 over the
-    whole row. `packed` is on the CPU: the shapes of the result depend on what is in it, and a device would
-    have to be waited for.
+    Flat columns keep their order. Segments are numbered from 1 over the whole row. `packed` must be on the
+    CPU, because the shapes of the result depend on its values, and would require waiting for a device.
     """
-    # In numpy: torch would wake threads up for each of these few thousand numbers.
+    # In numpy, because torch would wake threads for a few thousand numbers.
     kept_BL = packed.segment_ids_BL.numpy() > 0
     column_BL = kept_BL.cumsum().reshape(kept_BL.shape) - 1
     positions_L = packed.position_ids_BL.numpy()[kept_BL]
@@ -69,22 +63,20 @@ def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
     return row, SegmentBounds(torch.from_numpy(starts_S.astype(np.int32)), int(np.diff(starts_S).max()))
 
 
-# A group ends before segments shorter than this share of its longest, which bounds the cost of padding.
+# Segments shorter than this share of a group's longest begin a new group; it bounds the padding.
 SHORTEST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The places of a row's tokens, or of some of them, when its segments stand side by side.
-
-    token_P: int64, the token at each place; in the padding behind a segment, its last.
-    place_L: int64, the place of each token.
-    shapes: of each group in order of place: segments, and places of each.
-    """
+    """The cells of a row's tokens, or of some of them, when its segments are batched by length."""
 
     token_P: Tensor
+    """int64, the token in each cell; in padding, the last token of the segment."""
     place_L: Tensor
+    """int64, the cell of each token."""
     shapes: tuple[tuple[int, int], ...]
+    """Number of segments, and their padded length, of each group in order."""
 
     def to(self, device: torch.device) -> Groups:
         token_P, place_L = (t.to(device, non_blocking=True) for t in (self.token_P, self.place_L))
@@ -92,36 +84,34 @@ class Groups:
 
 
 def group_by_length(bounds: SegmentBounds) -> Groups:
-    """Segments by length, longest first, in groups of similar length."""
+    """Group segments by similar length, longest first."""
     return _join_groups([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedGroup:
-    """Segments of similar length, one a row, and the places whose states are read.
-
-    token_ids_BL: int64; in the padding behind a segment its last token.
-    is_real_BL: bool, False in the padding.
-    read_R: int64, places of these rows end to end.
-    experts_BLW: as those of `Packed`.
-    """
+    """Segments of similar length, one per row, and the cells whose states are read."""
 
     token_ids_BL: Tensor
+    """int64; in padding, the last token of the segment."""
     is_real_BL: Tensor
+    """bool, False in the padding."""
     read_R: Tensor
+    """int64, indices into these rows, flattened."""
     experts_BLW: Tensor | None = None
+    """As in `Packed`."""
 
     def to(self, device: torch.device) -> PaddedGroup:
-        """The same on a device, without waiting for the copies."""
+        """Copy to a device without waiting."""
         columns: tuple[Any, ...] = (self.token_ids_BL, self.is_real_BL, self.read_R, self.experts_BLW)
         moved: Any = [x if x is None else x.to(device, non_blocking=True) for x in columns]
         return PaddedGroup(*moved)
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
-    """The segments of `one_row` in rows of their own, by length; and [N] the order of what is read.
+    """Lay the segments of `one_row` out one per row, by length; return groups, and [N] the order of reads.
 
-    `torch.cat` of what the groups read, taken in that order, is in the order of the flat columns.
+    Indexed by that order, the concatenated reads of the groups are in the order of the flat columns.
     """
     groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
@@ -146,7 +136,7 @@ def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
 
 
 def _join_groups(groups: Sequence[Tensor]) -> Groups:
-    """Of groups, each [2, segments]: the first token of each segment and the one after its last."""
+    """Build the cells of groups, each given as [2, segments]: first tokens and ends of segments."""
     tokens, is_real, shapes = [], [], []
     for first_G, end_G in groups:
         longest = int((end_G - first_G).max())
@@ -160,21 +150,19 @@ def _join_groups(groups: Sequence[Tensor]) -> Groups:
     return Groups(token_P, place_L, tuple(shapes))
 
 
-# Queries of a few tokens alone are worth a mask up to this share of a group's keys: causal attention of all
-# its queries computes half of its scores.
+# Up to this share of a group's keys, attending only with some queries, by a mask, is cheaper than causal
+# attention with all queries, which computes half of the scores.
 _MOST_QUERIES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Some of a row's tokens, whose queries attend while the others only have keys and values.
-
-    queries: the places of these tokens, counted from 0, in the same groups of segments as all tokens.
-    masks: of each group, [segments, 1, queries, places] to be added: 0, or -inf where a key comes later.
-    """
+    """Some of a row's tokens, whose queries attend; the other tokens only have keys and values."""
 
     queries: Groups
+    """The cells of these tokens, numbered from 0, in the groups of all tokens."""
     masks: tuple[Tensor, ...]
+    """For each group, [segments, 1, queries, keys] to add to scores: 0, or -inf for later keys."""
 
     def to(self, device: torch.device) -> Reads:
         masks = tuple(mask.to(device, non_blocking=True) for mask in self.masks)
@@ -182,10 +170,10 @@ class Reads:
 
 
 def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
-    """The reads of one row; None where they are no cheaper than the queries of all tokens.
+    """Plan the reads of one row; None if they are not cheaper than the queries of all tokens.
 
-    `position_N` are int64, the tokens in ascending order, at least one of each segment; `dtype` is the
-    queries'.
+    `position_N` are int64 indices of the tokens in ascending order, at least one per segment; `dtype` is that
+    of the queries.
     """
     groups, masks = [], []
     for group in alike(_longest_first(bounds)):
@@ -204,7 +192,7 @@ def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) ->
 
 
 def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
-    """[L, H, D]: causal, each query in its own segment."""
+    """Compute [L, H, D] causal attention, each query within its segment."""
     attended = [
         _causal(q, k, v, scale)
         for q, k, v in zip(*(_spread(tensor, groups) for tensor in (q_LHD, k_LHD, v_LHD)), strict=True)
@@ -215,19 +203,19 @@ def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor
 def attend_reads(
     groups: Groups, reads: Reads, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
-    """[N, H, D]: the same of the queries of some tokens."""
+    """Compute [N, H, D] causal attention for the queries of some tokens."""
     columns = _spread(q_NHD, reads.queries), _spread(k_LHD, groups), _spread(v_LHD, groups), reads.masks
     attended = [_masked(q, k, v, mask, scale) for q, k, v, mask in zip(*columns, strict=True)]
     return _gathered(attended, reads.queries)
 
 
-# Up to so many keys, plain products are faster on a CPU than torch's kernel, which works in blocks: by half
-# with 54 keys and as many queries, threefold with 8 queries.
+# Up to this number of keys, plain products are faster on a CPU than torch's kernel, which works in blocks:
+# 1.5 times with 54 keys and queries, 3 times with 8 queries.
 _SHORT = 128
 
 
 def _is_short(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
-    """Whether plain products compute it: not for shared heads, nor under autocast, which rounds scores."""
+    """Whether to use plain products: not for shared heads, nor under autocast, which would round scores."""
     alike = q_BHLD.shape[1] == k_BHLD.shape[1] and q_BHLD.dtype == v_BHLD.dtype
     return alike and k_BHLD.shape[2] <= _SHORT
 
@@ -251,7 +239,7 @@ def _masked(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor, scale:
 
 
 def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
-    """For each group, [segments, H, places, D]."""
+    """Copy tokens to the cells of each group, [segments, H, length, D]."""
     sizes = [segments * places for segments, places in groups.shapes]
     places_PHD: Tensor = _Spread.apply(tokens_LHD, groups)  # type: ignore[no-untyped-call]
     parts = zip(torch.split(places_PHD, sizes), groups.shapes, strict=True)
@@ -259,14 +247,14 @@ def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
 
 
 def _gathered(attended: Sequence[Tensor], groups: Groups) -> Tensor:
-    """[L, H, D] of the tokens, from [segments, H, places, D] of each group."""
+    """Copy [L, H, D] of the tokens from the cells of each group, [segments, H, length, D]."""
     parts = [part_GHPD.transpose(1, 2).flatten(0, 1) for part_GHPD in attended]
     gathered: Tensor = _Gather.apply(torch.cat(parts), groups)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: float) -> Tensor:
-    """[B, H, L, D]: each query sees the keys of its row up to its own; keys may have fewer heads."""
+    """Compute [B, H, L, D] causal attention of each row; keys may have fewer heads."""
     grouped = q_BHLD.shape[1] != k_BHLD.shape[1]
     return scaled_dot_product_attention(
         q_BHLD, k_BHLD, v_BHLD, is_causal=True, scale=scale, enable_gqa=grouped
@@ -274,7 +262,7 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
 
 
 def alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """Cut segments, longest first, where they become too short for the first of a group."""
+    """Yield groups of segments, sorted longest first, that are not much shorter than the group's first."""
     start = 0
     for index, (first, end) in enumerate(segments):
         longest = segments[start][1] - segments[start][0]
@@ -285,7 +273,7 @@ def alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, i
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to places. The padding has no part in any output that is read, so no gradient comes from it."""
+    """Copies tokens to cells. Padding has no gradient, because no output that is read depends on it."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, groups: Groups) -> Tensor:
@@ -298,7 +286,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Copies values from places to tokens and drops the values of the padding."""
+    """Copies values from cells to tokens and drops those of the padding."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, groups: Groups) -> Tensor:

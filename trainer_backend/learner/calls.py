@@ -1,12 +1,12 @@
-"""The role of a learner in a process of its own: its command, what it needs, and its calls.
+"""The learner's process: its command, resources and calls. Read by both sides, so no torch here.
 
-    POST /calls/{name}      headers: the key, the session of the orchestrator, the number of the call
-                            body: the arguments, a JSON array, and the bytes of what it names (core.columns)
-    POST /stop              ends the call with that number after its next progress
-    POST /leave             the run has ended: the learner may serve another one
-    GET  /about             `About`: what is there, for which run, and what it does
+    POST /calls/{name}      headers: the key, the orchestrator's session, the number of the call
+                            body: the arguments as a JSON array, and the bytes of arrays (core.columns)
+    POST /stop              ends the call with that number after its next progress report
+    POST /leave             ends the run: the learner may serve another one
+    GET  /about             `About`: version, run and current call
 
-`service_kit.rpc` says how they cross. No torch here: both sides read it.
+`service_kit.rpc` defines the encoding.
 """
 
 import sys
@@ -29,18 +29,18 @@ from trainer_backend.processes.launching import LEARNER, Place, Resources, Role
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
-# Variables from which an orchestrator reads the key of a learner that it did not start.
+# Variables with the key of a learner that the orchestrator did not start.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 _MOST_BYTES = 16 << 30
 
 
-# A torchrun may have started this process; the learner's ranks have their numbers of their own.
+# Not passed on: torchrun may have started this process, but the learner's ranks have numbers of their own.
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 
 
 def learner_role(table: LearnerTable, device: str, key: str, log_file: Path) -> Role:
-    """The process, or with ranks those of each node; `device` is that of [model]."""
+    """Return the role of the learner's process, or of its ranks on each node; `device` is [model]'s."""
     resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=device)
     command = partial(_command, table)
     return Role(
@@ -68,20 +68,20 @@ class About(Body):
     version: str
     """Version of the package."""
     run: str = ""
-    """The run that it works for; empty: none yet."""
+    """The run that it serves; empty: none."""
     call: str = ""
-    """The call that it is busy with, "3, 'update'"; empty: none."""
+    """The current call, such as "3, 'update'"; empty: none."""
 
 
 _Episodes = tuple[dict[str, list[Segment]]]
 _Metrics = dict[str, float]
 _STEPS = tuple[int, int]  # done, and in total
-# Those with tokens, which may be all of an iteration, at 4 to 12 bytes each.
+# Calls with tokens, possibly all of an iteration, at 4 to 12 bytes each.
 _tokens = partial(Call, most_argument_bytes=_MOST_BYTES, encode=columns.encoded, decode=columns.decoded)
-# Two numbers are returned for a token, of at most 25 digits each.
+# Calls that return two numbers per token, of at most 25 digits each.
 _numbers = partial(_tokens, reply_growth=16)
-# By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`;
-# `gradient_cosines` needs `open` alone. Those with progress heed a stop.
+# By name. `open` comes first, then `fresh` or `resumed`, then the methods of `protocols.Learner`;
+# `gradient_cosines` needs only `open`. Calls with progress can be stopped.
 CALLS = Table(
     {
         "open": Call(tuple[str], None),
@@ -113,5 +113,5 @@ CALLS = Table(
 
 
 def parse_run(session: str) -> str:
-    """The run of a session, RUN/START: it is the orchestrator of one of the run's starts."""
+    """Return the run of a session RUN/START, which names the orchestrator of one start of the run."""
     return session.rpartition("/")[0]

@@ -1,22 +1,21 @@
-"""Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
+"""Checkpoints: a Hugging Face model folder with optimizer, RNG and progress; written to a temporary folder.
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program;
-                                   with [lora] after iteration_0 in their place adapter_model.safetensors and
-                                   adapter_config.json, for any with peft, over the model of iteration_0
-                               state.json    how far training is
-                               digests.json    of all other files, see rundir.digests; written last
-                               training_state/    for resuming: optimizer.safetensors rng.safetensors, and
-                                                  value_head.safetensors with a critic, and critic.safetensors
-                                   where it has layers of its own; learning_rate.json of "desired_kl"
-                               with several ranks a model-n-of-m.safetensors of each and an index,
-                                   and training_state/optimizer/ with the share of each
-                               adapter/    with [lora], in peft's layout; merged into any model there
-                               base.json    without a model: the checkpoint whose model is the adapters' base,
-                                            and its digest
-    checkpoints/best           a link to the checkpoint with the best evaluation so far, else to the latest
-    checkpoints/best.json      which one was marked as the best, and its mean outcome
+                                   with [lora], after iteration_0, adapter_model.safetensors and
+                                   adapter_config.json instead, over the model of iteration_0
+                               state.json    progress of training
+                               digests.json    of all other files (rundir.digests); written last
+                               training_state/    for resuming: optimizer.safetensors, rng.safetensors;
+                                   value_head.safetensors with a critic, critic.safetensors for its own
+                                   layers; learning_rate.json with "desired_kl"
+                               with several ranks model-n-of-m.safetensors of each and an index, and
+                                   training_state/optimizer/ with the share of each
+                               adapter/    with [lora], in peft's layout; merged into a model in this folder
+                               base.json    without a model: the checkpoint with the base model, its digest
+    checkpoints/best           a link to the checkpoint with the best evaluation so far, or to the latest
+    checkpoints/best.json      the checkpoint that was marked as the best, and its mean outcome
 
-Nothing is pickled. A folder with the final name is whole: the rename is the commit.
+Nothing is pickled. The final rename commits: a folder with the final name is complete.
 """
 
 import json
@@ -66,16 +65,16 @@ def save_checkpoint(
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write it to a temporary folder, flush it to disk, then rename it to `folder`; all ranks call this.
+    """Write a checkpoint to a temporary folder, flush it, and rename it to `folder`; all ranks call this.
 
-    `base` is the checkpoint whose model the adapters are over: no model is written; None: it is, with any
-    adapters merged.
+    With `base`, the checkpoint with the adapters' base model, no model is written. Otherwise the model is
+    written, with any adapters merged.
     """
 
     def begin() -> None:
         if base is not None:
             save_settings(aside, model, tokenizer)
-            (aside / CONFIG).unlink()  # with it, transformers would look for the base's weights in here
+            (aside / CONFIG).unlink()  # with it, transformers would expect the base's weights here
             named = {"folder": base.name, "digest": read_digest(base)}
             (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
@@ -85,7 +84,7 @@ def save_checkpoint(
                 write_for_transformers(aside, aside / FOLDER, base)
         own.mkdir()
         states = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
+        if torch.cuda.is_available():  # for the adapters' dropout on a GPU
             states["cuda"] = torch.cuda.get_rng_state()
         save_file(states, own / "rng.safetensors")
         if step_size is not None:
@@ -95,7 +94,7 @@ def save_checkpoint(
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         digests.write()
 
-    with _whole(folder, "checkpoint", ranks) as aside, collect_digests(aside) as digests:
+    with _written_aside(folder, "checkpoint", ranks) as aside, collect_digests(aside) as digests:
         own = aside / TRAINING_FOLDER
         if base is None:
             _save_model(aside, model, tokenizer, adapter, "whole", ranks)
@@ -114,11 +113,12 @@ def save_weights(
     part: WeightPart = "whole",
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and on their own.
+    """Write a model folder for servers, by a temporary folder; all ranks call this.
 
-    `part` of a model with adapters is those alone, or the base that they are over. All ranks call this.
+    With adapters, `part` selects only these, only the base, or the merged model with the adapters in
+    addition.
     """
-    with _whole(folder, "model folder", ranks) as aside:
+    with _written_aside(folder, "model folder", ranks) as aside:
         if adapter is not None and part == "adapters":
             ranks.first_alone(partial(adapter.save, aside))
             return
@@ -156,10 +156,10 @@ def _save_model(
 
 
 @contextmanager
-def _whole(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
-    """A temporary folder to fill; it is renamed to `folder` at the end, or removed after an error.
+def _written_aside(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
+    """Provide a temporary folder to fill; rename it to `folder` at the end, or remove it after an error.
 
-    With several ranks, what fails in here has to fail on all of them.
+    With several ranks, an error inside must be raised on all of them.
     """
     aside = folder.with_name(f".{folder.name}.tmp")
 
@@ -172,19 +172,19 @@ def _whole(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
         yield aside
         ranks.first_alone(partial(_put_in_place, aside, folder))
     except Exception as error:
-        # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
+        # Not only OSError: safetensors raises its own error class for a full disk.
         if ranks.is_first:
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             f"{folder}: the {kind} could not be written: {error}",
-            hint="Earlier checkpoints are untouched; free some space, then resume the run",
+            hint="Earlier checkpoints are intact; free some space, then resume the run",
         ) from error
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
-    """Rename `aside` to `folder`; what had that name is renamed first, and removed last.
+    """Rename `aside` to `folder`; an old folder of that name is renamed first, and removed last.
 
-    Removing it takes long, and a kill in the meantime would leave half of it under the final name.
+    Removing takes long, and a kill in the meantime must not leave half of a folder under the final name.
     """
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -196,13 +196,13 @@ def _put_in_place(aside: Path, folder: Path) -> None:
         if old.exists():
             os.replace(old, folder)
         raise
-    # A rename is on disk only when the folder that holds the names is.
+    # A rename is durable only after its parent folder is flushed.
     flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def restore_progress(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> Progress:
-    """Put optimizer and RNG back as they were; the model itself is loaded like any folder."""
+    """Restore optimizer and RNG; the model itself is loaded like any folder."""
     try:
         own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))

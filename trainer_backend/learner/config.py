@@ -1,4 +1,4 @@
-"""The tables and objects that a learner reads of a job."""
+"""The tables and objects of a job that a learner reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ class LearnerConfig:
     warmup: WarmupTable | None
     """None: there is no warm-up."""
     inference: InferenceTable
-    """The limits of each engine that samples."""
+    """The limits of each engine."""
     engines: int
-    """How many share the device; 0: other servers sample, or other machines."""
+    """Number of engines on the device; 0: other servers or machines sample."""
     processes: int
-    """How many use the device, the learner's among them."""
+    """Number of processes that use the device, including the learner's."""
     training: TrainingTable
     objectives: Mapping[str, Objective]
-    """By policy, for its samples; the actor's comes first."""
+    """The objective of each policy's samples; the actor's comes first."""
     value_level: ValueLevel | None
-    """Where a critic's values are read; None without a critic."""
+    """Whether a critic's values are read by decision or by token; None without a critic."""
     planned_tokens: int
-    """`training.aggregation = "constant"` divides by them."""
+    """Denominator of `training.aggregation = "constant"`."""
     seed: int
     fixed_copies: int
-    """How many processes of this machine serve the fixed policies with a local model too."""
+    """Number of this machine's processes that serve fixed policies with a local model."""
     ranks: LearnerTable
     """[learner]."""
     servers: int = 0
-    """vLLM servers that the run starts on the learner's machine."""
+    """Number of vLLM servers that the run starts on the learner's machine."""
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether the critic has layers of its own."""
+        """Return whether the critic has layers of its own."""
         return self.value_level is not None and self.training.critic == "own"

@@ -1,4 +1,4 @@
-"""Where the learner computes and in which precision: `model.device`, looked at before anything starts."""
+"""The learner's device and precision, from `model.device`; checked before anything starts."""
 
 import os
 from collections.abc import Callable
@@ -10,25 +10,23 @@ import torch
 from trainer_backend.errors import JobError
 from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 
-# Below it a GPU has no bfloat16 in its tensor cores, and no kernel for attention of variable length.
+# Older GPUs have no bfloat16 tensor cores, and no variable-length attention kernel.
 _AMPERE = (8, 0)
 _LOGITS_BYTES = 256 * 2**20
 _GPU_SHARE_OF_LOGITS = 32
-# How torch begins where there is nothing to use. Whatever else it says is a fault of a driver that is there.
+# Beginnings of torch's errors without a GPU. Any other error is the fault of an existing driver.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What torch sees of this machine.
-
-    `cuda` is the compute capability of the current GPU. `why_no_cuda` is what torch says when it cannot use
-    CUDA; None: it can, or was built without.
-    """
+    """The devices that torch finds on this machine."""
 
     cuda: tuple[int, int] | None
+    """Compute capability of the current GPU."""
     mps: bool
     why_no_cuda: str | None = None
+    """Torch's error if it cannot use CUDA; None: it can, or was built without CUDA."""
 
     @classmethod
     def by_torch(cls) -> "Found":
@@ -46,42 +44,38 @@ class Found:
 
 
 def cuda_refusal(start: Callable[[], None] = torch.cuda.init) -> str | None:
-    """What torch says when CUDA does not start; None where it does.
+    """Return torch's error if CUDA does not start; None if it does.
 
-    `torch.cuda.is_available` answers False alike without a driver and with one that is too old.
+    `torch.cuda.is_available` returns False both without a driver and with one that is too old.
     """
     try:
         start()
     except (AssertionError, RuntimeError) as error:
-        return str(error).partition("\n")[0].rstrip(". ")  # a stack of C++ may follow
+        return str(error).partition("\n")[0].rstrip(". ")  # a C++ stack trace may follow
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device and its precisions.
-
-    Weights in training and their optimizer are float32 everywhere.
-
-    device: where the model lives.
-    low: what the factors of products are rounded to, and what the matrices of the engine's copy and frozen
-        ones are held in (`models.precision`); None is float32 throughout.
-    unusable_gpu: what torch sees, where `auto` found a GPU's driver and could not use it.
-    card: bytes of a GPU that is planned for and need not be here (`place_on_card`); None: it is here.
-    """
+    """A device and its precision. Trained weights and their optimizer are always float32."""
 
     device: torch.device
+    """The device of the model."""
     low: torch.dtype | None = None
+    """The dtype of the factors of products, and of frozen matrices such as the engine's copy
+    (`models.precision`); None: float32 throughout."""
     unusable_gpu: str | None = None
+    """Description of a GPU whose driver `auto` found but could not use."""
     card: int | None = None
+    """Memory in bytes of a GPU that is only planned for (`place_on_card`); None: the GPU is here."""
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
+        """Return the dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
 
     def hardware(self) -> Hardware:
-        """The same for processes without torch, with the GPUs of this machine where it computes on these."""
+        """Describe the placement for processes without torch, with the visible GPUs."""
         names: list[str] = []
         if self.device.type == "cuda":
             visible = os.environ.get(VISIBLE_DEVICES)
@@ -89,30 +83,30 @@ class Placement:
         return Hardware(str(self.held).removeprefix("torch."), tuple(names))
 
     def notes(self) -> tuple[str, ...]:
-        """A sentence about a GPU that `auto` does not use; empty: none."""
+        """Return a sentence about a GPU that `auto` does not use, if there is one."""
         if self.unusable_gpu is None:
             return ()
         return (
-            f"the job runs on {self.device.type}, though a GPU's driver is there: model.device is 'auto', "
+            f"the job runs on {self.device.type}, although there is a GPU driver: model.device is 'auto', "
             f"and {self.unusable_gpu}",
         )
 
     def card_bytes(self) -> int:
-        """The whole memory of a CUDA GPU."""
+        """Return the total memory of a CUDA GPU."""
         if self.card is not None:
             return self.card
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def logits_bytes(self) -> int:
-        """Bytes that a chunk of logits may take: on a GPU, a share of its memory."""
+        """Return the bytes that a chunk of logits may take: on a GPU, a share of its memory."""
         return self.card_bytes() // _GPU_SHARE_OF_LOGITS if self.device.type == "cuda" else _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:
-        """For a forward pass; see `models.precision`."""
+        """Return the context of a forward pass; see `models.precision`."""
         if self.low is None:
             return nullcontext()
-        # Its cache would hold rounded copies of all weights until the pass ends, 2 bytes for each: of a model
-        # that is sharded on every rank, and of checkpointed layers too. A pass reads each weight once.
+        # No cache: it would keep rounded copies of all weights until the pass ends, 2 bytes per weight, on
+        # every rank of a sharded model too. A pass reads each weight only once.
         return torch.autocast(self.device.type, dtype=self.low, cache_enabled=False)
 
     def __str__(self) -> str:
@@ -122,24 +116,24 @@ class Placement:
 
 
 def place_on_card(size: int) -> Placement:
-    """The placement on a CUDA GPU of so many bytes, no older than Ampere, whatever this machine has."""
+    """Return the placement on a hypothetical CUDA GPU of `size` bytes, Ampere or later."""
     return Placement(torch.device("cuda"), torch.bfloat16, card=size)
 
 
 def place(name: str, found: Found | None = None) -> Placement:
-    """The placement that `model.device` names, by what torch has found; `auto`: cuda, then mps, then cpu."""
+    """Return the placement that `model.device` names; `auto` chooses cuda, mps or cpu, in this order."""
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
     unusable_gpu = None
     if name == "auto":
         name = next(device for device, is_there in there.items() if is_there)
-        # A driver may be there that torch cannot use, such as one that is too old.
+        # Torch may be unable to use a driver, such as one that is too old.
         if found.why_no_cuda is not None and not found.why_no_cuda.startswith(_NO_GPU):
             unusable_gpu = str(found)
     if not there[name]:
         raise JobError(
             f"model.device is {name!r}, but {found}",
-            hint='model.device = "auto" takes what is there; "cpu" is always there.',
+            hint='model.device = "auto" uses what is available; "cpu" always is.',
         )
     low = torch.bfloat16 if name == "cuda" and found.cuda is not None and found.cuda >= _AMPERE else None
     return Placement(torch.device(name), low, unusable_gpu)

@@ -1,4 +1,4 @@
-"""Records the decisions of the routers in a mixture of experts, by hooks on the model's modules."""
+"""Records the decisions of a mixture's routers, by hooks on the model's modules."""
 
 import sys
 from collections.abc import Iterator
@@ -17,25 +17,23 @@ from trainer_backend.models.routers import count_experts
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a model.
-
-    count: E, of a layer.
-    coefficient: of the loss that balances their load.
-    """
+    """The experts of a model."""
 
     count: int
+    """Experts of a layer, E."""
     coefficient: float = 0.0
+    """Coefficient of the load-balancing loss."""
 
 
 def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
-    """The experts of a model, None where it has none; JobError: the job weighs a loss that it has not."""
+    """Return the experts of a model, None without any; JobError: the job weighs a loss that it lacks."""
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     if not any(True for _ in _expert_layers(model)):
         count = 0
     if coefficient and not (count and has_loss):
-        reason = "whose family balances experts otherwise than by a loss" if count else "which has no experts"
+        reason = "whose family balances experts without a loss" if count else "which has no experts"
         raise JobError(
             f"is {coefficient:g}, but the model is {type(model).__name__}, {reason}",
             where="training.router_aux_coef",
@@ -50,16 +48,14 @@ def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
 
 @dataclass(slots=True)
 class Routing:
-    """Sums over the tokens of forward passes, without padding.
-
-    sent: for each layer with experts, [E] tokens that were sent to each.
-    probability_E: sums of the router's probabilities over tokens and layers; None: they are not read.
-    """
+    """Sums over the tokens of forward passes, without padding."""
 
     experts: Experts
     reads_probabilities: bool
     sent: list[Tensor] = field(default_factory=list)
+    """For each layer with experts, [E] the tokens sent to each."""
     probability_E: Tensor | None = None
+    """Sums of the router's probabilities over tokens and layers; None: not read."""
 
     @property
     def keywords(self) -> dict[str, bool]:
@@ -68,11 +64,11 @@ class Routing:
 
     @contextmanager
     def watching(self, model: PreTrainedModel, real_BL: Tensor | None) -> Iterator[None]:
-        """Count what the layers of one forward pass send; `real_BL` says which tokens are no padding."""
+        """Count the tokens that one forward pass sends to experts; `real_BL` is False for padding."""
         chosen: list[Tensor] = []
 
-        def note(module: nn.Module, given: tuple[Any, ...], told: dict[str, Any]) -> None:
-            indices = [value for value in (*given, *told.values()) if _is_index(value)]
+        def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            indices = [value for value in (*given, *keywords.values()) if _is_index(value)]
             if indices:
                 chosen.append(indices[0].detach())
 
@@ -82,19 +78,19 @@ class Routing:
         finally:
             for hook in hooks:
                 hook.remove()
-        sent = [self._counted(index_Rk, real_BL) for index_Rk in chosen]
+        sent = [self._count_sent(index_Rk, real_BL) for index_Rk in chosen]
         self.sent = [a + b for a, b in zip(self.sent, sent, strict=True)] if self.sent else sent
 
-    def _counted(self, index_Rk: Tensor, real_BL: Tensor | None) -> Tensor:
+    def _count_sent(self, index_Rk: Tensor, real_BL: Tensor | None) -> Tensor:
         index_Rk = index_Rk.reshape(-1, index_Rk.shape[-1])
         counts_R = (
             index_Rk.new_ones(len(index_Rk)) if real_BL is None else real_BL.flatten().to(index_Rk.dtype)
         )
-        sent_E = index_Rk.new_zeros(self.experts.count + 1)  # the last one: to an expert elsewhere
+        sent_E = index_Rk.new_zeros(self.experts.count + 1)  # the last: experts of other devices
         return sent_E.scatter_add_(0, index_Rk.flatten(), counts_R.repeat_interleave(index_Rk.shape[1]))[:-1]
 
     def add(self, logits: tuple[Tensor, ...], real_BL: Tensor | None) -> None:
-        """Add the probabilities of a pass, from the logits of each of its layers, [rows, E]."""
+        """Add the probabilities of a pass, from the logits of its layers, [rows, E] each."""
         for logits_RE in logits:
             probability_RE = logits_RE.reshape(-1, self.experts.count).float().softmax(dim=-1)
             if real_BL is not None:
@@ -108,5 +104,5 @@ def _is_index(value: object) -> bool:
 
 
 def _expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that get tokens and the numbers of the experts that each is sent to."""
+    """Return the modules that take tokens with the indices of their experts."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))

@@ -1,4 +1,4 @@
-"""Makes the learner of a job in this process, or compares the gradients of its estimators there."""
+"""Makes the learner of a job in this process, or compares the gradients of its estimators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,13 +32,13 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `protocols.LearnerFactory` here; JobError: the device that the job names is not there."""
+    """Implements `protocols.LearnerFactory` in this process; JobError: the job's device is not available."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE
     ) -> None:
         placement = place(config.model.device)
-        if ranks.are_several:  # here, where all ranks are; a model is loaded by one after the other
+        if ranks.are_several:  # collective, so not while ranks load the model one after the other
             make_mesh(ranks, config.ranks.data_parallel_replicate_degree, placement.device.type)
         self._config, self._fixed, self._ranks = config, fixed, ranks
 
@@ -46,9 +46,9 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Plan it, refuse what cannot fit, and keep the plan's micro-batches for the learner.
+        """Plan the memory, refuse a job that cannot fit, and keep the plan's micro-batches for the learner.
 
-        All ranks compute as many tokens at a time as the fullest of them has room for.
+        All ranks use the micro-batches of the rank with the least room.
         """
 
         def plan_of_this_rank() -> MemoryPlan:
@@ -57,7 +57,7 @@ class LocalFactory:
             if plan.shortage() is not None:
                 configs = model_configs(self._config, checkpoint, fixed=fixed)
                 search = Search(self._config, plan.placement, *configs)
-                hint = f"{propose(search).told()} {hint}"
+                hint = f"{propose(search).sentence()} {hint}"
             refuse_too_large(plan, hint=hint)
             return plan
 
@@ -82,13 +82,12 @@ class LocalFactory:
         advantages: Mapping[str, Sequence[OfEpisode]],
         tell: Callable[[int, int], None],
     ) -> list[tuple[str, str, float]]:
-        """Cosine between the gradients of each two estimators, with their names.
+        """Compute the cosine between the gradients of each pair of estimators.
 
-        Each gradient is of the job's policy loss alone (no entropy, KL, critic, router or adapters), over all
-        decisions of the episodes in one step, at the weights of the checkpoint, where every ratio to the
-        proximal policy is 1. An estimator whose gradient is 0 is left out. Of the episodes the advantages are
-        not read: `advantages` has them by estimator, in their order. `tell` gets the gradients done and their
-        total.
+        Gradients are those of the policy loss only (no entropy, KL, critic, router or adapters), over all
+        decisions in one step, at the checkpoint's weights, where all ratios are 1. Estimators with a zero
+        gradient are left out. `advantages` are by estimator, in the order of the episodes, whose own are not
+        read. `tell` reports the gradients done and their total.
         """
         training = self._config.training.model_copy(
             update={"entropy_coef": 0.0, "kl_coef": 0.0, "router_aux_coef": 0.0}
@@ -104,7 +103,7 @@ class LocalFactory:
             tell(len(shares), len(advantages))
             own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
             credited = {item.rollout_id: replace(item, advantages=own[item.rollout_id]) for item in episodes}
-            # What has no advantage has no gradient, and weights of the rest change by a common factor.
+            # Segments without advantage have no gradient; without them, weights change by a common factor.
             counted = [item for item in scored if np.any(read_column(item.segment, own, "advantage"))]
             update.gradient(counted or scored[:1], credited)
             shares[name] = _share(learner, self._ranks)
@@ -112,14 +111,14 @@ class LocalFactory:
 
 
 def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
-    """This rank's share of the gradient of all weights: one float64 vector in main memory."""
+    """Return this rank's share of the gradient of all weights as one float64 vector in main memory."""
     weights = learner.model.parameters()
     gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     return torch.cat([own_part(gradient, ranks).double().cpu() for gradient in gradients])
 
 
 def _cosines(shares: Mapping[str, Tensor], ranks: Ranks) -> list[tuple[str, str, float]]:
-    """Of vectors that lie on all ranks, each a part."""
+    """Compute the cosines of vectors that are distributed over the ranks."""
     names = list(shares)
     pairs = [(a, b) for number, a in enumerate(names) for b in names[number:]]
     sums = ranks.sums(*(float(torch.dot(shares[a], shares[b])) for a, b in pairs)) if pairs else ()

@@ -1,7 +1,7 @@
-"""What a job may change to fit a device: settings in the order of what they cost, each tried in the plan.
+"""Searches settings with which a job fits a device, from the cheapest to the dearest.
 
-`propose` looks for a combination that fits, and `less_memory` names the same settings where nothing can be
-tried, as when an update has run out of memory.
+`propose` tries combinations in the memory plan. `less_memory` only names the same settings, as after an
+update that ran out of memory.
 """
 
 import math
@@ -35,7 +35,7 @@ GIB = 2**30
 # Values by their keys in the job's TOML; `lora` and `cluster` are tables.
 Settings = Mapping[str, Any]
 _TABLES = {"training": "training", "inference": "inference", "learner": "ranks"}
-# A cache that holds fewer longest requests makes sampling slow.
+# A cache for fewer requests of the longest kind makes sampling slow.
 _ENOUGH_REQUESTS, _FEWEST_RUNNING, _SHORTEST = 8, 4, 256
 _MOST_RANKS = 8
 _SHARE = "inference.vllm.gpu_memory_utilization"
@@ -43,18 +43,16 @@ _SHARE = "inference.vllm.gpu_memory_utilization"
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The plans of a job with other settings, on one device.
-
-    own: the config of the run's model; None: nothing is planned.
-    others: those of fixed policies.
-    shortest: the least that inference.max_model_len may be; None: it stays as it is.
-    """
+    """Plans a job with other settings, on one device."""
 
     config: LearnerConfig
     placement: Placement
     own: Any = None
+    """Config of the run's model; None: nothing is planned."""
     others: Sequence[Any] = ()
+    """Configs of fixed policies."""
     shortest: int | None = None
+    """The least allowed inference.max_model_len; None: it is not changed."""
     _models: dict[tuple[bool, str], Models] = field(default_factory=dict)
 
     @property
@@ -68,43 +66,41 @@ class Search:
         return self._models[kind]
 
     def plan(self, config: LearnerConfig) -> MemoryPlan:
-        """The plan of the rank that needs most, of those on a node."""
+        """Return the plan of the rank of a node that needs most."""
         table, models = config.ranks, self.models(config)
         ranks = (Ranks(index, table.ranks) for index in range(table.nproc_per_node))
         plans = [plan_on(self.placement, config, models, each) for each in ranks]
         return max(plans, key=lambda plan: plan.need)
 
     def server_least(self, config: LearnerConfig) -> int:
-        """Bytes of a GPU that a vLLM server needs: weights, one longest request, and what CUDA takes."""
+        """Return the bytes of a GPU that a vLLM server needs: weights, a longest request, CUDA's own."""
         shape = self.models(config).own
         use = memory_use(config, self.placement, shape)
         held = shape.frozen_bytes(use.held) + cached_row(shape, use)
         return held // config.inference.server_devices + OVERHEAD
 
     def starves_servers(self, config: LearnerConfig) -> bool:
-        """Whether vLLM gets less than it needs to start."""
+        """Return whether vLLM gets less memory than it needs to start."""
         if not config.servers or self.placement.device.type != "cuda":
             return False
         return config.inference.server_share * self.placement.card_bytes() < self.server_least(config)
 
 
-# What may be set with a job as it stands, the mildest first.
+# Yields settings that a job may change, the mildest first.
 Step = Callable[[Search, LearnerConfig], Iterator[Settings]]
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings, and the plan of the job with them.
-
-    fits: whether everything fits at its fullest; otherwise nothing that is known here is enough.
-    """
+    """Settings, and the job's plan with them."""
 
     settings: Settings
     plan: MemoryPlan
     fits: bool
+    """Whether everything fits at its fullest; otherwise no known settings are enough."""
 
-    def told(self) -> str:
-        """The same as a sentence."""
+    def sentence(self) -> str:
+        """Return the proposal as a sentence."""
         text = str(self)
         return f"{text[:1].upper()}{text[1:]}."
 
@@ -118,66 +114,66 @@ class Proposal:
             return (
                 f"with {with_them} it runs, but needs {need} of {free} GiB for sequences as long as allowed"
             )
-        return f"no settings that are tried here are enough: with {with_them} it needs {need} of {free} GiB"
+        return f"none of the tried settings is enough: with {with_them} it needs {need} of {free} GiB"
 
 
 def propose(search: Search) -> Proposal:
-    """Settings with which a job fits, those that cost least; or all of them where they are not enough.
+    """Find the cheapest settings with which a job fits; if none are enough, return all of them.
 
-    Settings are added from the cheapest on until the job fits. Then each is taken back, or made milder, as
-    far as the others allow, from the dearest on; those that sample get what is left.
+    Settings are added from the cheapest on until the job fits. Then, from the dearest on, each is withdrawn
+    or made milder if the others allow it; engines and servers get the remaining memory.
     """
     chosen = dict[Step, Settings]()
     for step in STEPS:
-        config = _with_all(search.config, chosen)
-        options = list(_possible(search, step, config))
+        config = _apply_all(search.config, chosen)
+        options = list(_possible_options(search, step, config))
         if not options:
             continue
-        chosen[step] = _first_that_fits(search, config, options) or options[-1]
-        if _fits(search, _with_all(search.config, chosen)):
+        chosen[step] = _find_fitting(search, config, options) or options[-1]
+        if _fits(search, _apply_all(search.config, chosen)):
             break
-    fits = _fits(search, _with_all(search.config, chosen))
+    fits = _fits(search, _apply_all(search.config, chosen))
     if fits:
         _ease(search, chosen)
     settings = {
         key: value
         for own in chosen.values()
         for key, value in own.items()
-        if not _is_set(search.config, key, value)
+        if not _is_current(search.config, key, value)
     }
-    return Proposal(settings, search.plan(_with_all(search.config, chosen)), fits)
+    return Proposal(settings, search.plan(_apply_all(search.config, chosen)), fits)
 
 
 def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
-    """Take settings back, or make them milder, as far as the job still fits."""
+    """Withdraw settings, or make them milder, if the job still fits."""
     shared = (*_SHARED, *_SHARED_LEAST)
-    # What is left is for those that sample, so they come a second time.
+    # The steps of engines and servers come a second time, to get the remaining memory.
     for step, is_last in [(each, False) for each in reversed(STEPS)] + [(each, True) for each in shared]:
         if step not in chosen:
             continue
         others = {each: own for each, own in chosen.items() if each is not step}
-        config = _with_all(search.config, others)
+        config = _apply_all(search.config, others)
         if _fits(search, config):
             del chosen[step]
             continue
-        options = list(_possible(search, step, config))
+        options = list(_possible_options(search, step, config))
         if step in shared and not is_last:
             options.reverse()
-        chosen[step] = _first_that_fits(search, config, options) or chosen[step]
+        chosen[step] = _find_fitting(search, config, options) or chosen[step]
 
 
 def report_for_card(
     config: LearnerConfig, card: int, fixed: Sequence[Path] = (), *, shortest: int | None = None
 ) -> Iterator[str]:
-    """Lines of a plan for a CUDA GPU of so many bytes, which need not be here, and what makes it fit.
+    """Yield the lines of a plan for a CUDA GPU of `card` bytes, which need not be here, and a proposal.
 
     Args:
         fixed: the folders of fixed policies.
-        shortest: as of `Search`.
+        shortest: as in `Search`.
 
     Raises:
         ModelFolderError: the config of the model is not on this machine.
-        JobError: it cannot fit, even while sequences are shorter than allowed.
+        JobError: the job cannot fit, even with sequences shorter than allowed.
     """
     others = [folder_config(folder) for folder in fixed]
     own = cached_config(config.model, choose_vocabulary(config, others))
@@ -186,7 +182,7 @@ def report_for_card(
     yield from _table(plan)
     yield from plan.notes
     if config.inference.engine == "vllm" and not config.servers:
-        yield "vLLM's servers are not in this plan: the run does not start them on this machine"
+        yield "vLLM's servers are not part of this plan: the run does not start them on this machine"
     starving = search.starves_servers(config)
     if starving:
         yield (
@@ -199,13 +195,14 @@ def report_for_card(
     proposal = propose(search)
     if plan.shortage() is not None or starving:
         raise JobError(
-            f"the job does not fit: {plan.need / GIB:.1f} of {plan.free / GIB:.1f} GiB", hint=proposal.told()
+            f"the job does not fit: {plan.need / GIB:.1f} of {plan.free / GIB:.1f} GiB",
+            hint=proposal.sentence(),
         )
-    yield f"it runs, but fits only while sequences are shorter than allowed, or fewer; {proposal}"
+    yield f"it runs, but fits only with shorter sequences than allowed, or fewer; {proposal}"
 
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
-    """A line for each kind, and their sum."""
+    """Yield a line for each kind of memory, and for their sum."""
     whose = f", of {plan.ranks}" if plan.ranks else ""
     yield f"memory on {plan.placement}{whose}, in GiB:"
     lines = {**plan.needs.device, "sum": plan.need, "card": plan.free}
@@ -217,38 +214,38 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
 def _fits(search: Search, config: LearnerConfig) -> bool:
     table = config.ranks
     if table.fsdp_cpu_offload if table.ranks == 1 else config.training.optimizer_offload:
-        return False  # one of them is of several ranks, the other of one
+        return False  # the first key needs several ranks, the second a single process
     plan = search.plan(config)
     return plan.need <= plan.free and plan.shortage() is None and not search.starves_servers(config)
 
 
-def _possible(search: Search, step: Step, config: LearnerConfig) -> Iterator[Settings]:
-    """The options of a step; none where the model cannot be planned with them."""
+def _possible_options(search: Search, step: Step, config: LearnerConfig) -> Iterator[Settings]:
+    """Yield the options of a step, up to the first with which the model cannot be planned."""
     for settings in step(search, config):
         try:
             search.plan(with_settings(config, settings))
-        except ServiceError:  # adapters, of a model that has no layers for them
+        except ServiceError:  # such as adapters of a model without layers for them
             return
         yield settings
 
 
-def _first_that_fits(search: Search, config: LearnerConfig, options: Sequence[Settings]) -> Settings | None:
+def _find_fitting(search: Search, config: LearnerConfig, options: Sequence[Settings]) -> Settings | None:
     return next((each for each in options if _fits(search, with_settings(config, each))), None)
 
 
-def _with_all(config: LearnerConfig, chosen: Mapping[Step, Settings]) -> LearnerConfig:
+def _apply_all(config: LearnerConfig, chosen: Mapping[Step, Settings]) -> LearnerConfig:
     for settings in chosen.values():
         config = with_settings(config, settings)
     return config
 
 
 def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
-    """A job's tables with other values."""
+    """Return the job's tables with other values."""
     for key, value in settings.items():
         table, _, name = key.partition(".")
         if key == "lora":
             config = replace(config, lora=value)
-        elif key == "cluster":  # the gateways get processes of their own
+        elif key == "cluster":  # gateways get their own processes
             config = replace(config, processes=1 + config.engines)
         elif key == _SHARE:
             own = {
@@ -264,21 +261,21 @@ def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
     return config
 
 
-def _is_set(config: LearnerConfig, key: str, value: Any) -> bool:
+def _is_current(config: LearnerConfig, key: str, value: Any) -> bool:
     table, _, name = key.partition(".")
     now = getattr(getattr(config, _TABLES[table]), name, None) if table in _TABLES else None
-    return now == value and type(now) is type(value)  # one layer (1) is not all of them (True)
+    return now == value and type(now) is type(value)  # one layer (1) is not all layers (True)
 
 
 def write_setting(key: str, value: Any) -> str:
-    """A setting as the TOML has it."""
+    """Format a setting as in TOML."""
     if key in ("lora", "cluster"):
         return f"[{key}]"
     return f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
 
 
 def _halves(value: int, least: int) -> list[int]:
-    """Values below `value`, each half of the one before, down to `least`."""
+    """Return values below `value`, halving down to `least`."""
     halves = list[int]()
     while value > least:
         value = max(value // 2, least)
@@ -287,7 +284,7 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """The cache of an engine here: what is left for it, of at least so many longest requests."""
+    """Yield smaller caches of a local engine, for at least `requests` of the longest kind."""
     if not config.engines:
         return
     shape = search.models(config).own
@@ -305,7 +302,7 @@ def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 
 
 def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """The share of vLLM's servers: what is left for them, of at least so many longest requests."""
+    """Yield smaller shares for vLLM's servers, for at least `requests` of the longest kind."""
     if not config.servers or search.placement.device.type != "cuda":
         return
     card, share = search.placement.card_bytes(), config.inference.server_share
@@ -324,7 +321,7 @@ def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 
 
 def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Tokens of a forward and backward pass, down to one row, and rows down to one longest segment."""
+    """Yield smaller micro-batches, down to one row, and rows down to the longest segment."""
     training, longest = config.training, config.inference.max_model_len
     for tokens in _halves(max(training.micro_batch, training.row_tokens), max(longest, 64)):
         rows = {"training.row_tokens": tokens} if tokens < training.row_tokens else {}
@@ -332,13 +329,13 @@ def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Sett
 
 
 def _sleep(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """vLLM on the learner's GPU gives its memory back during updates."""
+    """Let vLLM on the learner's GPU free its memory during updates."""
     if config.servers and not config.inference.sleep and not config.training.max_staleness:
         yield {"inference.sleep": True}
 
 
 def _checkpoint_layers(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Quarters of the layers, then all; where nothing is planned, all."""
+    """Yield quarters of the layers, then all; without a plan, all."""
     key, now = "training.gradient_checkpointing", config.training.gradient_checkpointing
     if now is True:
         return
@@ -372,7 +369,7 @@ def _offload_shares(search: Search, config: LearnerConfig) -> Iterator[Settings]
 
 def _train_less(search: Search, config: LearnerConfig) -> Iterator[Settings]:
     head = {"training.critic": "head"} if config.has_own_critic else {}
-    if head:  # neither [lora] nor several ranks go with a critic that has layers
+    if head:  # an own critic excludes [lora] and several ranks
         yield head
     if config.lora is None:
         yield {**head, "lora": LoraTable()}
@@ -385,7 +382,7 @@ def _run_fewer(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 
 
 def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """The longest sequence, and with it rows and micro-batches."""
+    """Yield shorter longest sequences, with rows and micro-batches."""
     training, longest = config.training, config.inference.max_model_len
     for length in _halves(longest, max(search.shortest or longest, _SHORTEST)):
         yield {
@@ -396,13 +393,13 @@ def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 
 
 def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """More GPUs of a node; a machine that is planned for may have as many as are asked for."""
+    """Yield more GPUs of a node; a planned machine may have any number up to _MOST_RANKS."""
     table, placement = config.ranks, search.placement
     if placement.device.type != "cuda" or table.nnodes > 1:
         return
     here = _MOST_RANKS if placement.card is not None else torch.cuda.device_count()
     alone: dict[str, Any] = {} if table.ranks > 1 else {"cluster": {}}
-    if config.training.optimizer_offload:  # it is of one process
+    if config.training.optimizer_offload:  # needs a single process
         alone["training.optimizer_offload"] = False
     count = 2 * table.nproc_per_node
     while count <= here:
@@ -410,12 +407,12 @@ def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
         count *= 2
 
 
-# What is shared with those that sample, by the plan; first as much as they need to be fast.
+# The memory of engines and servers: first as much as they need to be fast.
 _SHARED: tuple[Step, ...] = tuple(
     partial(lower, requests=_ENOUGH_REQUESTS) for lower in (_lower_cache, _lower_share)
 )
 _SHARED_LEAST: tuple[Step, ...] = tuple(partial(lower, requests=1) for lower in (_lower_cache, _lower_share))
-# From the cheapest, by the time that they cost, to the dearest.
+# From the cheapest to the dearest, by time.
 STEPS: tuple[Step, ...] = (
     *_SHARED,
     _lower_micro_batches,
@@ -430,18 +427,18 @@ STEPS: tuple[Step, ...] = (
     _run_fewer,
     _shorten,
     _add_ranks,
-    partial(_offload_shares),  # of ranks that were added
+    partial(_offload_shares),  # once more, after ranks were added
 )
 
 
 def less_memory(config: LearnerConfig) -> str:
-    """The keys that lower the need of memory, where nothing is planned; those that cost least come first."""
+    """Name the keys that lower the need of memory, the cheapest first, without a plan."""
     search = Search(config, place(config.model.device))
     steps = [step for step in STEPS if step not in (*_SHARED, *_SHARED_LEAST)]
     firsts = [next(step(search, config), None) for step in steps]
     knobs = [_name_change(config, settings) for settings in firsts if settings is not None]
     if config.engines:
-        knobs.append("lower inference.max_model_len or kept_prefixes, whose cache shares the device")
+        knobs.append("lower inference.max_model_len or kept_prefixes, whose cache is on the same device")
     if config.servers:
         knobs.append(f"lower {_SHARE} ({config.inference.server_share:g})")
     copies = max(config.engines, config.fixed_copies)

@@ -1,6 +1,6 @@
 """`python -m trainer_backend.learner.group [torchrun's options] [-- options of learner.process]`.
 
-The ranks of a learner on this node, under torchrun, which ends all of them as soon as one has ended. The
+Runs the ranks of a learner on this node under torchrun, which ends all of them as soon as one ends. The
 orchestrator, which has the rollouts, then starts a new group.
 """
 

@@ -1,13 +1,13 @@
-"""Attention over one row of tries, in parts that are joined: what segments share is read once, by all.
+"""Attention over one row of tries, in parts that are joined; shared keys are read once.
 
-A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and
-each run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each
-part is a product of two slices:
+A trie is cut into *runs*, its stretches without branches. A token sees its run up to itself, and all of each
+run above. In depth-first order, all tokens below a run follow it without a gap, so each part is a product of
+two slices:
 
-    own      each run by itself, causal; runs of similar length side by side
-    shared   the tokens below a run, with all keys of that run
+    own      each run by itself, causal; runs of similar length are batched
+    shared   the queries of all tokens below a run, with the keys of that run
 
-Parts are joined as `models.part_attention` says.
+`models.part_attention` joins the parts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainer_backend.learner.by_length import alike
 from trainer_backend.models import part_attention
 from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded, widened
 
-# Queries of a few tokens alone are worth a mask up to this share of a run's keys: causal attention of all its
-# queries computes half of its scores.
+# Up to this share of scores, attending only with some queries, by a mask, is cheaper than causal attention
+# with all queries, which computes half of the scores.
 _MOST_QUERIES = 0.5
 
 
 class Shared(NamedTuple):
-    """A run from `start` to `end` and the end of the tokens below it, which lie behind it."""
+    """A run from `start` to `end`, and the end of the tokens below it, which follow it."""
 
     start: int
     end: int
@@ -41,29 +41,31 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a row: where each begins and, last, the number of tokens; those with tokens below them."""
+    """The runs of a row."""
 
     starts_R: NDArray[np.int64]
+    """The first token of each run, then the number of tokens."""
     shared: Sequence[Shared]
+    """The runs with tokens below them."""
 
     @classmethod
     def of(cls, position_L: NDArray[np.int64]) -> Runs:
-        """By the positions of a row of tries in depth-first order, without padding."""
+        """Find the runs from the positions of a row of tries in depth-first order, without padding."""
         length = len(position_L)
         begins = np.flatnonzero(np.diff(position_L, prepend=-2) != 1).tolist()
-        path: list[tuple[int, int]] = []  # stretches of the present path: place and position of their first
+        path: list[tuple[int, int]] = []  # stretches of the current path: index and position of their first
         cuts = set(begins)
         for begin in begins:
             depth = int(position_L[begin])
             while path and path[-1][1] >= depth:
                 path.pop()
-            if path:  # behind its parent, the run ends
+            if path:  # the run ends after the parent token
                 place, position = path[-1]
                 cuts.add(place + depth - position)
             path.append((begin, depth))
         starts = [*sorted(cuts), length]
         shared: list[Shared] = []
-        open_: list[tuple[int, int]] = []  # runs of the present path: place and end
+        open_: list[tuple[int, int]] = []  # runs of the current path: start and end
         for begin, end in zip(starts, [*starts[1:], length], strict=True):
             depth = int(position_L[begin]) if begin < length else 0
             while open_ and int(position_L[open_[-1][0]]) >= depth:
@@ -76,15 +78,13 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Which token stands where; in the padding behind a run its last token stands again.
-
-    token_GP: int64, the token at each place.
-    real_N, real_token_N: int64, the places without padding, counted over all, and their tokens.
-    """
+    """The cells of runs of similar length; padding repeats the run's last token."""
 
     token_GP: Tensor
+    """int64, the token in each cell."""
     real_N: Tensor
     real_token_N: Tensor
+    """int64, the flat indices of cells without padding, and their tokens."""
 
     @classmethod
     def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:
@@ -94,45 +94,42 @@ class _Places:
         return cls(token_GP, real_N, token_GP.flatten()[real_N])
 
     def spread(self, tokens: Tensor, times: int = 1) -> Tensor:
-        """[G, H, P, D] of tokens [L, H, D], each head `times` times."""
+        """Copy tokens [L, H, D] to cells [G, H, P, D], each head `times` times."""
         side = tokens.index_select(0, self.token_GP.flatten()).view(*self.token_GP.shape, *tokens.shape[1:])
         side = side.transpose(1, 2)
         return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
 
     def spread_once(self, tokens: Tensor) -> Tensor:
-        """As `spread`, 0 in padding."""
+        """Copy tokens to cells as `spread`, with 0 in padding."""
         side = tokens.new_zeros((self.token_GP.numel(), *tokens.shape[1:]))
         side.index_copy_(0, self.real_N, tokens.index_select(0, self.real_token_N))
         return side.view(*self.token_GP.shape, *tokens.shape[1:]).transpose(1, 2).contiguous()
 
     def gather(self, side: Tensor, tokens: Tensor) -> None:
-        """Write what stands side by side, [G, H, P, D], back to tokens [L, H, D]."""
+        """Copy cells [G, H, P, D] back to tokens [L, H, D]."""
         flat = side.transpose(1, 2).flatten(0, 1).index_select(0, self.real_N)
         tokens.index_copy_(0, self.real_token_N, flat)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Runs of similar length side by side.
-
-    queries, keys: where they stand.
-    hidden_GQK: keys that a query does not see; None: of as many keys as queries, the later ones.
-    """
+    """A batch of runs of similar length."""
 
     queries: _Places
     keys: _Places
+    """The cells of queries and of keys."""
     hidden_GQK: Tensor | None
+    """True for keys that a query does not see; None: causal, as many keys as queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is computed for the queries of a row: of all tokens, or of some.
-
-    own: groups of runs; shared: of each run with tokens below it, its keys and the slice of the queries.
-    """
+    """The parts of attention for the queries of a row: of all tokens, or of some."""
 
     own: Sequence[_Side]
+    """Batches of runs."""
     shared: Sequence[tuple[slice, slice]]
+    """For each run with tokens below it, the slices of its keys and of the queries."""
 
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
@@ -144,7 +141,7 @@ class Plan:
 
     @classmethod
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
-        """Of the queries of some tokens, [N] int64 places in ascending order; None where all cost no more."""
+        """Plan the queries of some tokens, [N] int64 in ascending order; None if all queries cost no more."""
         own, scores, of_all = [], 0, 0
         for first_G, end_G in _group_runs(runs):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
@@ -154,7 +151,9 @@ class Plan:
                 continue
             first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
             keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
-            key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])  # in padding, behind the run
+            key_GK = first_G[:, None] + torch.arange(
+                keys.token_GP.shape[1]
+            )  # beyond the run's end in padding
             hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
             scores += hidden_GQK.numel()
             own.append(_Side(queries, keys, hidden_GQK))
@@ -169,7 +168,7 @@ class Plan:
 
 
 def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
-    """[N, H, D] of the plan's queries; keys and values, of all tokens, may have fewer heads."""
+    """Compute [N, H, D] for the plan's queries; keys and values of all tokens may have fewer heads."""
     size = v_LHD.shape[-1]
     wide = widened(v_LHD, q_NHD.shape[-1])
     out: Tensor = _Joined.apply(plan, q_NHD, k_LHD, wide, scale)  # type: ignore[no-untyped-call]
@@ -211,14 +210,14 @@ class _Joined(torch.autograd.Function):
         heads = q.shape[1] // k.shape[1]
         for side in plan.own:
             parts = part_attention.gradients(
-                side.queries.spread_once(grad),  # nothing comes from what stands in padding
+                side.queries.spread_once(grad),  # no gradient from padding
                 side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
                 side.queries.spread(out), side.queries.spread(lse[..., None])[..., 0],
                 side.hidden_GQK, True, scale,
             )  # fmt: skip
             side.queries.gather(parts[0], dq)
             for whole, part in zip((dk, dv), parts[1:], strict=True):
-                side.keys.gather(_summed(part, heads), whole)
+                side.keys.gather(_sum_heads(part, heads), whole)
         for keys, queries in plan.shared:
             kept = (grad, q, out, lse[..., None])
             grad_part, q_part, out_part, lse_part = (folded(part[queries], k.shape[1]) for part in kept)
@@ -234,20 +233,18 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Runs at one depth of the tries, or by themselves, as a kernel of variable length takes them.
-
-    query_N, key_N: int64, which tokens' queries and keys, one run after the other.
-    queries_S, keys_S: int32, [S + 1] where those of each run begin, then their number.
-    longest: the most queries and the most keys of a run.
-    causal: whether a query sees the keys up to its own alone.
-    """
+    """Runs at one depth of the tries, or by themselves, as inputs of a variable-length kernel."""
 
     query_N: Tensor
     key_N: Tensor
+    """int64, the tokens of queries and of keys, run after run."""
     queries_S: Tensor
     keys_S: Tensor
+    """int32, [S + 1] the start of each run, then the total."""
     longest: tuple[int, int]
+    """The most queries, and the most keys, of a run."""
     causal: bool
+    """Whether a query sees only the keys up to its own."""
 
     @classmethod
     def of(
@@ -269,7 +266,10 @@ class Level:
 
 
 def list_levels(runs: Runs) -> list[Level]:
-    """All runs by themselves, then those with tokens below them, by their depth: there no token is twice."""
+    """List the levels: all runs by themselves, then by depth the runs with tokens below them.
+
+    A token occurs at most once per level.
+    """
     own = list(pairwise(runs.starts_R.tolist()))
     depths: list[list[Shared]] = []
     path: list[Shared] = []
@@ -292,7 +292,7 @@ def list_levels(runs: Runs) -> list[Level]:
 
 
 class LevelKernel(Protocol):
-    """Attention of a level by a kernel of variable length, forward and backward."""
+    """Attention of a level by a variable-length kernel, forward and backward."""
 
     dtype: ClassVar[torch.dtype | None] = None
     """The dtype of its inputs; None: any."""
@@ -300,7 +300,7 @@ class LevelKernel(Protocol):
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
     ) -> tuple[Tensor, Tensor, Any]:
-        """[N, H, D], the logarithm of the sum of exponentials [N, H], and what `backward` needs."""
+        """Return the attention [N, H, D], log-sum-exp [N, H], and values to keep for `backward`."""
 
     def backward(
         self,
@@ -312,7 +312,7 @@ class LevelKernel(Protocol):
         scale: float,
         kept: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v where `out` and `lse` are those of all levels."""
+        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
 
 
 class Flash(LevelKernel):
@@ -347,7 +347,7 @@ class Flash(LevelKernel):
 
 
 def flash_is_here() -> bool:
-    """Whether this torch's private operators have the form that `Flash` knows."""
+    """Return whether torch's private operators have the signatures that `Flash` expects."""
     names = {
         "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
         "return_debug_mask scale",
@@ -365,7 +365,7 @@ def flash_is_here() -> bool:
 def attend_levels(
     levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
-    """[L, H, D] of a row by its levels."""
+    """Compute [L, H, D] attention of a row by its levels."""
     size = v_LHD.shape[-1]
     wide = widened(v_LHD, q_LHD.shape[-1])
     tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, wide)]
@@ -374,7 +374,7 @@ def attend_levels(
 
 
 class _Levels(torch.autograd.Function):
-    """Attention over several levels; outputs and gradients are summed in float32 at least."""
+    """Attention over several levels, with sums of outputs and gradients in float32 or better."""
 
     @staticmethod
     def forward(
@@ -415,14 +415,14 @@ class _Levels(torch.autograd.Function):
         return None, None, dq, dk, dv, None
 
 
-def _summed(part: Tensor, times: int) -> Tensor:
-    """[G, H_kv, P, D] of [G, H, P, D], where `times` heads in a row share keys."""
+def _sum_heads(part: Tensor, times: int) -> Tensor:
+    """Sum [G, H, P, D] over each `times` adjacent heads, which share keys, to [G, H_kv, P, D]."""
     groups, heads, places, size = part.shape
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
 
 
 def _group_runs(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups of runs of similar length: their first tokens, and the ones after their last."""
+    """Yield groups of runs of similar length: their starts and their ends."""
     bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
     for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
         first_G, end_G = torch.tensor(group).T.contiguous()

@@ -1,7 +1,7 @@
-"""`learner.operators` by kernels, with their gradients: Triton's (`models.kernels`) or those of a CPU.
+"""`learner.operators` by Triton's kernels (`models.kernels`) or CPU kernels, with gradients.
 
-Where weights are plain, queries, keys and values are one product, and gate and up another. Apart, each would
-read the states once more, and their gradients by the states would be added up.
+With plain weights, queries, keys and values are one product, and gate and up another. Separate products would
+each read the states again, and their gradients of the states would have to be added.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trainer_backend.learner.packed_decoder import Operators, heads_apart
 
 
 def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operators:
-    """By the functions of `kernels`, a module or an object; `out` is the type of products' factors."""
+    """Build operators from the functions of `kernels`; `out` is the dtype of products' factors."""
 
     def sum_and_norm(
         dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None
@@ -64,7 +64,7 @@ def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operat
 
 
 class _KernelNorm(torch.autograd.Function):
-    """The sum of states and what is added (None where nothing is), and its norm. Keeps the sum alone."""
+    """The sum of two states, or one state, and its norm. Saves only the sum."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _KernelNorm(torch.autograd.Function):
 
 
 class _KernelRotary(torch.autograd.Function):
-    """Heads, normed where there is a weight, and rotated."""
+    """Rotated heads, normed first if there is a weight."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ class _KernelRotary(torch.autograd.Function):
         sin_LD: Tensor,
         out: torch.dtype,
     ) -> Tensor:
-        # A rotation's gradient needs the angles alone; a norm's needs its input.
+        # The gradient of a rotation needs only the angles; that of a norm needs its input.
         ctx.kernels = kernels
         ctx.save_for_backward(None if weight_D is None else heads_LHD, weight_D, cos_LD, sin_LD)
         ctx.eps, ctx.dtype = eps, heads_LHD.dtype
@@ -152,14 +152,14 @@ class _KernelSwiglu(torch.autograd.Function):
 
 
 def _plain_weights(linears: Sequence[Any]) -> list[Tensor] | None:
-    """The weights of linear layers that are nothing more: no biases, no adapters, and trained in float32."""
+    """Return the weights of float32 linear layers without biases and adapters; None if a layer is other."""
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear and linear.bias is None]
     is_plain = len(weights) == len(linears) and all(weight.dtype == torch.float32 for weight in weights)
     return weights if is_plain else None
 
 
 def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[sum of O, I] weights [O, I] with the same input, rounded once."""
+    """Concatenate weights [O, I] of the same input, rounded once."""
     joined_OI = weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]), dtype=dtype)
     for weight, part in zip(
         weights, torch.split(joined_OI, [len(weight) for weight in weights]), strict=True
@@ -168,15 +168,15 @@ def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return joined_OI
 
 
-def _by_weights(
+def _weight_gradients(
     by_out_LO: Tensor, input_LI: Tensor, sizes: list[int], are_trained: bool
 ) -> Sequence[Tensor | None]:
-    """Gradients of such weights, float32: parts of one tensor. Their sums are rounded nowhere."""
+    """Compute the gradients of concatenated weights, as parts of one float32 tensor."""
     return torch.split(wide_product(by_out_LO.T, input_LI), sizes) if are_trained else [None] * len(sizes)
 
 
 class _KernelHeads(torch.autograd.Function):
-    """Queries, keys and values by one product, normed where there are weights, and rotated."""
+    """Queries, keys and values by one product, normed if there are weights, and rotated."""
 
     @staticmethod
     def forward(
@@ -227,12 +227,12 @@ class _KernelHeads(torch.autograd.Function):
         by_v_LHD.copy_(gradients[2])
         by_all_LO = by_all_LHD.flatten(1)
         sizes = [count * all_LHD.shape[-1] for count in ctx.counts]
-        by_weights = _by_weights(by_all_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:5]))
+        by_weights = _weight_gradients(by_all_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:5]))
         return None, by_all_LO @ weight_OD, *by_weights, *by_norms, None, None, None
 
 
 class _KernelGateUp(torch.autograd.Function):
-    """silu(gate) * up, of both by one product."""
+    """silu(gate) * up, with one product for both."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Any, normed_LD: Tensor, gate_MD: Tensor, up_MD: Tensor) -> Tensor:
@@ -249,5 +249,5 @@ class _KernelGateUp(torch.autograd.Function):
         gate_LM, up_LM = both_LO.chunk(2, dim=1)
         by_both_LO = ctx.kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous())
         sizes = [len(weight_OD) // 2] * 2
-        by_weights = _by_weights(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:4]))
+        by_weights = _weight_gradients(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:4]))
         return None, by_both_LO @ weight_OD, *by_weights

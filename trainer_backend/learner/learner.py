@@ -1,4 +1,4 @@
-"""The learner in this process: the model, its optimizer, and all that the training loop asks of them."""
+"""The learner in this process: the model, its optimizer, and the operations of the training loop."""
 
 import math
 import threading
@@ -75,16 +75,16 @@ from trainer_backend.rundir.digests import read_digest
 
 log = structlog.get_logger(__name__)
 
-# A server that hangs costs one pass over the weights; the others load them in the next, in their time.
+# A hanging server fails one pass over the weights; the other servers load them in the next.
 _PASSES = 3
 
 
 class LocalLearner:
     """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
 
-    `started_from` is the checkpoint that RL started from, which a KL pulls towards; None: the policy of the
-    first update. With `adapter_folder` None, adapters are fresh. `ranks` hold a share of the weights each and
-    make every call together.
+    `started_from` is the checkpoint with the reference of the KL; None: the policy of the first update. With
+    `adapter_folder` None, adapters are new. `ranks` each hold a share of the weights and make all calls
+    together.
     """
 
     def __init__(
@@ -120,26 +120,26 @@ class LocalLearner:
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
         scorer = build_scorer(model, placement, training.logits_chunk_tokens, ranks, why_apart)
-        # What segments share would share the adapters' dropout, too, and count once for the routers' loss.
+        # Shared prefixes would share dropout masks too, and would count once in the routers' loss.
         drops = config.lora is not None and config.lora.dropout > 0
         is_apart = not training.share_prefixes or drops or (experts is not None and experts.coefficient > 0)
         shares = not is_apart and scorer.attention.takes_tries
         if not is_apart and not shares and isinstance(scorer.attention, ByLength):
             log.warning("learner_shares_no_prefixes", reason=why_no_parts())
         self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
-        log.info("learner_computes_by", **self.scorer.told())
-        self._reference = None if started_from is None else self._started(started_from)
+        log.info("learner_computes_by", **self.scorer.describe())
+        self._reference = None if started_from is None else self._make_reference(started_from)
         self._optimizer = make_adamw(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
         )
         self._step_size = StepSize(training, config.seed, ranks)
         level = config.value_level
         self._head: ValueHead | None = None
-        self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
+        self._critic: OwnCritic | None = None  # made later, as a copy of the policy at the start of RL
         if level is not None and training.critic == "head":
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
-        # Log-probs from `values` and `score`, by rollout id, until the next update: under current weights,
-        # and under the policy that RL started from.
+        # Log-probs from `values` and `score`, by rollout id, until the next update: under the current
+        # weights, and under the reference.
         self._proximal: dict[str, list[NDArray[Any]]] = {}
         self._of_reference: dict[str, list[NDArray[Any]]] = {}
         self._sender: WeightSender | None = None
@@ -154,10 +154,9 @@ class LocalLearner:
         tokenizer: PreTrainedTokenizerFast | None = None,
         ranks: Ranks = ALONE,
     ) -> "LocalLearner":
-        """A learner of the model that [model] names.
+        """Make a learner of the model of [model].
 
-        A preset's tokenizer is trained on the texts of `prompts`, but with a fixed policy, which shares
-        `tokenizer`.
+        A preset's tokenizer is `tokenizer`, which a fixed policy shares, or is trained on the `prompts`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -165,7 +164,7 @@ class LocalLearner:
             tokenizer = train_tokenizer(texts, table.vocab_size, whole_words=words)
 
         def make() -> LocalLearner:
-            # The dropout of adapters draws from this generator, whose state a checkpoint holds.
+            # For the dropout of adapters; a checkpoint stores the state of this generator.
             torch.manual_seed(derived_seed(config.seed, "torch"))
             if table.preset is None or tokenizer is None:
                 return cls(config, *load_named(table), ranks=ranks)
@@ -180,9 +179,9 @@ class LocalLearner:
     def resumed(
         cls, config: LearnerConfig, checkpoint: Path, ranks: Ranks = ALONE
     ) -> "tuple[LocalLearner, Progress]":
-        """A learner with a checkpoint's model, optimizer, value head and RNG; and the checkpoint's progress.
+        """Restore a learner from a checkpoint: model, optimizer, critic and RNG; return it with its progress.
 
-        RL started from iteration_0. The KL term pulls towards it, and adapters are over its base.
+        iteration_0, the start of RL, has the reference of the KL and the base of adapters.
         """
         started_from = checkpoint.with_name(STARTED_FROM)
         reference = started_from if config.training.needs_reference else None
@@ -196,7 +195,7 @@ class LocalLearner:
                 loaded, adapters = load_checkpoint(config.model, started_from), checkpoint / FOLDER
                 take_out(loaded[0], started_from / FOLDER)
             learner = cls(config, *loaded, started_from=reference, adapter_folder=adapters, ranks=ranks)
-            # The head of a critic with layers of its own reads those, and says nothing of the policy's.
+            # The stored head of an own critic reads the critic's states, not the policy's.
             if learner._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
                 learner._head.restore(checkpoint)
             return learner
@@ -222,17 +221,17 @@ class LocalLearner:
         return self._critic
 
     def _refuse_other_models(self) -> None:
-        """Each rank has taken its share of the model that it found: they must have found the same."""
+        """Refuse ranks that have loaded different models."""
         samples = self._ranks.of_every_rank(self._checksum)
         if other := next((rank for rank, sample in enumerate(samples) if sample != samples[0]), 0):
             raise JobError(
-                f"rank {other} of the learner has loaded another model, or another vocabulary, than rank 0",
+                f"rank {other} of the learner has loaded a model or vocabulary other than that of rank 0",
                 where="[model]",
                 hint="Every node needs the same files: one disk, or the same revision in each cache.",
             )
 
     def _draw_apart(self, iteration: int) -> None:
-        """Have every rank but the first draw from a generator of its own; a checkpoint holds the first's."""
+        """Seed the generators of all ranks but the first, whose state is part of checkpoints."""
         if not self._ranks.is_first:
             torch.manual_seed(derived_seed(self.config.seed, "torch", self._ranks.index, iteration))
 
@@ -245,7 +244,7 @@ class LocalLearner:
         segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
         self.model.train()
         self._draw_apart(0)
-        with self._given_back("the warm-up ran out of memory"):
+        with self._watched("the warm-up ran out of memory"):
             metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
@@ -253,8 +252,8 @@ class LocalLearner:
         return metrics
 
     @contextmanager
-    def _given_back(self, doing: str) -> Iterator[None]:
-        """Watch work as `memory_watched` has it; then vLLM may wake on the same GPU (inference.sleep)."""
+    def _watched(self, doing: str) -> Iterator[None]:
+        """Work in `memory_watched`, then free memory if vLLM wakes on the same GPU (inference.sleep)."""
         try:
             with memory_watched(doing, hint=less_memory(self.config)):
                 yield
@@ -267,15 +266,15 @@ class LocalLearner:
                     torch.cuda.empty_cache()
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
+        """Compute V of each episode by rollout id; by decision or token, as the job's estimator reads it."""
         torch.set_num_threads(self.config.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
         level = self.config.value_level
         assert level is not None, "asked only where the estimator needs values"
-        with self._given_back("scoring the values ran out of memory"):
+        with self._watched("scoring the values ran out of memory"):
             if (head := self._head) is None:
                 values = self._own_critic().values(segments)
-            else:  # the pass gives the log-probs too, which are kept
+            else:  # the pass also computes log-probs, which are kept
                 refuse_unknown(segments, self.model)
                 values, logprobs = read_pieces(
                     segments,
@@ -290,10 +289,10 @@ class LocalLearner:
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
+        """Compute, by rollout id, log-probs of its tokens under the policy and under the reference."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with self._given_back("scoring the log-probs ran out of memory"):
+        with self._watched("scoring the log-probs ran out of memory"):
             self._proximal |= self._logprobs(new, self.scorer.logprobs)
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -304,7 +303,7 @@ class LocalLearner:
     def _logprobs(
         self, episodes: Mapping[str, Sequence[Segment]], policy: Reference
     ) -> dict[str, list[NDArray[Any]]]:
-        """By rollout id, [N] log-probs of the sampled tokens of each segment."""
+        """Compute, by rollout id, [N] log-probs of the sampled tokens of each segment."""
         if not episodes:
             return {}
         segments = [segment for parts in episodes.values() for segment in parts]
@@ -319,13 +318,13 @@ class LocalLearner:
         self._draw_apart(iteration)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        with self._weights_rest, self._given_back("the update ran out of memory"):
+        with self._weights_rest, self._watched("the update ran out of memory"):
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
             metrics = self._update_policy(episodes, iteration, policy_version, cache)
             if self.config.has_own_critic:
                 metrics |= self._fit_critic(episodes, iteration, steps=int(metrics["optim/steps"]))
-            if not metrics["optim/steps"]:  # they are those that it offers
+            if not metrics["optim/steps"]:  # the offered weights are still current
                 self._is_on_offer, self._sender = was_on_offer, sender
         return metrics
 
@@ -336,7 +335,7 @@ class LocalLearner:
         policy_version: int | None,
         cache: LogprobCache,
     ) -> dict[str, float]:
-        """The policy's steps: none while an own critic warms up, nor where it was certain of everything."""
+        """Take the policy's steps; none while an own critic warms up, or if all segments were certain."""
         training, share, metrics = self.config.training, 1.0, dict[str, float]()
         if training.skip_certain_above is not None:
             numbers = uncertain_segments(episodes, training.skip_certain_above)
@@ -353,7 +352,7 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """An iteration's passes of the own critic, after `steps` of the policy, which an error counts too."""
+        """Run the own critic's passes of an iteration; an error counts the policy's `steps` too."""
         critic = self._own_critic()
         before = critic.steps
         try:
@@ -364,14 +363,14 @@ class LocalLearner:
             raise
 
     def policy_update(self, share: float = 1.0) -> PolicyUpdate:
-        """The update of the weights as they are now, from this share of the sampled tokens."""
+        """Make the update of the current weights, from this share of the sampled tokens."""
         reference = None if self.config.training.kl_coef == 0 else self._held_reference()
         parts = self.scorer, self._optimizer, self.config
         head, step_size = self._head, self._step_size
         return PolicyUpdate(*parts, reference=reference, head=head, share=share, step_size=step_size)
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """A whole checkpoint, or a CheckpointError and nothing."""
+        """Write a complete checkpoint, or raise CheckpointError and write nothing."""
         table, base = self.config.lora, folder.with_name(STARTED_FROM)
         whole = table is None or table.merged_checkpoints or folder == base or read_digest(base) is None
         save_checkpoint(
@@ -383,7 +382,7 @@ class LocalLearner:
             adapter=self._adapter,
             critic=self._critic or self._head,
             step_size=self._step_size,
-            base=None if whole else base,  # adapters alone are written over it
+            base=None if whole else base,
             ranks=self._ranks,
         )
 
@@ -391,7 +390,7 @@ class LocalLearner:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
 
     def offer(self, peer: str) -> tuple[str, int]:
-        """As `protocols.Learner` has it."""
+        """Offer the weights to servers; see `protocols.Learner`."""
         with self._weights_rest:
             self._ranks.first_alone(lambda: self._open_sender(own_address(peer)))
             self._is_on_offer = True
@@ -399,12 +398,12 @@ class LocalLearner:
 
     def _open_sender(self, host: str) -> None:
         backend = "nccl" if self.scorer.placement.device.type == "cuda" else "gloo"
-        # The other ranks wait in a collective as long as this one waits for a server.
+        # The other ranks wait in a collective while this one waits for a server.
         timeout_s = min(self.config.inference.replica_wait_s, self.config.ranks.timeout_s) / _PASSES
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
-        """As `protocols.Learner` has it; from another thread it waits for the end of an update.
+        """Send the weights to servers; see `protocols.Learner`. Waits for the end of an update.
 
         The first rank decides when servers are ready, and sends; all ranks gather each tensor.
         """
@@ -429,10 +428,10 @@ class LocalLearner:
         return self._renderer.find_long(conversations, most)
 
     def score_ids(self, ids: Sequence[int]) -> list[float]:
-        """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
+        """Compute [len(ids) - 1] log-probs of ids[1:] under the policy, each given the ids before."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
-        with self._given_back("scoring a prompt ran out of memory"):
+        with self._watched("scoring a prompt ran out of memory"):
             (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         found: list[float] = logprobs[0].tolist()
         return found
@@ -441,26 +440,26 @@ class LocalLearner:
         return place(self.config.model.device).hardware()
 
     def facts(self) -> PolicyFacts:
-        """What servers of the policy need in addition to its weights."""
+        """Return the facts that servers of the policy need in addition to its weights."""
         return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """The current tensors, for the engine to copy; where there are adapters, theirs alone."""
+        """Return the current tensors for the engine to copy; with adapters, only theirs."""
         if self._adapter is not None:
             return self._adapter.weights()
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def copy_to_serve(self) -> PreTrainedModel:
-        """A model that takes `weights()`, for the engine: on the same device, in what it serves in."""
+        """Copy the model for an engine, on the same device in the served precision; it takes `weights()`."""
         return copy_to_serve(self.model, self.scorer.placement.held)
 
     def _held_reference(self) -> Reference:
         if self._reference is None:
-            self._reference = self._started()
+            self._reference = self._make_reference()
         return self._reference
 
-    def _started(self, folder: Path | None = None) -> Reference:
-        """RL's starting policy, of the checkpoint `folder` or the present one, in the learner's precision."""
+    def _make_reference(self, folder: Path | None = None) -> Reference:
+        """Make the reference from the checkpoint `folder`, or from the current policy."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
@@ -476,21 +475,21 @@ class LocalLearner:
             model = gathered_copy(self.model) if self._ranks.are_several else self.model
         held = frozen_scorer(scorer, model)
         if self._ranks.are_several:
-            # Without a backward pass nothing would ever free what was kept after a forward pass.
+            # Without a backward pass, weights gathered for a forward pass would never be freed.
             table = self.config.ranks.model_copy(update={"fsdp_reshard_after_forward": True})
             shard(held.model, self._ranks, table, scorer.placement.device)
         return held.logprobs
 
 
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
-    """By rollout id, the numbers of its segments but for those of the actor that it was certain of.
+    """Return, by rollout id, the numbers of segments without those of which the actor was certain.
 
-    It was certain of a segment where each token had a higher `probability` when it was sampled. Of a token
-    with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much as that of
-    any other. What leaving it out biases is in docs/credit.md.
+    The actor was certain if each token had a probability above `probability` when it was sampled. The
+    gradient of such tokens has the size 1 - p, but costs as much as any other. docs/credit.md describes the
+    bias.
 
-    Source: the idea of a gradient of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who
-    choose by entropy.
+    Source: gradients of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who select by
+    entropy.
     """
     least = math.log(probability)
     return {
@@ -506,7 +505,7 @@ def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) 
 def select_segments(
     episodes: Sequence[CreditedEpisode], numbers: Mapping[str, Sequence[int]]
 ) -> list[CreditedEpisode]:
-    """The episodes with the segments of these numbers alone; none is left without a segment."""
+    """Return the episodes with only these segments, without episodes that have none left."""
     return [
         replace(item, segments=[item.segments[number] for number in numbers[item.rollout_id]])
         for item in episodes
@@ -517,7 +516,7 @@ def select_segments(
 def _by_episode(
     episodes: Mapping[str, Sequence[Segment]], rows: Iterable[NDArray[Any]]
 ) -> dict[str, list[NDArray[Any]]]:
-    """Rows of all segments in their order, by rollout id."""
+    """Split the rows of all segments by rollout id."""
     rest = iter(rows)
     return {name: list(islice(rest, len(parts))) for name, parts in episodes.items()}
 
@@ -533,18 +532,18 @@ def build_scorer(
     ranks: Ranks = ALONE,
     why_apart: str | None = None,
 ) -> Scorer:
-    """The model as the job computes with it: attention and the size of a chunk of logits chosen.
+    """Choose how the model is computed: attention, operators, and the size of a chunk of logits.
 
     `why_apart` says why each segment needs a row of its own (`support.refuse_unsupported`).
     """
     attention: PackedAttention
-    if why_apart is None:  # never eager: it would add a mask of booleans to its scores
+    if why_apart is None:  # never eager, which would add a boolean mask to its scores
         attention = attention_for(placement, head_dim=read_head_dim(model.config.get_text_config()))
     else:
         attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
     logits = logit_map(model.config)
-    # A cap's derivative takes a third more.
+    # The derivative of a cap takes a third more memory.
     budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
     fits = chunk_within(budget, embedding_rows(model))
     operators = operators_for(placement, model.config)
@@ -552,9 +551,9 @@ def build_scorer(
 
 
 def frozen_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
-    """A scorer of a frozen copy of another model, on the same device and in the same way as `scorer`."""
+    """Make a scorer of a frozen copy of `model`, on the device and with the settings of `scorer`."""
     copied = held_copy(model, scorer.placement.held)
-    if not scorer.ranks.are_several:  # else `shard` gives each device its share
+    if not scorer.ranks.are_several:  # otherwise `shard` distributes it
         copied.to(scorer.placement.device)  # type: ignore[arg-type]
     copied.set_attn_implementation(scorer.attention.implementation)
     return replace(scorer, model=copied)

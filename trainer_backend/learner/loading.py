@@ -27,46 +27,46 @@ from trainer_backend.rundir.digests import read_digest, refuse_damaged
 
 
 def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model and tokenizer that model.path or model.name names; weights in fp32."""
-    return _checked(model_folder(table), table)
+    """Load the model and tokenizer of model.path or model.name; weights in float32."""
+    return _load(model_folder(table), table)
 
 
 def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model of a checkpoint."""
+    """Load the model and tokenizer of a checkpoint; CheckpointError: of another architecture."""
     expected = _described(table)
     stored = described(read_config(checkpoint))
     if expected is not None and expected != stored:
         raise CheckpointError(
             f"{checkpoint} holds {stored}, but the job's model is {expected}",
-            hint="It is of another run, or [model] of the job was changed.",
+            hint="It belongs to another run, or the job's [model] was changed.",
         )
-    return _checked(checkpoint, table)
+    return _load(checkpoint, table)
 
 
 def write_merged(folder: Path, to: Path, dtype: str) -> Path:
-    """Write the model of a checkpoint as one plain model folder, for other programs: any adapters merged.
+    """Write the model of a checkpoint as a plain model folder, with any adapters merged.
 
-    The sum is made in float32 and rounded once, to `dtype` (torch's name for it). `folder` is a run (its best
-    checkpoint), a checkpoint, or a model folder, whose path is returned; `to` must not exist.
+    Sums are computed in float32 and rounded once, to `dtype` (its name in torch). `folder` is a run (its best
+    checkpoint), a checkpoint, or a model folder; the path that was read is returned. `to` must not exist.
 
     Raises ModelFolderError or CheckpointError: the model is damaged, incomplete, or cannot be written.
     """
     if to.exists():
-        raise ModelFolderError("it exists, and nothing is replaced", where=str(to), hint="Name another --to.")
+        raise ModelFolderError("it exists already", where=str(to), hint="Name another folder with --to.")
     checkpoint = model_in(folder)
     if is_whole(checkpoint):
         refuse_damaged(checkpoint)
-    model, tokenizer = _checked(checkpoint, ModelTable(path=checkpoint))
+    model, tokenizer = _load(checkpoint, ModelTable(path=checkpoint))
     model.to(getattr(torch, dtype))
     try:
         save_weights(to, model, tokenizer, None)
     except CheckpointError as error:
-        hint = "Name a folder with --to where you may write, on a disk with room for the whole model."
+        hint = "Name a writable folder with --to, on a disk with room for the whole model."
         raise ModelFolderError(error.detail, hint=hint) from error
     return checkpoint
 
 
-def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def _load(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     base = checked_base(folder)
     if base is not None:
         refuse_damaged(base)
@@ -81,18 +81,21 @@ def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrain
 
 
 def checked_base(folder: Path) -> Path | None:
-    """The folder whose model a checkpoint's adapters are over, unchanged; None for a folder with a model."""
+    """Return the folder with the base of a checkpoint's adapters; None for a folder with a model.
+
+    CheckpointError: the base has changed.
+    """
     base = base_folder(folder)
     if base is not None and read_digest(base) != read_object(folder / BASE).get("digest"):
         raise CheckpointError(
             f"{folder}: its adapters were trained over another {base.name} than the one now next to it",
-            hint="Put back the one that the run began with; over other weights they mean nothing.",
+            hint="Restore the folder that the run began with; adapters are useless over other weights.",
         )
     return base
 
 
 def _described(table: ModelTable) -> str | None:
-    """A description of the job's model; None where its folder is gone, though its run has checkpoints."""
+    """Describe the job's model; None if its folder no longer exists."""
     if table.preset is not None:
         layers, width = PRESETS[table.preset].layers, PRESETS[table.preset].width
         return described({"model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": width})
@@ -103,30 +106,30 @@ def _described(table: ModelTable) -> str | None:
 
 
 def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the matrices, and nothing but them; norms and biases are float32 (`models.precision`).
+    """Convert only the matrices; norms and biases stay float32 (`models.precision`).
 
-    `model.to(dtype)` would round the frequencies of rotary positions as well, and in bfloat16 tokens beyond
-    the first hundreds would stand elsewhere.
+    `model.to(dtype)` would also round the frequencies of rotary embeddings, and shift the positions of tokens
+    beyond the first hundreds in bfloat16.
     """
     for weight in model.parameters():
         weight.data = weight.data.to(held_dtype(weight, dtype))
 
 
 def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy without gradients: matrices of `dtype`, norms and biases of float32, buffers as they are.
+    """Copy a model without gradients: matrices in `dtype`, norms and biases in float32, buffers unchanged.
 
-    Weights are converted one by one, so that a float32 copy of the whole model need not fit.
+    Weights are converted one by one, so that no float32 copy of the whole model is needed.
     """
     converted = {}
     for weight in model.parameters():
         held = weight.detach().to(held_dtype(weight, dtype), copy=True)
         converted[id(weight)] = nn.Parameter(held, requires_grad=False)
-    # What deepcopy meets twice it takes from here; so tied weights stay tied.
+    # The memo of deepcopy: it inserts the converted weights, and keeps tied weights tied.
     return copy.deepcopy(model, converted)
 
 
 def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy for the engine: adapters and all, attention that takes a cache, logits of float32."""
+    """Copy a model with its adapters for the engine: attention with a cache, float32 logits."""
     served = held_copy(model, dtype)
     served.set_attn_implementation(own_attention(model))
     if dtype != torch.float32:
@@ -136,10 +139,10 @@ def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 
 
 def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) -> PreTrainedModel:
-    """The float32 model of a folder for an engine on the placement; it is used up.
+    """Convert the float32 model of a folder for an engine on the placement; `model` must not be used again.
 
-    Adapters of a checkpoint that are merged into weights to be rounded are separated from the base again:
-    after rounding, the sum may equal the base, and the training would be lost.
+    If weights are to be rounded, merged adapters are first separated from the base: rounding the sum could
+    lose them.
     """
     if placement.low is not None and (folder / FOLDER).is_dir():
         from trainer_backend.learner.adapter import unmerge  # peft: half a second of a start
@@ -151,16 +154,15 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """Weights that an engine of `folder_to_serve` loads from a later folder of the run: adapters, or all."""
+    """Return the weights that an engine of `folder_to_serve` loads from a later folder: adapters, or all."""
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder
 
 
 class Float32Head(nn.Module):
-    """An LM head whose factors are of low precision and whose sums, and bias if any, are float32.
+    """An LM head with factors in low precision, and sums and bias in float32.
 
-    Logits rounded to bfloat16 would be another distribution than the one that is trained: 0.06 nats off at a
-    logit of 20.
+    Logits rounded to bfloat16 would differ from the trained distribution: by 0.06 nats at a logit of 20.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -168,8 +170,8 @@ class Float32Head(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., D] to [..., V]."""
-        # Autocast would round the sums to what the factors are.
+        """Map [..., D] to [..., V]."""
+        # Autocast would round the sums too.
         with torch.autocast(hidden.device.type, enabled=False):
             logits = wide_product(hidden.flatten(0, -2).to(self.weight.dtype), self.weight.T)
             if self.bias is not None:

@@ -2,12 +2,12 @@
 
     y = x W^T + (alpha / rank) * x A^T B^T        A [rank, in], B [out, rank]; B is 0 at first
 
-Only A and B are trained, in float32; W stays what the job's model has. Learner and engine compute the sum
-alike, and never as x (W + (alpha / rank) * B A)^T: adding a small product to W in bfloat16 would round it
-away. Only the model folders of checkpoints are merged, in float32.
+Only A and B are trained, in float32; W is not changed. Learner and engine compute this sum, never
+x (W + (alpha / rank) * B A)^T: added to W in bfloat16, a small product would be rounded away. Only model
+folders of checkpoints are merged, in float32.
 
-The policy that RL starts from is the model with the adapters of that moment (after a warm-up they are not 0),
-so the KL term needs no second copy of the model either.
+The reference of the KL is the model with the adapters from the start of RL (not 0 after a warm-up), so no
+second copy of the model is needed.
 
 Source: Hu et al., LoRA, arXiv:2106.09685.
 """
@@ -26,24 +26,24 @@ from trainer_backend.job.training_table import ALL_LINEAR, LoraTable
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that have adapters, by names; each has its own dropout."""
+    """Yield the layers with adapters, by name; each has its own dropout."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_dropout"))
 
 
 def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by their names in the model, which may be without memory.
+    """Return the layers that get an adapter, by their names in the model, which may be on the meta device.
 
-    A target is a layer's whole name or the end of it, as in peft. peft refuses targets only where none of
-    them is there, and skips the others in silence; here one that names no linear layer of the model, or one
-    whose adapter would not be computed, is a JobError.
+    A target is a layer's whole name or the end of it, as in peft. peft silently skips unknown targets if any
+    other exists. Here a target that is no linear layer, or whose adapter would not be computed, is a
+    JobError.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}
     for name, module in model.named_modules():
         if id(module) in ends and any(_is_target(target, name) for target in targets):
             raise JobError(
-                f"lora.target_modules takes in {ends[id(module)]} ({name}), which may be one matrix with the "
-                "model's other end, and which scoring reads directly; leave it out"
+                f"lora.target_modules includes {ends[id(module)]} ({name}), which may be tied to the model's "
+                "other end, and which scoring reads directly; leave it out"
             )
     every = {
         name: module
@@ -57,31 +57,31 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
     for target in targets:
         if left_out := [name for name in every if _is_target(target, name) and name not in linear]:
             raise JobError(
-                f"lora.target_modules takes in {left_out[0]}, {reasons[left_out[0]]}; leave it out"
+                f"lora.target_modules includes {left_out[0]}, {reasons[left_out[0]]}; leave it out"
             )
         if not any(_is_target(target, name) for name in (*linear, *adapted_experts(model, [target]))):
             known = {ALL_LINEAR, *(name.rpartition(".")[2] for name in linear)}
             raise JobError(
                 f"lora.target_modules: the model has no linear layer {target!r}{did_you_mean(target, known)}"
-                f"{_of_experts(model)}"
+                f"{_name_experts(model)}"
             )
     return {name: layer for name, layer in linear.items() if any(_is_target(one, name) for one in targets)}
 
 
 def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str | None:
-    """Why an adapter of a linear layer would not be computed; None where it is."""
+    """Return why an adapter of a linear layer would not be computed; None if it would."""
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
     if f"self.{own}.weight" in getsource(type(model.get_submodule(parent))):
-        return "whose weight a kernel of its layer reads without an adapter"
+        return "whose weight its layer reads directly, without the adapter"
     return None
 
 
 def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the experts that get an adapter, which are one tensor a layer, by their names in the model.
+    """Return the experts that get an adapter, one tensor per layer, by their names in the model.
 
-    They are named with their module, as experts.down_proj: a linear layer may have the same name.
+    Targets name them with their module, as experts.down_proj, because linear layers may have the same name.
     """
     named = [target for target in targets if names_experts(target)]
     fused = _fused_experts(model) if named else {}
@@ -89,25 +89,25 @@ def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
 
 
 def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ranks: int) -> None:
-    """Refuse (JobError) adapters of experts, which are added to the weights themselves, where that fails."""
+    """Refuse (JobError) adapters of experts if they cannot be added to the experts' weights."""
     found = adapted_experts(model, table.target_modules)
     low = next((weight.dtype for weight in found.values() if weight.dtype != torch.float32), None)
     reasons = {
-        f"lora.dropout is {table.dropout}, and no input of theirs can be dropped": table.dropout > 0,
+        f"lora.dropout is {table.dropout}, which cannot drop their inputs": table.dropout > 0,
         f"in {str(low).removeprefix('torch.')} most of a small product is rounded away": low is not None,
         f"{ranks} ranks share these weights out": ranks > 1,
-        "vLLM servers are given adapters of linear layers alone": engine == "vllm",
+        "vLLM servers take adapters of linear layers only": engine == "vllm",
     }
     for reason, holds in reasons.items():
         if found and holds:
             raise JobError(
-                f"lora.target_modules takes in {next(iter(found))}: adapters of experts are added to their "
+                f"lora.target_modules includes {next(iter(found))}: adapters of experts are added to their "
                 f"weights, and {reason}; leave it out"
             )
 
 
 def _fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Tensors [E, ., .] of all experts of a layer; their biases have no adapter."""
+    """Return the tensors [E, ., .] of all experts of a layer, without biases."""
     weights = model.named_parameters()
     return {name: weight for name, weight in weights if names_experts(name) and weight.dim() == 3}
 
@@ -116,11 +116,12 @@ def names_experts(name: str) -> bool:
     return ".experts." in f".{name}"
 
 
-def _of_experts(model: PreTrainedModel) -> str:
+def _name_experts(model: PreTrainedModel) -> str:
+    """Return a clause that names the targets of the model's experts, if it has any."""
     fused = next(iter(_fused_experts(model)), None)
     if fused is None:
         return ""
-    return f"; its experts are one tensor a layer ({fused}), named as experts.{fused.rpartition('.')[2]}"
+    return f"; its experts are one tensor per layer ({fused}), named experts.{fused.rpartition('.')[2]}"
 
 
 def _is_target(target: str, name: str) -> bool:

@@ -1,13 +1,12 @@
-"""How much memory a run needs, by kind, before anything is loaded: arithmetic over shapes and limits.
+"""Estimates the memory of a run, by kind, from shapes and limits, before anything is loaded.
 
-How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest: the engine's
-rows, one for each request that may run, are all as wide as the longest of them, so one sequence as long as
-allowed fills it but for the kept prefixes. In pages, as on CUDA, a row is as long as its own request, and the
-memory is given back while the learner works, unless iterations are collected ahead. `activations` are those
-of a full micro-batch, what autograd keeps and what a backward pass has in work: within 12 % of the peaks that
-were measured of layers like Llama's and Qwen3's, in float32 under a mask and in bfloat16 over one row; of
-other architectures within 26 %, in float32. What the allocator and the libraries themselves need is the flat
-OVERHEAD of a GPU.
+Accuracy: counts of weights are exact. `cache` is an upper bound: all rows of the engine, one per running
+request, are as wide as the longest, so a single sequence of the allowed length fills it except for kept
+prefixes. In pages, as on CUDA, a row is as long as its own request, and the memory is freed during updates
+unless iterations are collected ahead. `activations` are those of a full micro-batch, saved and temporary:
+within 12 % of measured peaks for layers like Llama's and Qwen3's (float32 with a mask, bfloat16 over one
+row), within 26 % for other architectures in float32. OVERHEAD is a flat amount for allocator and libraries of
+a GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,93 +22,87 @@ from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape
 
 # AdamW: two moments in float32.
 MOMENTS = 8
-# Bytes per logit of a step: a copy that stays, and scratch memory of sampling, which all CUDA graphs share.
-# Truncation needs most of it, for sorted probabilities, their order and sums.
+# Bytes per logit of a sampling step: a permanent copy, and scratch memory that all CUDA graphs share, mostly
+# for truncation (sorted probabilities, their order and sums).
 SAMPLING = FLOAT32 + 48
-# CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
+# CUDA's context, workspaces of libraries, and fragmentation.
 OVERHEAD = 2**30
-# Kinds that a learner gives back after an update where vLLM has slept meanwhile.
+# Kinds that a learner frees after an update in which vLLM slept.
 OF_UPDATES = frozenset({"gradients", "gathered", "activations", "logits", "values"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """What an engine does with a model.
-
-    keys: its bounds. In pages `cache_gib` is the most of its cache, but for one row.
-    low: whether products and frozen copies are bfloat16; otherwise float32.
-    paged: whether caches are in pages (where there are kernels): requests wait where not all of them fit.
-    trunks: whether our decoder keeps what several rows begin with outside of them (`inference.trunks`).
-    """
+    """The settings of an engine that decide its memory."""
 
     keys: EngineKeys
+    """Limits of the engine. In pages `cache_gib` bounds its cache, which holds at least one row."""
     low: bool
+    """Whether products and frozen copies are bfloat16; otherwise float32."""
     paged: bool = False
+    """Whether caches are in pages (with kernels); requests wait if not all fit."""
     trunks: bool = False
+    """Whether our decoder stores common beginnings of rows separately (`inference.trunks`)."""
 
     @property
     def held(self) -> int:
-        """Bytes of a number in the cache, and in a frozen matrix."""
+        """Bytes of a number in the cache and in a frozen matrix."""
         return BFLOAT16 if self.low else FLOAT32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse(EngineUse):
-    """What a run does with a model: it serves the model and trains it.
-
-    masked: whether attention is masked over rows of several segments, or runs over one long row.
-    fused: whether layers compute by kernels that keep less for the backward pass (`learner.operators`).
-    row_tokens: width of the widest row: a segment may be as long as the engine's longest sequence.
-    micro_batch_tokens: tokens of one forward and backward, at least a row.
-    logits_chunk: tokens whose logits exist at a time.
-    reference: whether a second copy is held for the KL term.
-    checkpointed: how many layers, from the first, keep their input alone (training.gradient_checkpointing).
-    offload: whether AdamW's moments are in main memory (training.optimizer_offload).
-    values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
-    engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
-    processes: how many use the device.
-    ranks: the learner's, which share its model's weights out; adapters and a value head are whole on each.
-    vllm: bytes that vLLM's servers take of the device, all `vllm_servers` of them.
-    vllm_sleeps: whether they give these back during updates (inference.sleep).
-    """
+    """The settings of a run, which serves and trains a model, that decide its memory."""
 
     masked: bool
+    """Whether attention is masked over rows of several segments, instead of over one long row."""
     row_tokens: int
+    """Width of the widest row, at least the engine's longest sequence."""
     micro_batch_tokens: int
+    """Tokens of one forward and backward, at least a row."""
     logits_chunk: int
+    """Tokens whose logits exist at a time."""
     reference: bool = False
+    """Whether a second copy is held for the KL term."""
     checkpointed: int = 0
+    """Number of layers, from the first, that save only their input (training.gradient_checkpointing)."""
     offload: bool = False
+    """Whether AdamW's moments are in main memory (training.optimizer_offload)."""
     values_by_token: bool = False
+    """Whether a critic reads, and saves in float32, the state of every sampled token."""
     engines: int = 1
+    """Number of local engines, each with a copy and a cache; 0: other servers sample."""
     processes: int = 1
+    """Number of processes on the device."""
     ranks: LearnerTable = field(default_factory=LearnerTable)
+    """The learner's ranks, which share the model's weights; each has all of adapters and value head."""
     fused: bool = False
+    """Whether layers use kernels that save less for the backward pass (`learner.operators`)."""
     vllm: int = 0
+    """Bytes of the device for all `vllm_servers`."""
     vllm_servers: int = 0
     vllm_sleeps: bool = False
+    """Whether vLLM frees its memory during updates (inference.sleep)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes by kind.
-
-    device: on the device that computes, each kind at its fullest; of a rank, on its own device.
-    host: with a GPU, the main memory of all ranks of a node; on a CPU, whose main memory is the device, what
-        its ranks need only at the start.
-    least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
-        estimate; of a cache in pages, one request as long as allowed.
-    """
+    """Bytes by kind."""
 
     device: dict[str, int]
+    """On the computing device, or on each rank's own; each kind at its fullest."""
     host: dict[str, int]
+    """Main memory of all ranks of a node; on a CPU, whose main memory is the device, only the additional need
+    at the start."""
     least: int
+    """The least that the device must have: without kept prefixes, with the lower estimate of activations;
+    with a cache in pages, for one request of the allowed length."""
 
 
 def memory_needs(
     shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
 ) -> MemoryNeeds:
-    """What a run holds at its peak, in an optimizer step; each policy of the shapes `fixed` has a cache.
+    """Estimate the peak memory of a run, in an optimizer step; each of the policies `fixed` has a cache.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
@@ -137,9 +130,9 @@ def memory_needs(
 
 
 def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
-    """What is held during an update, while vLLM sleeps, or while it is awake; whichever is more.
+    """Return the larger need: during an update, while vLLM sleeps, or while it is awake.
 
-    A server that sleeps keeps what CUDA and its graphs take of it.
+    A sleeping server keeps the memory of CUDA and its graphs.
     """
     update = {**device, "vllm": servers * OVERHEAD}
     awake = {kind: size for kind, size in device.items() if kind not in OF_UPDATES}
@@ -147,7 +140,7 @@ def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
-    """Memory of a learner's process, or of each of its ranks."""
+    """Estimate the memory of a learner's process, or of each of its ranks."""
     held, reference = _held(shape, use), _reference(shape, use)
     moments = 0 if use.offload and is_gpu else held.moments
     if use.ranks.fsdp_cpu_offload and is_gpu:
@@ -166,7 +159,7 @@ def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[s
 
 
 class _Held(NamedTuple):
-    """Bytes that a process holds of a model from step to step."""
+    """Bytes of a model that a process holds permanently."""
 
     weights: int
     gradients: int
@@ -174,13 +167,13 @@ class _Held(NamedTuple):
 
 
 def _whole(shape: ModelShape) -> _Held:
-    """Memory of adapters and value head, which every rank has whole."""
+    """Return the memory of adapters and value head, which every rank has whole."""
     count = shape.adapters + (shape.width + 1 if shape.critic else 0)
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Memory of the weights of the model and of an own critic's layers, of which a rank has a part."""
+    """Return the memory of a rank's share of the model's weights and of an own critic's layers."""
     layers = max(0, shape.critic - shape.width - 1)
     weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
     trained = layers + (0 if shape.adapters else shape.parameters)
@@ -192,17 +185,17 @@ def _held(shape: ModelShape, use: MemoryUse) -> _Held:
 
 
 def _reference(shape: ModelShape, use: MemoryUse) -> int:
-    """Memory of the reference policy: its adapters, or a copy of the model, shared out like the model."""
+    """Return the memory of the reference: its adapters, or a copy of the model, sharded like the model."""
     if not use.reference:
         return 0
     return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // use.ranks.parts)
 
 
 def gathered(shape: ModelShape, use: MemoryUse) -> int:
-    """Bytes that a rank gathers of weights that are shared out, and of their gradients before it sums them.
+    """Return the bytes of gathered weights on a rank, and of their gradients before reduction.
 
-    What is outside of the layers is whole for as long as a pass takes, of the layers one that is computed and
-    the next one, or all of them where they are kept.
+    Weights outside of layers are gathered for a whole pass; of the layers, the current one and the next, or
+    all if they are kept.
 
     Source: torch.distributed.fsdp.fully_shard (its prefetch in the backward pass).
     """
@@ -212,7 +205,7 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
-    """Memory of an engine with a frozen model. The model must fit; the cache grows with use."""
+    """Estimate the memory of an engine with a frozen model; the cache may also be smaller."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
     device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
     device["overhead"] = overhead
@@ -220,16 +213,16 @@ def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryN
 
 
 def cached_row(shape: ModelShape, use: EngineUse) -> int:
-    """Keys, values and states of one longest request."""
+    """Return the bytes of keys, values and states of one longest request."""
     states = shape.states * shape.state_numbers * FLOAT32
     return use.keys.max_model_len * shape.cached_numbers * use.held + states
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:
-    """Keys and values of an engine at its fullest, and of what rows of our decoder share outside of it."""
+    """Return the bytes of an engine's full cache, with the trunks of our decoder."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many inside prompts
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many again within prompts
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
@@ -237,25 +230,24 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
 
 
 def engine(shape: ModelShape, use: EngineUse) -> int:
-    """A copy of the model, and the sums of a layer's experts and adapters while it computes."""
+    """Return the bytes of a copy of the model, and of a layer's sum of experts and adapters."""
     sums = shape.adapted_experts // shape.layers
     return shape.frozen_bytes(use.held) + (shape.adapters + sums) * use.held
 
 
 def sampling(shape: ModelShape, use: EngineUse) -> int:
-    """Buffers that the steps of a paged engine keep, without the cache."""
+    """Return the bytes of a paged engine's step buffers, without the cache."""
     return use.keys.slots * shape.vocabulary * SAMPLING if use.paged else 0
 
 
 def _main_memory_needs(
     shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape], *, is_gpu: bool
 ) -> dict[str, int]:
-    """Bytes of main memory that a run needs in addition to its device.
+    """Estimate the bytes of main memory that a run needs in addition to its device.
 
-    Offloaded moments and shares stay there. Weights in float32, then moments, pass through it to a
-    checkpoint, of each rank its own. At the start each fixed policy passes through it, in float32 and once
-    more in its served precision; so does the model, on one rank of a node after the other, and a reference,
-    on all of them at once.
+    Offloaded moments and shares stay there. Each rank's weights in float32, then its moments, pass through it
+    to a checkpoint. At the start it holds each fixed policy in turn, in float32 and in the served precision;
+    the model, on one rank of a node after the other; and a reference, on all ranks at once.
     """
     ranks, stays = use.ranks, {}
     if not is_gpu and ranks.ranks == 1:
@@ -280,35 +272,35 @@ def _main_memory_needs(
 
 
 def _passing(shape: ModelShape, use: EngineUse) -> int:
-    """A model in float32, and its frozen copy in the served precision."""
+    """Return the bytes of a model in float32 and of its frozen copy in the served precision."""
     return shape.parameters * FLOAT32 + shape.frozen_bytes(use.held)
 
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
-    """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
+    """Estimate the bytes that autograd saves for a micro-batch, and the peak of one layer's backward pass."""
     parts = _bytes_a_token(shape, use)
     tokens = use.micro_batch_tokens
-    if shape.apart:  # at the most padding that a group has
+    if shape.apart:  # with the most padding of a group
         tokens = int(tokens / SHORTEST_SHARE)
-    whole = shape.layers - use.checkpointed  # layers that keep all of it
+    whole = shape.layers - use.checkpointed  # layers that are not checkpointed
     again = 1 if use.checkpointed else 0
     largest = parts.of_largest_layer(shape)
     kept = whole * parts.of_all_layers(shape) // shape.layers + largest * _GRADIENTS // 10
     inputs = use.checkpointed * FLOAT32 * shape.width
     total = tokens * (inputs + max(kept, again * largest * _AGAIN // 10))
-    if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
+    if use.low and not shape.adapters:  # autocast saves rounded weights
         total += BFLOAT16 * shape.parameters * max(whole, 1) // shape.layers
     total += FLOAT32 * shape.adapted_experts * (max(whole, again) + 1) // shape.layers  # and their gradient
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 
-# What a backward pass has in work, in tenths of a layer: gradients, while what was kept is freed; and all of
-# one that is computed again, with them. When the first is computed again, layers that kept all are done.
+# Temporary memory of a backward pass, in tenths of a layer: gradients, while saved tensors are freed; and a
+# recomputed layer with its gradients. By then, layers without checkpointing are done.
 _GRADIENTS, _AGAIN = 3, 14
 
 
 class _Parts(NamedTuple):
-    """Bytes that autograd keeps of a token in the parts of a layer."""
+    """Bytes per token that autograd saves in the parts of a layer."""
 
     norms: int
     mlp: int
@@ -324,33 +316,33 @@ class _Parts(NamedTuple):
 
 
 def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
-    """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP.
+    """Count the bytes of norms and their inputs, of attention from queries to outputs, and of the MLP.
 
-    Of the last layer that is for tokens that are read; all of them may be.
+    The last layer computes only tokens that are read, which may be all.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if use.fused and not shape.adapters:
-        # Two sums in float32. In bfloat16 their norms; queries and keys, each before and after they are
-        # rotated; values, and the outputs of attention; gate, up, and their product.
+        # Float32: two sums. Bfloat16: their norms; queries and keys before and after rotation; values and the
+        # outputs of attention; gate, up, and their product.
         by_width, by_mlp, by_query, by_key = 12, 6, 6, 6
     elif use.low:
         by_width, by_mlp = 26, 8
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
-    elif not use.masked and shape.own_pass:  # whose norms and rotations keep less
+    elif not use.masked and shape.own_pass:  # its norms and rotations save less
         by_width, by_mlp = 16, 16
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
     else:
         by_width, by_mlp = 24, 16
         by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
     attention = by_query * queries + by_key * keys
-    if shape.eager:  # scores before and after their softmax, of a segment as long as a row
+    if shape.eager:  # scores before and after softmax, for a segment as long as a row
         attention += 2 * FLOAT32 * shape.heads * use.row_tokens
     norms = int(by_width * shape.width * shape.norms / 2)
     return _Parts(norms, by_mlp * shape.mlp_width, attention)
 
 
 def logits(shape: ModelShape, use: MemoryUse) -> int:
-    """Bytes of a chunk of logits, of the head's rounded copy, and of its gradient, to which chunks add."""
+    """Return the bytes of a chunk of logits, of the head's rounded copy, and of its gradient."""
     head = shape.vocabulary * shape.width
     by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
     return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head

@@ -1,7 +1,7 @@
-"""The memory that a job needs on this machine, or on a GPU that is planned for, and what is free there.
+"""Compares the memory that a job needs with that of this machine, or of a planned GPU.
 
-Where a job names no `training.micro_batch_tokens`, the plan chooses them: the more, the fewer passes over the
-weights. The choice is a function of job and device alone, so a resumed run makes it again.
+Without `training.micro_batch_tokens`, the plan chooses the largest micro-batches that fit, for the fewest
+passes over the weights. The choice depends only on job and device, so a resumed run makes the same one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,37 +30,35 @@ from trainer_backend.models.folder import folder_config
 from trainer_backend.models.kinds import missing_kernels, module_is_here
 
 _CGROUP = Path("/sys/fs/cgroup")
-# The most and the fewest tokens of a micro-batch that is chosen: more gain nothing, fewer leave a GPU idle.
+# Limits of chosen micro-batches, in tokens: larger ones gain nothing, smaller ones leave a GPU idle.
 _MOST_TOKENS, _FEWEST_TOKENS = 2**16, 2**9
-# What a choice leaves free: a share of the device, and of the estimate of activations, by whose layers they
-# are (learner.memory says how far it is from what is counted).
+# The reserve of a choice: a share of the device, and of the estimated activations, for our layers and for
+# those of transformers (see the accuracy in learner.memory).
 _SPARE, _UNSURE_OWN, _UNSURE_THEIRS = 0.05, 0.1, 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that a run needs, and the memory of this machine, in bytes.
-
-    ranks: whose needs these are, where the learner has several ranks; empty: it is one process.
-    notes: what the learner does in a slower way than it could, why, and what that costs: a sentence each.
-    micro_batch_tokens: those of the job, or those that the plan chose.
-    """
+    """The memory that a run needs, and the memory of this machine, in bytes."""
 
     placement: Placement
     needs: MemoryNeeds
     free: int
     host_free: int
     ranks: str = ""
+    """The ranks that have these needs, in words; empty for a single process."""
     notes: tuple[str, ...] = ()
+    """Sentences about slower ways in which the learner computes, with reasons and costs."""
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    """From the job, or chosen by the plan."""
 
     @property
     def need(self) -> int:
-        """Bytes of the device, each kind at its fullest."""
+        """Bytes needed on the device, each kind at its fullest."""
         return sum(self.needs.device.values())
 
     def __str__(self) -> str:
-        """Return the line that a person reads before the first step."""
+        """Format the plan as one line for the user."""
         need = self.need
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
         kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
@@ -71,11 +69,11 @@ class MemoryPlan:
         return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
 
     def report(self) -> str:
-        """The same, and the notes, each on a line."""
+        """Return the plan and the notes, one per line."""
         return "\n".join((str(self), *self.notes))
 
     def shortage(self) -> str | None:
-        """A line about what cannot fit; None where everything fits."""
+        """Describe what cannot fit; None if everything fits."""
         if self.needs.least > self.free:
             least = f"{self.needs.least / 2**30:.2f} GiB"
             each = " of each rank" if self.ranks and self.placement.device.type != "cpu" else ""
@@ -86,7 +84,7 @@ class MemoryPlan:
 
 
 def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
-    """Refuse a job that cannot fit, with every kind; `hint` names the keys that would make it smaller."""
+    """Refuse a job that cannot fit; `hint` names keys that lower its need."""
     shortage = plan.shortage()
     if shortage is not None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
@@ -94,37 +92,32 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models, of which no weights are read.
-
-    kind: the model_type of the own one.
-    fixed: those of fixed policies.
-    missing: packages with kernels for its layers that are not installed.
-    """
+    """The shapes of a run's models."""
 
     own: ModelShape
     kind: str
+    """The model_type of `own`."""
     fixed: tuple[ModelShape, ...] = ()
+    """Shapes of fixed policies."""
     missing: tuple[str, ...] = ()
+    """Packages with kernels for the layers of `own` that are not installed."""
 
 
 def model_configs(
     config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
 ) -> tuple[Any, list[Any]]:
-    """The config of a run's model, and those of its fixed policies in the folders `fixed`.
-
-    The run continues from the folder `checkpoint`, or else starts from [model].
-    """
+    """Read the configs of a run's model, from `checkpoint` or [model], and of its fixed policies."""
     others = [folder_config(folder) for folder in fixed]
     return model_config(config.model, checkpoint, choose_vocabulary(config, others)), others
 
 
 def choose_vocabulary(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """The vocabulary of a preset: with fixed policies, that of the first of them."""
+    """Return the vocabulary size of a preset: with fixed policies, that of the first."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
 def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) -> Models:
-    """The shapes of models by their configs, as `model_configs` has them."""
+    """Compute the shapes of models from their configs (`model_configs`)."""
     critic = None if config.value_level is None else config.training.critic
     shape = model_shape(own, config.lora, critic=critic, longest=config.inference.max_model_len)
     shapes = tuple(model_shape(other, None) for other in others)
@@ -135,7 +128,7 @@ def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) ->
 def memory_plan(
     config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
 ) -> MemoryPlan:
-    """Plan the memory of a run on this machine; arguments as of `model_configs` and `plan_on`."""
+    """Plan the memory of a run on this machine; arguments as in `model_configs` and `plan_on`."""
     own, others = model_configs(config, checkpoint, fixed=fixed)
     return plan_on(place(config.model.device), config, model_shapes(config, own, others), ranks)
 
@@ -143,8 +136,8 @@ def memory_plan(
 def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks = ALONE) -> MemoryPlan:
     """Plan the memory of a run on a device.
 
-    Of `ranks` this process plans its own share; engines share the first one's device. Micro-batches that the
-    job leaves open are the largest with which it fits.
+    Each rank plans its own share; engines are on the first rank's device. If the job leaves micro-batches
+    open, the largest with which it fits are chosen.
     """
     if config.training.micro_batch_tokens is not None:
         return _plan_as_set(placement, config, models, ranks)
@@ -156,14 +149,14 @@ def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: 
 
 
 def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
-    """The job with micro-batches of so many tokens."""
+    """Return the job with micro-batches of `tokens`."""
     return replace(config, training=config.training.model_copy(update={"micro_batch_tokens": tokens}))
 
 
 def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
-    """Tokens of micro-batches, from the most that an optimizer step can use, each half of the one before.
+    """List sizes of micro-batches in tokens, halving from the most that an optimizer step can use.
 
-    On a CPU no more than fit its cache. None is below a row, which is the least that a pass computes.
+    On a CPU at most as many as fit its cache. The last is at least a row, the least that a pass computes.
     """
     row = max(config.training.row_tokens, config.inference.max_model_len)
     step = config.training.batch_decisions * config.inference.max_model_len
@@ -177,13 +170,13 @@ def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
 
 
 def _reserve(plan: MemoryPlan, shape: ModelShape) -> float:
-    """Bytes that a choice leaves free."""
+    """Return the bytes that a choice must leave free."""
     unsure = _UNSURE_OWN if shape.own_pass else _UNSURE_THEIRS
     return _SPARE * device_size(plan.placement) + unsure * plan.needs.device.get("activations", 0)
 
 
 def note_choice(plan: MemoryPlan) -> MemoryPlan:
-    """The plan with a note of its micro-batches, which the job left open."""
+    """Add a note about the chosen micro-batches to a plan."""
     size = device_size(plan.placement)
     fits = f"{abs(size - plan.need) / 2**30:.1f} GiB {'spare' if plan.need <= size else 'too little'}"
     note = f"micro-batches of {plan.micro_batch_tokens} tokens are chosen: {size / 2**30:.1f} GiB, {fits}"
@@ -192,7 +185,7 @@ def note_choice(plan: MemoryPlan) -> MemoryPlan:
 
 def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks) -> MemoryPlan:
     is_gpu = placement.device.type != "cpu"
-    # Engines are on the device of the first rank, or in the main memory of the first node.
+    # Engines are on the first rank's device, or in the first node's main memory.
     has_engines = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
     if not has_engines:
         config = replace(config, engines=0, processes=1)
@@ -202,7 +195,7 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
     servers = servers_on(placement, config, ranks)
     use = replace(
         use,
-        # None of vLLM's servers sizes itself by what others leave.
+        # A vLLM server does not adapt to the memory that others leave.
         vllm=int(servers * config.inference.server_share * placement.card_bytes()) if servers else 0,
         vllm_servers=servers,
         vllm_sleeps=config.inference.sleep,
@@ -228,9 +221,9 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
 
 
 def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int:
-    """How many of the run's vLLM servers are on the GPU of this rank: they take GPUs from the last one on.
+    """Count the run's vLLM servers on this rank's GPU; servers take GPUs from the last one on.
 
-    A GPU that is planned for is one of as many as the job's ranks on a node, or a server, need.
+    A planned machine has as many GPUs as the job's ranks on a node, or a server, need.
     """
     if placement.device.type != "cuda":
         return 0
@@ -252,12 +245,11 @@ def slower_ways(
     apart: str = "",
     missing: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """What the learner does in a slower way on this device and with this torch, a sentence each.
+    """Describe, in a sentence each, slower ways in which the learner computes on this device.
 
-    `no_kernels` says why Triton's kernels do not run there (`paged_attention.why_no_kernels`);
-    `wide_products` and `wide_sums` whether this torch has them (`logprobs.multiplies_wide`,
-    `logprobs.adds_wide`); `apart` why each segment needs a row of its own; `missing` which packages with
-    kernels for layers with a state are not installed.
+    `no_kernels` is the reason why Triton's kernels do not run (`paged_attention.why_no_kernels`);
+    `wide_products` and `wide_sums` are `logprobs.multiplies_wide` and `logprobs.adds_wide`; `apart` is the
+    reason why segments need rows of their own; `missing` are packages with kernels for stateful layers.
     """
     device = placement.device.type
     notes = [*placement.notes(), *slower_sampling(no_kernels), *slower_layers(device, apart, missing)]
@@ -291,7 +283,7 @@ def slower_ways(
 
 
 def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
-    """Sentences where segments have rows of their own, and where torch's operators compute states."""
+    """Yield sentences about one segment per row, and about stateful layers without fast kernels."""
     if apart:
         yield (
             "updates of this model run through transformers, a segment a row, padded by up to "
@@ -305,7 +297,7 @@ def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[s
 
 
 def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
-    """A sentence where Triton's kernels do not run on a GPU, with the reason."""
+    """Return a sentence with the reason if Triton's kernels do not run on a GPU."""
     if no_kernels is None:
         return ()
     return (
@@ -315,7 +307,7 @@ def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
 
 
 def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPlan:
-    """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
+    """Plan the memory of serving a folder's model without training; weights are not read."""
     placement = place(table.device)
     shape = model_shape(folder_config(folder), None)
     is_gpu = placement.device.type != "cpu"
@@ -331,13 +323,13 @@ def _compare_with_free(
 ) -> MemoryPlan:
     main = main_memory()
     free = main if placement.device.type == "cpu" else device_memory(placement)
-    if placement.card is not None:  # and how much main memory that machine has is not known
+    if placement.card is not None:  # the main memory of a planned machine is unknown
         main = sum(needs.host.values())
     return MemoryPlan(placement, needs, free, main, ranks, notes)
 
 
 def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
-    """The limits of [training] and [inference] in the form that the plan counts with."""
+    """Convert the limits of [training] and [inference] to the inputs of `memory_needs`."""
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
     masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask) and not shape.apart
@@ -363,7 +355,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
 
 
 def device_memory(placement: Placement) -> int:
-    """Free bytes of a GPU; of one that is planned for, all."""
+    """Return the free bytes of a GPU; of a planned GPU, all."""
     if placement.card is not None:
         return placement.card
     if placement.device.type == "cuda":
@@ -372,7 +364,7 @@ def device_memory(placement: Placement) -> int:
 
 
 def device_size(placement: Placement) -> int:
-    """Bytes of the device, whatever else is on it now: of a GPU, or of the machine's main memory."""
+    """Return the total bytes of the device: of a GPU, or of the machine's main memory."""
     if placement.device.type == "cuda":
         return placement.card_bytes()
     if placement.device.type == "mps":
@@ -383,7 +375,7 @@ def device_size(placement: Placement) -> int:
 
 
 def main_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes of main memory that this process may still take: the machine's, or its container's if less."""
+    """Return the free bytes of main memory, within the container's limit if there is one."""
     available: int = psutil.virtual_memory().available
     limit = _container_limit(cgroup)
     try:
@@ -397,5 +389,5 @@ def main_memory(cgroup: Path = _CGROUP) -> int:
 def _container_limit(cgroup: Path) -> int | None:
     try:
         return int((cgroup / "memory.max").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no cgroup of version 2, or none with a limit ("max")
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return None

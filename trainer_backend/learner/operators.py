@@ -1,8 +1,8 @@
-"""What a decoder's layer computes between its products, with gradients: by torch's operators, or by kernels.
+"""The operations of a decoder's layer between matrix products, with gradients: by torch, or by kernels.
 
-Both have the places of rounding of `models.precision`. Triton's kernels (`models.kernels`) are for CUDA with
-bfloat16: they take and give products in it, read the states once, and keep less for the backward pass. Those
-of a CPU (`models.cpu_kernels`) are for float32.
+Both round as in `models.precision`. Triton's kernels (`models.kernels`) are for CUDA with bfloat16: inputs
+and outputs of products are bfloat16, states are read once, and less is saved for the backward pass. The CPU
+kernels (`models.cpu_kernels`) are for float32.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ from trainer_backend.models.kinds import read_head_dim
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:
-    """The root-mean-square norm of the last dimension by a module of these families.
+    """Compute the root-mean-square norm of the last dimension by a module of these families.
 
         x / sqrt(mean(x^2) + eps) * weight
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
     if states.dtype != torch.float32 or torch.is_autocast_enabled(states.device.type):
-        # As the engine rounds: a difference in the last bit may become one in the last bit of bfloat16.
+        # By the module, to round exactly as the engine does.
         out: Tensor = norm(states)
         return out
     own: Tensor = _RmsNorm.apply(states, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def rms_norm(norm: Any, states: Tensor) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and a number a row. With x^ the input over its root mean square, r that number, g = dy:
+    """Saves its input, and r = 1 / RMS per row. With x^ = r x and g = dy:
 
     dx = r * (g * weight - x^ * mean(g * weight * x^))        dweight = sum(g * x^)
     """
@@ -54,8 +54,8 @@ class _RmsNorm(torch.autograd.Function):
         (gradient,), (states, weight_D, inverse) = gradients, ctx.saved_tensors
         scaled = states * inverse
         products = gradient * scaled
-        # A copy: where a weight lies in memory shows in the last bits of a product with it, and that of a
-        # checkpoint lies elsewhere.
+        # A copy: the alignment of a weight affects the last bits of a product with it, and differs after
+        # loading a checkpoint.
         means = (products @ weight_D.clone()).unsqueeze_(-1).div_(states.shape[-1])
         d_weight_D = products.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         d_states = (gradient * weight_D).addcmul_(scaled, means, value=-1.0).mul_(inverse)
@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotary(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """[L, H, D] turned by position, in the type of the angles: x * cos + (-x2, x1) * sin, for halves x1, x2.
+    """Rotate [L, H, D] by position, in the dtype of the angles: x * cos + (-x2, x1) * sin, for halves x1, x2.
 
     Source: Su et al., RoFormer, arXiv:2104.09864; the halves as in transformers.
     """
@@ -72,7 +72,7 @@ def rotary(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation's gradient is turned back, which needs the angles and no input."""
+    """Saves only the angles: the gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, heads_LHD: Tensor, cos_L1D: Tensor, sin_L1D: Tensor) -> Tensor:
@@ -113,10 +113,10 @@ BY_TORCH = Operators(
 
 
 def operators_for(placement: Placement, config: Any) -> Operators:
-    """By kernels where they run and the model's gates are theirs."""
+    """Choose kernels if they run and support the model's gates; otherwise torch."""
     if not gates_are_known(config):
         return BY_TORCH
-    if placement.low is not None and computes_by_kernels(placement):
+    if placement.low is not None and kernels_are_here(placement.device):
         return by_kernels(placement.low)
     head_dim = read_head_dim(config.get_text_config())
     cpu = kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim)
@@ -124,7 +124,7 @@ def operators_for(placement: Placement, config: Any) -> Operators:
 
 
 def _in_float32(operators: Operators) -> Operators:
-    """The operators; those of torch under autocast, of another type, and where modules have hooks."""
+    """Wrap operators to use torch's for other dtypes, under autocast, and for modules with hooks."""
 
     def either(name: str) -> Any:
         own, other = getattr(operators, name), getattr(BY_TORCH, name)
@@ -146,17 +146,12 @@ def _is_plain(given: Any) -> bool:
 
 
 def gates_are_known(config: Any) -> bool:
-    """Whether the gates of a model's layers are those of the kernels."""
+    """Return whether the kernels support the gates of a model's layers."""
     return getattr(config.get_text_config(), "hidden_act", None) == "silu"
 
 
-def computes_by_kernels(placement: Placement) -> bool:
-    """Whether kernels run there, for products of a low precision."""
-    return placement.low is not None and kernels_are_here(placement.device)
-
-
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
-    """By Triton's kernels, which are there (`kernels_are_here`); `out`: the type of products' factors."""
+    """Return operators by Triton's kernels (`kernels_are_here`); `out` is the dtype of products' factors."""
     from trainer_backend.models import kernels
 
     reading = Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out))

@@ -1,4 +1,4 @@
-"""AdamW over the weights that are trained; its moments on their device, or in main memory."""
+"""AdamW over the trained weights, with moments on their device or in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.sharding import laid_as, replace_whole
 
-# One part is computed, one is under way down, one up.
+# One part is computed, one is copied to main memory, one back.
 _LANES = 3
 
 
@@ -27,10 +27,10 @@ def make_adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     offload: bool = False,
 ) -> torch.optim.AdamW:
-    """The optimizer of a model's trainable weights.
+    """Make the optimizer of a model's trainable weights.
 
-    On CUDA and on a CPU it is torch's fused one, a single pass over weights and moments. It allocates the
-    moments alone, before it changes a weight: running out of memory in its first step keeps the weights.
+    On CUDA and on a CPU it is torch's fused one. It allocates only the moments, before it changes a weight,
+    so running out of memory in the first step does not damage the weights.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
@@ -41,7 +41,7 @@ def make_adamw(
 
 
 def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by their names, and what AdamW keeps of each as `name.exp_avg`: what a file holds of them."""
+    """Return weights by name, and their AdamW state as `name.exp_avg` and so on, to store in a file."""
     states = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
     moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
     return {name: weight.detach() for name, weight in weights.items()} | moments
@@ -51,9 +51,9 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Put weights and moments of `named_state` back from a file, each rank its share.
+    """Restore weights and moments of `named_state` from a file, on each rank its share; yield its tensors.
 
-    CheckpointError: it is another model's.
+    CheckpointError: the file belongs to another model.
     """
     try:
         tensors = load_file(path)
@@ -74,7 +74,7 @@ def restored(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some numbers of a weight, [n] each: weight and gradient on their device, the rest in main memory."""
+    """A part of a weight, [n] each: weight and gradient on their device, moments and step in main memory."""
 
     weight: Tensor
     gradient: Tensor
@@ -83,7 +83,7 @@ class _Part:
     group: dict[str, Any]
 
     def take_step(self, here: Tensor, gradient: Tensor) -> None:
-        """AdamW's step of `here`, this part of the weight in main memory, in place."""
+        """Take AdamW's step on `here`, this part of the weight in main memory, in place."""
         group = self.group
         adamw(
             [here], [gradient], [self.moments[0]], [self.moments[1]], [], [self.step.clone()],
@@ -93,21 +93,21 @@ class _Part:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments live in main memory: 8 bytes less on the device for every trained weight.
+    """AdamW with moments in main memory: saves 8 bytes per trained weight on the device.
 
-    A weight and its gradient travel down and the weight up again, in parts, and the step is computed on the
-    CPU in float32. On CUDA parts travel by pinned memory while others are computed. For weights on a CPU the
-    numbers are those of `torch.optim.AdamW`.
+    The step is computed on the CPU in float32. In parts, weights and gradients are copied to main memory, and
+    weights back. On CUDA, parts are copied through pinned memory while others are computed. For weights on a
+    CPU the result equals that of `torch.optim.AdamW`.
     """
 
     part_numbers = 2**24
-    """The most numbers of a part; each lane has 8 bytes of pinned memory for every one."""
+    """Largest size of a part; each lane has 8 bytes of pinned memory per number."""
     _lanes: "_Lanes | None" = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise TypeError("a closure is not supported: the gradients are there before the step")
+            raise TypeError("a closure is not supported: gradients must be computed before the step")
         trained = [
             (weight, group) for group in self.param_groups for weight in group["params"]
             if weight.grad is not None
@@ -121,7 +121,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         else:
             for weight, group in trained:
                 for part in self._parts(weight, group, most=weight.numel()):
-                    here = part.weight.cpu()  # the weight itself where it is on the CPU already
+                    here = part.weight.cpu()  # the weight itself if it is on the CPU
                     part.take_step(here, part.gradient.cpu())
                     if here.device != part.weight.device:
                         part.weight.copy_(here)
@@ -134,9 +134,9 @@ class OffloadedAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(weight, device="cpu")
-        assert weight.grad is not None, "asked only then"
+        assert weight.grad is not None, "called only for weights with a gradient"
         own = (weight.detach(), state["exp_avg"], state["exp_avg_sq"])
-        # Views, no copies, which a step would be lost in.
+        # Views, because a step on copies would be lost.
         columns = [torch.split(column.view(-1), most) for column in own]
         for here, *moments, gradient in zip(
             *columns, torch.split(weight.grad.reshape(-1), most), strict=True
@@ -144,7 +144,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             yield _Part(here, gradient, (moments[0], moments[1]), state["step"], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with the moments in main memory: torch would move them to the weights."""
+        """Load a state into main memory; torch would move the moments to the weights' device."""
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, values in state_dict["state"].items():
@@ -153,9 +153,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 class _Lanes:
-    """Pinned memory by which parts travel between a GPU and the CPU, on a stream of their own.
+    """Pinned memory for copies of parts between a GPU and the CPU, on a stream of their own.
 
-    All copies are on one stream, so a lane's next part comes down after its last one has gone up.
+    All copies are on one stream, so a lane is free before it gets its next part.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Lanes:
         ]
 
     def take_steps(self, parts: Sequence[_Part]) -> None:
-        """The steps of all parts; what is queued on the current stream afterwards sees them."""
+        """Take the steps of all parts; later work on the current stream waits for them."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         for index in range(min(_LANES - 1, len(parts))):

@@ -1,10 +1,10 @@
-"""A critic with layers of its own: V(s) by a second model, which begins as a copy of the policy.
+"""A critic with its own layers: V(s) by a second model, which begins as a copy of the policy.
 
-A linear layer on the policy's hidden states says what the policy happens to keep about a state, and a value
-loss in the policy's own layers moves the policy. This critic reads the same tokens by its own layers, with an
-optimizer, batches and passes of its own; it costs a forward pass for values, and a second model to train.
+A linear layer on the policy's hidden states is limited to what the policy encodes about a state, and a value
+loss in the policy's layers changes the policy. This critic has its own layers, optimizer, batches and passes;
+it costs a forward pass for values, and a second model to train.
 
-Ranks share its layers out as they do the policy's. A checkpoint has one file of it, whatever their number.
+Ranks shard its layers like the policy's. A checkpoint has one file of it for any number of ranks.
 """
 
 import copy
@@ -37,31 +37,33 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-# Key of the count of iterations in its file; the other keys name weights.
+# Key of the number of iterations in its file; the other keys name weights.
 _ITERATIONS = "iterations"
 
 
 class OwnCritic:
-    """Begins as a copy of the policy. Not thread-safe: one call at a time, like the learner that has it.
+    """Begins as a copy of the policy. Not thread-safe, like its learner.
 
-    `level` says where its values are read. The order of its batches follows from the job's `seed`.
+    `level`: whether values are read by decision or by token. The job's `seed` determines the order of
+    batches.
     """
 
     def __init__(
         self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int, ranks: LearnerTable
     ) -> None:
-        self._scorer, self._ranks = replace(policy, model=_copied(policy, table, ranks)), policy.ranks
+        self._scorer, self._ranks = replace(policy, model=_copy_policy(policy, table, ranks)), policy.ranks
         self._table, self._seed, self.level = table, seed, level
         self.steps = 0  # of the optimizer, since this object was made
-        self.iterations = 0  # of which it has learned, those before a resume too
+        self.iterations = 0  # that it has learned from, also before a resume
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay = table.critic_learning_rate, table.weight_decay
         self._optimizer = make_adamw(self._scorer.model, rate, decay, offload=table.optimizer_offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
-        """For each segment, [N] V of its sampled tokens in reward units, 0 where none is read; SegmentError:
-        a token that the model has no embedding of.
+        """Compute for each segment [N] V in reward units, 0 where no value is read.
+
+        SegmentError: the model has no embedding of a token.
         """
         refuse_unknown(segments, self._scorer.model)
         (values,) = read_pieces(
@@ -75,7 +77,7 @@ class OwnCritic:
         return values
 
     def fit(self, episodes: Sequence[CreditedEpisode], iteration: int) -> dict[str, float]:
-        """Make `critic_passes` passes towards the episodes' targets; return the mean loss of the last one."""
+        """Train for `critic_passes` on the episodes' targets; return the mean loss of the last pass."""
         targets = {episode.rollout_id: episode.critic for episode in episodes if episode.critic is not None}
         items = [
             [Scored(segment)] for item in episodes if item.critic is not None for segment in item.segments
@@ -104,12 +106,12 @@ class OwnCritic:
         return loss
 
     def zero_grad(self) -> None:
-        """Forget the gradient of layers and head."""
+        """Clear the gradients of layers and head."""
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
-        """The gradient of a step, left on layers and head, and its loss."""
+        """Compute the gradient of a step, left on layers and head; return its loss."""
         packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))
@@ -128,9 +130,9 @@ class OwnCritic:
         return self._ranks.sums(total)[0]
 
     def save(self, folder: Path, ranks: Ranks) -> None:
-        """Weights and moments of its layers and of its head, as two files of a checkpoint; all ranks call it.
+        """Write weights and moments of layers and head to two files of a checkpoint; all ranks call this.
 
-        The first rank writes, and has them whole in main memory meanwhile.
+        The first rank writes, and holds all of them in main memory meanwhile.
         """
         self._head.save(folder, ranks)
         tensors = {_ITERATIONS: torch.tensor(self.iterations)}
@@ -141,19 +143,19 @@ class OwnCritic:
         ranks.first_alone(lambda: save_file(tensors, folder / CRITIC_FILE))
 
     def restore(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; a checkpoint without it leaves a fresh one."""
+        """Load what `save` wrote; without such a file the critic stays new."""
         path = checkpoint / TRAINING_FOLDER / CRITIC_FILE
         if not path.exists():
             return
         self._head.restore(checkpoint)
         weights = dict(self._scorer.model.named_parameters())
         with restored(self._optimizer, weights, path, "the critic") as tensors:
-            # The file of an older release has no count; its critic was warm.
+            # Files of older releases have no count; their critics were warm.
             self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))
 
 
-def _copied(policy: Scorer, table: TrainingTable, ranks: LearnerTable) -> PreTrainedModel:
-    """The policy's model once more, to be trained; all ranks ask for it and get their shares."""
+def _copy_policy(policy: Scorer, table: TrainingTable, ranks: LearnerTable) -> PreTrainedModel:
+    """Copy the policy's model for training; all ranks call this and get their shares."""
     if not policy.ranks.are_several:
         return copy.deepcopy(policy.model)
     model = gathered_copy(policy.model)

@@ -1,13 +1,13 @@
-"""The forward pass over one row of packed segments, for decoders that are built as Llama is.
+"""The forward pass over one row of packed segments, for decoders with Llama's architecture.
 
-It is that of `transformers` with the model's own modules and adapters, or their weights, but for two things:
+It computes the same as `transformers`, with the model's own modules, adapters or weights, but in two ways
+faster:
 
-    last layer    queries, and all that comes after attention, for the N tokens that are read and no others:
-                  behind its keys and values no token reads another one
-    between       norms, rotations and gates by `operators`, in fewer passes over the states
+    last layer      queries, and everything after attention, only for the N tokens that are read
+    other work      norms, rotations and gates by `operators`, in fewer passes over the states
 
-Most tokens of an agent's prompts predict no sampled one. With 2 layers the first saves a third of a forward
-pass, with 28 of them 2 to 3 %.
+Most tokens of an agent's prompts predict no sampled token. With 2 layers the first saves a third of a forward
+pass, with 28 layers 2 to 3 %.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,54 +23,50 @@ from trainer_backend.core.logprobs import Reading
 from trainer_backend.learner.by_length import Attend
 from trainer_backend.learner.sharding import through
 
-# The residual stream, [L, D], and what is still to be added to it: the next norm reads both anyway.
+# The residual stream, [L, D], and a pending addend, which the next norm adds.
 Stream = tuple[Tensor, Tensor | None]
-# By model_type: pre-norm layers with `self_attn` and `mlp`, and positions that turn the halves of a head.
+# By model_type: pre-norm layers with `self_attn` and `mlp`, and rotary embeddings of halves.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether `read_states` computes this model."""
+    """Return whether `read_states` supports this model."""
     return model.config.get_text_config().model_type in FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """What a layer computes between its products; see `learner.operators`.
-
-    norm: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
-    last_norm: the same for the model's last norm, whose result is float32.
-    rotary: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
-    heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
-    mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].
-    reading: of log-probs off logits.
-    """
+    """The operations of a layer between matrix products; see `learner.operators`."""
 
     norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    """(norm, states [L, D], addend or None) -> their sum, and its norm."""
     last_norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    """The same for the model's last norm, with a float32 result."""
     rotary: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
+    """(heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) -> normed and rotated heads."""
     heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(a layer's attention, normed states [L, D], cos, sin) -> queries [L, H, D], keys and values."""
     mlp: Callable[[Any, Tensor], Tensor]
+    """(a layer's MLP, normed states [L, D]) -> its output [L, D]."""
     reading: Reading | None = None
+    """Computes log-probs from logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the layers share.
-
-    cos_LD, sin_LD: [L, head_dim], of the positions.
-    attend: causal attention of all tokens.
-    read_N: the tokens that are read.
-    attend_read: attention of the queries of these alone; None: `attend` is as cheap.
-    operators: what is computed between products.
-    """
+    """The inputs that all layers share."""
 
     cos_LD: Tensor
     sin_LD: Tensor
+    """[L, head_dim] by position."""
     attend: Attend
+    """Causal attention with all queries."""
     read_N: Tensor
+    """The tokens whose states are read."""
     attend_read: Attend | None
+    """Attention with only their queries; None: `attend` is as cheap."""
     operators: Operators
+    """The operations between products."""
 
 
 def read_states(
@@ -82,11 +78,12 @@ def read_states(
     operators: Operators,
     reads: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[N, D] last hidden states, after the norm, where sampled tokens are predicted.
+    """Compute [N, D] last hidden states, after the norm, at the positions that predict sampled tokens.
 
     `rows` are one row, on the model's device; `tokens` its `input_ids` or `inputs_embeds`, [1, L]. `attend`
-    makes of q [L, H, D], k and v [L, H_kv, D] and a scale [L, H, D], `attend_read` the same of N queries.
-    Where one place predicts several sampled tokens, `reads` are the places once, and which one is each's.
+    maps q [L, H, D], k and v [L, H_kv, D] and a scale to [L, H, D]; `attend_read` does so for N queries. If
+    one position predicts several sampled tokens, `reads` are the distinct positions, and each token's index
+    in them.
     """
     base: Any = model.model
     embedded_BLD = tokens.get("inputs_embeds")
@@ -98,16 +95,16 @@ def read_states(
     stream: Stream = embedded_BLD[0], None
     *most, last = base.layers
     for layer in most:
-        stream = through(layer, _kept_or_again, stream, row, False)
-    hidden_ND, added_ND = through(last, _kept_or_again, stream, row, True)
+        stream = through(layer, _run_layer, stream, row, False)
+    hidden_ND, added_ND = through(last, _run_layer, stream, row, True)
     normed_ND = operators.last_norm(base.norm, hidden_ND, added_ND)[1]
     return normed_ND if reads is None else normed_ND.index_select(0, reads[1])
 
 
-def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
-    """The layer's output; the backward pass computes it again where layers are checkpointed."""
+def _run_layer(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
+    """Compute a layer, with gradient checkpointing if it is on."""
     if layer.gradient_checkpointing and layer.training:
-        hidden_LD, added_LD = stream  # one tensor is kept of a layer
+        hidden_LD, added_LD = stream  # summed, so that one tensor is saved per layer
         whole = hidden_LD if added_LD is None else hidden_LD + added_LD, None
         out: Stream = checkpoint(_output, layer, whole, row, is_last, use_reentrant=False)
         return out
@@ -115,9 +112,9 @@ def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stre
 
 
 def _output(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
-    """[L, D] to [L, D], or of the last layer to [N, D]."""
+    """Map [L, D] to [L, D], or in the last layer to [N, D]."""
     hidden_LD, normed_LD = row.operators.norm(layer.input_layernorm, *stream)
-    attended = _attended(layer.self_attn, normed_LD, row, is_last=is_last)
+    attended = _attend(layer.self_attn, normed_LD, row, is_last=is_last)
     if is_last:
         hidden_LD = hidden_LD.index_select(0, row.read_N)
     added_LD = layer.self_attn.o_proj(attended.flatten(1))
@@ -125,8 +122,8 @@ def _output(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:
     return hidden_LD, row.operators.mlp(layer.mlp, normed_LD)
 
 
-def _attended(attention: Any, normed_LD: Tensor, row: _Row, *, is_last: bool) -> Tensor:
-    """[L, H, D], or of the last layer [N, H, D]."""
+def _attend(attention: Any, normed_LD: Tensor, row: _Row, *, is_last: bool) -> Tensor:
+    """Compute [L, H, D] attention, or in the last layer [N, H, D]."""
     angles_LD, rotary = (row.cos_LD, row.sin_LD), row.operators.rotary
     if is_last and row.attend_read is not None:
         k_LHD = rotary(*projection(attention, "k", normed_LD), *angles_LD)
@@ -140,7 +137,7 @@ def _attended(attention: Any, normed_LD: Tensor, row: _Row, *, is_last: bool) ->
 
 
 def projection(attention: Any, what: str, normed_LD: Tensor) -> tuple[Tensor, Any]:
-    """[L, H, D] queries, keys or values, and their norm, None where the model has none of single heads."""
+    """Project to [L, H, D] queries, keys or values; return them with their norm per head, or None."""
     flat: Tensor = getattr(attention, f"{what}_proj")(normed_LD)
     heads: Tensor = flat.view(len(flat), -1, int(attention.head_dim))
     return heads, getattr(attention, f"{what}_norm", None)
@@ -153,6 +150,6 @@ def heads_apart(
     cos_LD: Tensor,
     sin_LD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By a product each."""
+    """Compute queries, keys and values, by one product each."""
     q_LHD, k_LHD = (rotary(*projection(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
     return q_LHD, k_LHD, projection(attention, "v", normed_LD)[0]

@@ -1,4 +1,4 @@
-"""The loss of a piece of an optimizer step, policy by policy: each by its objective, all of one sum."""
+"""The loss of a micro-batch: the sum of the objectives of the policies that sampled its tokens."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,31 +15,28 @@ from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.job.training_table import TrainingTable
 
-# Of the actor's metrics `loss/…`, those that a fixed policy's samples have too; the second where it clips.
+# Metrics `loss/…` that a fixed policy's samples have too; the second group only if its objective clips.
 _OF_FIXED = ("ratio_mean", "entropy")
 _OF_CLIPPED = ("clip_low_share", "clip_high_share")
-# How far the step lies from the proximal policy: nats, mean over the tokens of all samples, whatever the loss
-# makes of their ratios and weights. It is what target_kl bounds, so it must mean the same in every job: what
-# training.skip_certain_above omits counts as unmoved.
+# KL from the proximal policy in nats, mean over the tokens of all samples, for any loss. target_kl bounds it,
+# so it has the same meaning in every job: tokens that training.skip_certain_above omits count as 0.
 DRIFT = "loss/kl_to_proximal"
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over a whole step, by which the sums over its pieces become means.
-
-    tokens: all that were sampled, with the step's share of those that are left out of the iteration.
-    weights: by policy, of its tokens' weights in the loss.
-    critic: of the value loss's; 0 without one.
-    """
+    """Sums over a whole step, the denominators of its means."""
 
     tokens: float
+    """Number of sampled tokens, with the step's share of tokens that the iteration omits."""
     weights: Mapping[str, float]
+    """By policy, the sum of its tokens' weights."""
     critic: float
+    """Sum of the value loss's weights; 0 without a critic."""
 
 
 class PolicyTerms:
-    """The objectives of a job, and its loss over a `share` of an iteration's tokens, of any policy of it."""
+    """The objectives of a job, and its loss over a `share` of an iteration's tokens."""
 
     def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable, share: float = 1.0) -> None:
         self.objectives, self._table, self._share = objectives, table, share
@@ -51,13 +48,13 @@ class PolicyTerms:
 
     @property
     def unit_levels(self) -> dict[str, RatioLevel]:
-        """Whose tokens belong together, by policy."""
+        """By policy, the level whose units must be complete."""
         return {policy: objective.unit_level for policy, objective in self.objectives.items()}
 
     def trusted(self, batch: Batch) -> Batch:
-        """A whole step as a critic learns from it: of a fixed policy's samples nothing, or by their weights.
+        """Multiply a step's critic weights: by behaviour weights, or by 0, for samples of fixed policies.
 
-        Where nothing is left to learn from, its head is not touched: moments alone would move it.
+        If no weight is left, the critic is removed from the step, because moments alone would move its head.
         """
         if batch.critic is None or len(self.objectives) == 1:
             return batch
@@ -70,17 +67,17 @@ class PolicyTerms:
         return replace(batch, critic=replace(batch.critic, weight_N=weight_N) if weight_N.any() else None)
 
     def sums(self, batch: Batch) -> StepSums:
-        """Return sums over a whole step, so that a reported mean is over a policy's own samples."""
+        """Compute the sums over a whole step."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
         critic = 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
         return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
-    def spans_pieces(self, batch: Batch) -> bool:
-        """Whether tokens of one unit may lie in several pieces of this step."""
+    def has_split_units(self, batch: Batch) -> bool:
+        """Return whether tokens of one unit may lie in several micro-batches of this step."""
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
-        """A whole step with what the tokens of each episode share, by the current log-probs."""
+        """Add the units' shared logs, by the current log-probs, to a whole step."""
         there, logs_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
@@ -91,11 +88,10 @@ class PolicyTerms:
     def of(
         self, batch: Batch, logprobs_N: Tensor, entropies_N: Tensor, sums: StepSums
     ) -> tuple[Tensor, dict[str, float]]:
-        """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
+        """Compute a micro-batch's loss (surrogate, entropy bonus and KL term) and its metrics.
 
-        Where that policy's forward pass had dropout, ratios and KL are those of `batch.policy_logprob_N`, as
-        those of the sampler, the proximal policy and the reference are without; the gradient alone is the
-        pass's own. `sums` are those of the step.
+        If the forward pass had dropout, ratios and KL use `batch.policy_logprob_N` instead, because all other
+        log-probs are without dropout; only the gradient comes from the pass. `sums` are those of the step.
         """
         if batch.policy_logprob_N is not None:
             logprobs_N = attach_gradient(logprobs_N, batch.policy_logprob_N)
@@ -105,36 +101,33 @@ class PolicyTerms:
             unit_logs = None if batch.unit_log_N is None else batch.unit_log_N[chosen]
             if unit_logs is None or self.objectives[policy].unit_level != "episode":
                 unit_logs = self.objectives[policy].unit_logs(tokens)
-            surrogate, terms = self._surrogate(policy, tokens, unit_logs)
+            objective = self.objectives[policy]
+            logprobs, denominators = (
+                objective.level_logprobs(tokens, unit_logs),
+                objective.denominators(tokens),
+            )
+            ratios = clip_metrics(logprobs, denominators, tokens.advantages, tokens.weights, objective.clip)
+            terms = {name.removeprefix("loss/"): value for name, value in ratios.items()}
+            surrogate = objective.surrogate(tokens, unit_logs)
             moved_N = token_kl(tokens.logprobs, tokens.proximal_logprobs, tokens.weights)
             terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
             terms["policy"] = surrogate.item()
             terms["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
-            # By these factors a mean over the policy's samples is one over the proximal policy's.
+            # With these factors, a mean over a policy's samples estimates one over the proximal policy's.
             trust_N = torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights
             weights_N = tokens.weights * trust_N
             loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
             if batch.reference_logprob_N is not None:
-                pulls_to_N = batch.reference_logprob_N[chosen]
-                distance = kl_loss(tokens.logprobs, pulls_to_N, weights_N, name=self._table.kl_kind)
+                reference_N = batch.reference_logprob_N[chosen]
+                distance = kl_loss(tokens.logprobs, reference_N, weights_N, name=self._table.kl_kind)
                 loss = loss + self._table.kl_coef * distance
                 terms["kl"] = distance.item()
             metrics[DRIFT] += float((moved_N * trust_N).sum()) / sums.tokens
             metrics |= self._metrics(policy, terms, sums.weights[policy])
         return loss, metrics
 
-    def _surrogate(
-        self, policy: str, tokens: Tokens, unit_logs: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a policy's samples, and how their ratios lie."""
-        objective = self.objectives[policy]
-        levelled, denominators = objective.levelled(tokens, unit_logs), objective.denominators(tokens)
-        ratios = clip_metrics(levelled, denominators, tokens.advantages, tokens.weights, objective.clip)
-        shares = {name.removeprefix("loss/"): value for name, value in ratios.items()}
-        return objective.surrogate(tokens, unit_logs), shares
-
     def _metrics(self, policy: str, terms: Mapping[str, float], share: float) -> dict[str, float]:
-        """Return a piece's metrics; added over all pieces they are means over the policy's own samples.
+        """Return a micro-batch's metrics, whose sums over a step are means over the policy's own samples.
 
         They are 0 in a step in which no sample of the policy has a weight.
         """
@@ -148,7 +141,7 @@ class PolicyTerms:
         return {metric_name(policy, name): of_step[name] for name in names}
 
     def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
-        """The policies that sampled some of these tokens, with where they are."""
+        """Yield the policies that sampled some of these tokens, with the indices of the tokens."""
         for policy, number in self.numbers.items():
             if len(self.objectives) == 1:
                 yield policy, slice(None)

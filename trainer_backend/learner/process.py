@@ -4,9 +4,8 @@ It listens on the loopback or --host, and prints `listening on http://host:port`
 with its parent; with --port it outlives its parent, and must be ended by its operator. The key is in the
 environment; logs go to stderr. `learner.calls` describes the calls.
 
-It works for one orchestrator and does one call at a time. The answer of the last call stays in memory, so an
-orchestrator whose connection broke repeats the call by its number and loses nothing: the call is not done
-twice.
+It works for one orchestrator, one call at a time. The answer of the last call stays in memory: after a broken
+connection the orchestrator repeats the call with its number and gets the answer, without a second execution.
 """
 
 import gc
@@ -17,10 +16,10 @@ from service_kit.own_process import announce, begin_imports, end_imports, end_wi
 
 if __name__ == "__main__":
     begin_imports()
-    # One with a port that others were told is theirs to start and end.
+    # A process with --port belongs to an operator, who ends it.
     if not any(word.startswith("--port") for word in sys.argv):
         end_with_parent()
-    if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
+    if "WORLD_SIZE" in os.environ:  # a rank under torchrun, which does not inherit the standard input
         kill_with_parent(int(os.environ.get("TURNWISE_GROUP_PID", os.getppid())))
 
 import argparse
@@ -61,16 +60,16 @@ from trainer_backend.parts import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-# For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
+# Delay before this process ends because its ranks diverged, so that the answer of the call can be sent.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
 # Calls that need a job, and no learner.
 _OF_THE_FACTORY = frozenset({"fixed_folders", "plan_memory", "gradient_cosines"})
-# Of the number of a call, and characters of a malformed header in an error.
+# Digits of a call's number, and characters of a malformed header in an error.
 _MOST_DIGITS, _SHOWN = 18, 80
 
 
 class Host:
-    """The learner of this process: it opens a job, makes its learner, and carries out calls by name."""
+    """Holds the learner of this process: opens a job, makes its learner, and executes calls by name."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
@@ -78,7 +77,7 @@ class Host:
         self._learner: LocalLearner | None = None
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Carry out a call and return its result; LearnerFailed: it comes before the call that it needs."""
+        """Execute a call and return its result; LearnerFailed: an earlier call is missing."""
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
@@ -87,8 +86,8 @@ class Host:
 
     def _open(self, job: str) -> None:
         config = parse_job(tomli.loads(job), where="the job").config
-        self._learner = None  # of a start before this one, whose memory is needed
-        gc.collect()  # a sharded model refers to itself
+        self._learner = None  # frees the learner of an earlier start
+        gc.collect()  # a sharded model has reference cycles
         self._ranks = self._ranks.patient(config.learner.timeout_s)
         self._ranks.together(
             lambda: refuse_other_count(self._ranks, config.learner, place(config.model.device).device)
@@ -96,7 +95,7 @@ class Host:
         self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Whether the machines of all ranks have the run's directory: a file there, with this text."""
+        """Return whether the machines of all ranks see the run's directory: a file with this text."""
         try:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
@@ -117,17 +116,17 @@ class Host:
 
     def _made(self) -> LocalLearner:
         if self._learner is None:
-            raise LearnerFailed("there is no learner yet: 'fresh' or 'resumed' comes first")
+            raise LearnerFailed("there is no learner yet: call 'fresh' or 'resumed' first")
         return self._learner
 
     def _opened(self) -> LocalFactory:
         if self._factory is None:
-            raise LearnerFailed("there is no job yet: 'open' comes first")
+            raise LearnerFailed("there is no job yet: call 'open' first")
         return self._factory
 
 
 class Call(Caller):
-    """One call: it runs once, and all who asked for it get its lines. `digest` is of its arguments."""
+    """A call, which is executed once; every request for it gets its lines. `digest` is of its arguments."""
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest
@@ -139,13 +138,13 @@ class Call(Caller):
         self._news = asyncio.Event()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Its newest progress as it comes, the last one in any case, then its answer."""
-        told = b""
+        """Yield progress as it comes, at least the last, then the answer."""
+        sent = b""
         while True:
             news, is_done = self._news, self.is_done
-            if self._progress != told:
-                told = self._progress
-                yield told + b"\n"
+            if self._progress != sent:
+                sent = self._progress
+                yield sent + b"\n"
             if is_done:
                 break
             await news.wait()
@@ -163,7 +162,7 @@ class Call(Caller):
         self.loop.call_soon_threadsafe(self.loop.call_later, _LAST_WORDS_S, os._exit, _BROKEN)
 
     def end(self, line: bytes) -> None:
-        """Once; what comes later is not heard."""
+        """Set the answer; later ones are ignored."""
         self.loop.call_soon_threadsafe(self._close, line)
 
     def _hear(self, line: bytes) -> None:
@@ -181,7 +180,7 @@ class Call(Caller):
 
 
 class Calls:
-    """One call at a time, of one orchestrator, on a thread of its own."""
+    """Executes the calls of one orchestrator, one at a time, on a thread."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay, self._thread = relay, ThreadPoolExecutor(1, "learner")
@@ -189,7 +188,7 @@ class Calls:
         self._last: Call | None = None
 
     def call(self, session: str, number: int, name: str, body: bytes) -> Call:
-        """Begin a call, or return the last one if it has this number; LearnerBusy: another call runs."""
+        """Begin a call, or return the last call if it has this number; LearnerBusy: another call runs."""
         self._refuse_other(session, number)
         digest, last = blake2b(body).digest(), self._last
         if last is not None and number == last.number and (name, digest) == (last.name, last.digest):
@@ -198,20 +197,20 @@ class Calls:
             state = "was the last one" if last.is_done else "is under way"
             raise LearnerBusy(
                 f"call {number}, {name!r}, cannot begin: call {last.number}, {last.name!r}, {state}",
-                hint="A learner does one call after the other. Are there two orchestrators on one learner?",
+                hint="A learner executes one call at a time. Do two orchestrators use this learner?",
             )
         self._last = call = Call(number, name, digest)
         self._thread.submit(self._run, call, body)
         return call
 
     def stop(self, session: str, number: int) -> None:
-        """Have a call end after its next progress; one that is over is left alone."""
+        """Let a call end after its next progress report; do nothing if it is over."""
         self._refuse_other(session, number)
         if self._last is not None and self._last.number == number:
             self._last.halt.set()
 
     def leave(self, session: str) -> None:
-        """Let the next orchestrator in; a call that is under way ends first."""
+        """Release the learner for the next orchestrator; a running call ends first."""
         if session == self._session:
             self._session = ""
 
@@ -221,17 +220,17 @@ class Calls:
         return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse callers other than the orchestrator and a later start of its run, which holds the lock."""
+        """Refuse callers other than the orchestrator, or a later start of its run."""
         if session == self._session:
             return
         if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):
             raise LearnerBusy(
-                f"this learner works for the run {parse_run(self._session)!r}, and it serves one alone: two "
-                "would update the same weights",
-                hint="Each run has a learner of its own.",
+                f"this learner works for the run {parse_run(self._session)!r}; two runs would update the "
+                "same weights",
+                hint="Each run needs a learner of its own.",
             )
         if number != 1:
-            raise LearnerLost("this learner has been restarted, and lacks the state from before this call")
+            raise LearnerLost("this learner has been restarted, and has lost the state from before this call")
         if self._last is not None and not self._last.is_done:
             raise LearnerBusy(
                 f"call {self._last.number}, {self._last.name!r}, of an earlier start is under way"
@@ -243,7 +242,7 @@ class Calls:
         try:
             result = self._relay.call(call.name, body, call)
             line = CALLS.write_result(call.name, result)
-        except Exception as error:  # of a library too: the caller must get it
+        except Exception as error:  # every error must reach the caller
             line = CALLS.write_error(call_error(error, call.name), call.name)
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         call.end(line)
@@ -275,7 +274,7 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
 
 
 def _session(request: Request) -> str:
-    """The orchestrator that asks."""
+    """Return the session of the calling orchestrator."""
     values = request.headers.getlist(SESSION_HEADER)
     run, _, start = values[0].rpartition("/") if len(values) == 1 else ("", "", "")
     if not run or not start:
@@ -284,7 +283,7 @@ def _session(request: Request) -> str:
 
 
 def _number(request: Request) -> int:
-    """The number of the call that is meant."""
+    """Return the number of the call."""
     values = request.headers.getlist(NUMBER_HEADER)
     if len(values) != 1 or not values[0].isdecimal() or len(values[0]) > _MOST_DIGITS:
         raise _malformed(NUMBER_HEADER, values, f"a whole number of at most {_MOST_DIGITS} digits")
@@ -297,7 +296,7 @@ def _malformed(header: str, values: Sequence[str], allowed: str) -> MalformedReq
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until this process is stopped; as a rank that is not the first, do what that one relays."""
+    """Serve until this process is stopped; ranks other than the first execute the calls that it relays."""
     parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process")
     parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
     parser.add_argument(
@@ -311,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         relay.follow()
     key = key_from_environ(os.environ, LEARNER_KEY)
     if key is None and options.port:
-        parser.error(f"there is no key: set {LEARNER_KEY}, here and where the run is started")
+        parser.error(f"there is no key: set {LEARNER_KEY}, here and for the run")
     keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
     listener = Listener(options.host, options.port)
     server = Server(

@@ -1,9 +1,9 @@
-"""The ranks of a learner: processes under torchrun that hold a share of the model each and work in step.
+"""The ranks of a learner: processes under torchrun, each with a share of the model, that work in lockstep.
 
-Every rank has all segments, collates alike and decides alike. Packed pieces are dealt out; weights of tokens
-sum to 1 over a whole step, so gradients are summed. What one rank alone can know (a loss that is not finite,
-a file that cannot be written) is agreed before anyone raises, because a rank that left would leave the others
-waiting in their next collective.
+Every rank has all segments and makes the same decisions. Micro-batches are distributed; token weights sum to
+1 over a whole step, so gradients are summed. Ranks exchange local facts (a loss that is not finite, a file
+that cannot be written) before any of them raises: otherwise the others would wait forever in their next
+collective.
 """
 
 import os
@@ -25,7 +25,7 @@ from service_kit.rpc import ErrorBody
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 
-# One rank loads a model, while others wait for their turn.
+# Time limit while ranks load a model in turns.
 _LOAD_S = 3600.0
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,17 +33,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the `count` ranks of a learner; of one rank alone nothing here communicates.
-
-    index: of this rank, from 0.
-    control: the group of what is agreed, on the CPU; None: this rank is alone.
-    timeout_s: seconds that a collective waits for the others.
-    """
+    """This process among the `count` ranks of a learner. With a single rank, nothing communicates."""
 
     index: int = 0
+    """Index of this rank, from 0."""
     count: int = 1
     control: dist.ProcessGroup | None = None
+    """Process group of agreements, on the CPU; None for a single rank."""
     timeout_s: float = RANKS_JOIN_S
+    """Time limit of a collective, in seconds."""
 
     @property
     def is_first(self) -> bool:
@@ -54,21 +52,21 @@ class Ranks:
         return self.count > 1
 
     def rows_of_a_piece(self, rows: int, most: int) -> int:
-        """How many of a step's rows a piece has: at most `most`, and few enough for a piece on every rank."""
+        """Return the rows of a micro-batch: at most `most`, and few enough that every rank gets one."""
         return max(1, min(most, -(-rows // self.count)))
 
     def own_pieces(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
-        """This rank's pieces, each with whether it counts.
+        """Yield this rank's micro-batches, each with whether it counts.
 
-        Every rank gets equally many, since each forward and backward pass gathers the weights of all: in the
-        last round a rank may get one that is another's too, and does not count here.
+        Every rank gets the same number, because each pass gathers weights of all ranks. In the last round a
+        rank may get a copy of another rank's micro-batch, which does not count.
         """
         for first in range(0, len(pieces), self.count):
             number = first + self.index
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
     def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """[ranks] what each rank gets by `own_pieces`, of pieces of these sizes, but what does not count."""
+        """Return [ranks] the total size of each rank's micro-batches that count, given all sizes."""
         return [sum(sizes[index :: self.count]) for index in range(self.count)]
 
     def in_order(self, own: Sequence[Item]) -> list[Item]:
@@ -79,7 +77,7 @@ class Ranks:
         return [row[turn] for turn in range(len(found[0])) for row in found if turn < len(row)]
 
     def of_every_rank(self, own: Item) -> list[Item]:
-        """`own` of every rank, by index."""
+        """Gather `own` of every rank, by index."""
         if not self.are_several:
             return [own]
         every: list[Item] = [own] * self.count
@@ -87,7 +85,7 @@ class Ranks:
         return every
 
     def sums(self, *numbers: float) -> tuple[float, ...]:
-        """The sums over all ranks, in float64."""
+        """Sum numbers over all ranks, in float64."""
         if not self.are_several:
             return numbers
         sums = torch.tensor(numbers, dtype=torch.float64)
@@ -95,16 +93,16 @@ class Ranks:
         return tuple(sums.tolist())
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Make each tensor the sum over all ranks, in place."""
+        """Sum tensors over all ranks, in place."""
         if self.are_several:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
 
     @torch.no_grad()
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
-        """Sum the gradients of weights that every rank has whole; those of sharded ones are summed already.
+        """Sum the gradients of weights that every rank has whole; FSDP has summed those of sharded weights.
 
-        A rank whose pieces did not reach a weight has no gradient of it.
+        A rank may lack the gradient of a weight that its micro-batches did not use.
         """
         if not self.are_several:
             return
@@ -117,14 +115,14 @@ class Ranks:
         self.sum_([weight.grad for weight in reached if weight.grad is not None])
 
     def patient(self, timeout_s: float) -> "Ranks":
-        """These ranks with another time limit, from now on, for every collective."""
+        """Set another time limit for all collectives; return the ranks with it."""
         if self.are_several:
             for group in (None, self.control):
                 distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         return replace(self, timeout_s=timeout_s)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do on this rank what may fail on it alone; where it failed on any, every rank raises that error."""
+        """Do work that may fail on a single rank; if it fails on any, every rank raises that error."""
         if not self.are_several:
             return work()
         result: Result | None = None
@@ -147,7 +145,7 @@ class Ranks:
         raise body.error(TrainerError, LearnerFailed)
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
-        """Do on a node's ranks, one by one, what needs much main memory and does not communicate."""
+        """Do work that needs much main memory, and does not communicate, on a node's ranks one by one."""
         if not self.are_several:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -161,7 +159,7 @@ class Ranks:
         return results[0]
 
     def first_alone(self, work: Callable[[], object]) -> None:
-        """Do on the first rank alone what may fail; the others wait, and raise its error too."""
+        """Do work on the first rank only; the others wait, and raise its error too."""
         self.together(work if self.is_first else lambda: None)
 
 
@@ -169,14 +167,14 @@ ALONE = Ranks()
 
 
 def join_ranks() -> Ranks:
-    """Join the ranks of torchrun; LearnerFailed: their versions differ, or they did not come together."""
+    """Join the ranks of torchrun; LearnerFailed: they do not connect, or their versions differ."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)
     backend = "cpu:gloo"
     if torch.cuda.is_available():
         local, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local < devices:  # otherwise the job is refused, with a sentence, once it is known
+        if local < devices:  # otherwise `refuse_other_count` refuses the job
             torch.cuda.set_device(local)
             backend += ",cuda:nccl"
     try:
@@ -184,8 +182,8 @@ def join_ranks() -> Ranks:
         control = dist.new_group(backend="gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise LearnerFailed(
-            f"the {os.environ['WORLD_SIZE']} ranks of the learner did not come together: {error}",
-            hint="torchrun names the host and port where they meet: is it open from every node?",
+            f"the {os.environ['WORLD_SIZE']} ranks of the learner did not connect: {error}",
+            hint="Is torchrun's --master-addr and --master-port reachable from every node?",
         ) from error
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control)
     _refuse_other_versions(ranks)
@@ -204,12 +202,12 @@ def _refuse_other_versions(ranks: Ranks) -> None:
 
 
 def refuse_other_count(ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
-    """Refuse a job of another number of ranks than these, or of more than there are GPUs to compute on."""
+    """Refuse a job with another number of ranks, or with more ranks on a node than GPUs."""
     if ranks.count != table.ranks:
         raise JobError(
-            f"the learner has {ranks.count} ranks, and the job wants {table.ranks}",
+            f"the learner has {ranks.count} ranks, but the job has {table.ranks}",
             where="learner.nnodes, learner.nproc_per_node",
-            hint="Start as many with torchrun's --nnodes and --nproc-per-node, or change the job.",
+            hint="Start torchrun with matching --nnodes and --nproc-per-node, or change the job.",
         )
     local, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ranks.are_several and device.type == "cuda" and local > devices:

@@ -1,10 +1,10 @@
-"""Calls to a learner of several ranks: the first rank serves them, and all ranks carry each of them out.
+"""Calls to a learner of several ranks: the first rank receives them, and all ranks execute them.
 
-Names and ends of calls go over the store by which the ranks have met, where a rank can wait for hours; their
-arguments go by a broadcast.
+Names and ends of calls go through the ranks' rendezvous store, in which a rank can wait for hours; arguments
+are broadcast.
 
-A call raises on all ranks or on none. Where one rank alone fails, out of memory in the middle of a layer say,
-the others wait for it in a collective; the call ends with its error then, and the group with the call.
+A call should raise on all ranks or on none. If a single rank fails, such as out of memory within a layer, the
+others wait for it in a collective; then the call ends with its error, and the group of ranks ends too.
 """
 
 import threading
@@ -26,27 +26,27 @@ from trainer_backend.learner.ranks import Ranks
 
 log = structlog.get_logger("learner")
 
-# Waiting for a call, which comes when rollouts have been collected.
+# Wait for a call, which comes after rollouts have been collected.
 _IDLE = timedelta(days=365)
-# Between the error of one rank and the end of the call, for the others that are about to raise it too.
+# Time for other ranks to raise the error that one rank has raised.
 _GRACE = timedelta(seconds=5)
-# For the other ranks to end a call that the first one has ended: all its collectives are over.
+# Time for other ranks to end a call that the first rank has ended.
 _LIMIT = timedelta(seconds=600)
 _LOOK = timedelta(seconds=0.2)
 
 
 class Caller:
-    """What waits for a call. This one, of a rank that follows, hears nothing and stops nothing."""
+    """The caller of a call. This base class, for ranks other than the first, ignores all reports."""
 
     def tell(self, done: int, total: int) -> None:
-        """Hear of the progress of a call that reports it."""
+        """Report the progress of the call."""
 
     def is_halted(self) -> bool:
         """Return whether the call is to stop."""
         return False
 
     def broken(self, error: TrainerError) -> None:
-        """Hear that the call has ended with this error, and that this process has to end."""
+        """Report that the call has ended with this error, and that this process must end."""
 
 
 class Halted(Exception):
@@ -54,29 +54,29 @@ class Halted(Exception):
 
 
 class Relay:
-    """One rank's end of the calls; `do` carries one out by name and arguments on this rank."""
+    """A rank's part of calls; `do` executes a call by name and arguments on this rank."""
 
     def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
         self._ranks, self._do, self._number = ranks, do, 0
         self._store = distributed_c10d._get_default_store() if ranks.are_several else None
 
     def call(self, name: str, body: bytes, caller: Caller) -> Any:
-        """Have all ranks carry out a call; asked of the first one. Halted: it was stopped."""
+        """Execute a call on all ranks; for the first rank. Halted: the call was stopped."""
         if self._store is None:
-            return self._carry_out(name, body, caller)
+            return self._execute(name, body, caller)
         self._number += 1
         self._store.set(f"call/{self._number}", name)
         own: Exception | None = None
         result = None
         with self._watch(name, caller):
             try:
-                result = self._carry_out(name, self._share(body), caller)
+                result = self._execute(name, self._share(body), caller)
             except Exception as error:
                 own = error
         first, limit = None, _LIMIT
         if own is not None:
             first = call_error(own, name)
-            # Where the ranks have lost each other, there is nothing to wait for.
+            # If the ranks have lost each other, there is nothing to wait for.
             limit = timedelta() if isinstance(first, LearnerLost) else _GRACE
         ends = [first, *self._ends(name, limit)]
         errors = [error for error in ends if error is not None]
@@ -87,7 +87,7 @@ class Relay:
         return result
 
     def follow(self) -> NoReturn:
-        """Carry out what the first rank relays, on another one, until this process is stopped."""
+        """Execute the calls of the first rank until this process is stopped; for the other ranks."""
         assert self._store is not None
         while True:
             self._number += 1
@@ -95,13 +95,13 @@ class Relay:
             name = self._store.get(f"call/{self._number}").decode()
             text = ""
             try:
-                self._carry_out(name, self._share(b""), Caller())
+                self._execute(name, self._share(b""), Caller())
             except Exception as error:
                 text = ErrorBody.of(call_error(error, name)).model_dump_json()
                 self._store.set(self._failure, text)
             self._store.set(self._end_key(self._ranks.index), text)
 
-    def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
+    def _execute(self, name: str, body: bytes, caller: Caller) -> Any:
         def tell(done: int, total: int) -> None:
             caller.tell(done, total)
             (halted,) = self._ranks.sums(float(caller.is_halted()))
@@ -111,7 +111,7 @@ class Relay:
         return self._do(name, *CALLS.read_arguments(name, body, tell))
 
     def _share(self, body: bytes) -> bytes:
-        """The first rank's `body`, on every rank."""
+        """Broadcast the first rank's `body` to every rank."""
         (size,) = self._ranks.sums(len(body))
         shared = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8)
         dist.broadcast(shared, src=0, group=self._ranks.control)
@@ -122,14 +122,14 @@ class Relay:
 
     @property
     def _failure(self) -> str:
-        """The key of the store at which a rank reports that it has failed."""
+        """Return the store's key at which a rank reports its failure."""
         return f"failure/{self._number}"
 
     def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:
-        """The errors with which the call has ended on the other ranks; None: without one."""
+        """Return the errors with which the call has ended on the other ranks; None: no error."""
         store, others = self._store, range(1, self._ranks.count)
         assert store is not None
-        with suppress(dist.DistError):  # of those that have not ended in time
+        with suppress(dist.DistError):  # some have not ended in time
             store.wait([self._end_key(rank) for rank in others], max(limit, _LOOK))
         ends: list[TrainerError | None] = []
         for rank in others:
@@ -142,7 +142,7 @@ class Relay:
 
     @contextmanager
     def _watch(self, name: str, caller: Caller) -> Iterator[None]:
-        """Tell the caller of a rank that fails in here, where this rank would wait for it."""
+        """Report a rank that fails inside the context, for which this rank would wait."""
         store, over = self._store, threading.Event()
         assert store is not None
 
@@ -164,7 +164,7 @@ class Relay:
 
 
 def call_error(error: Exception, name: str) -> TrainerError:
-    """Convert an error to a class that the caller knows."""
+    """Convert an error to a TrainerError, which the caller knows."""
     if isinstance(error, TrainerError):
         return error
     if isinstance(error, Halted):
@@ -178,9 +178,9 @@ def call_error(error: Exception, name: str) -> TrainerError:
 
 
 def _cause(errors: list[TrainerError]) -> TrainerError:
-    """The root cause: the first error that is not a lost peer."""
+    """Return the root cause: the first error that is not a lost peer."""
     error = next((error for error in errors if not isinstance(error, LearnerLost)), errors[0])
     if isinstance(error, UpdateStopped):
-        # No checkpoint can be written of a group that ends: the newest one stands.
+        # A group that ends cannot write a checkpoint; at least 1 keeps the newest one.
         error.steps_taken = max(error.steps_taken, 1)
     return error

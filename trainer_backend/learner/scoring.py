@@ -1,4 +1,4 @@
-"""Log-probs and entropies of sampled tokens under a causal LM, on packed rows."""
+"""Computes log-probs and entropies of sampled tokens under a causal LM, on packed rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Result of a forward pass for a value head: last hidden states, in the order of `rows.target_N`."""
+    """Last hidden states of a forward pass, for a value head, in the order of `rows.target_N`."""
 
     rows: Packed
     hidden_ND: Tensor
@@ -40,7 +40,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """Result of a forward pass for both heads: also log-probs and entropies of the sampled tokens."""
+    """Also log-probs and entropies of the sampled tokens."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -48,17 +48,17 @@ class States(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class Routed(States):
-    """The same of a model with experts."""
+    """Also the routing of a model with experts."""
 
     routing: Routing
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model with how it computes."""
+    """A model, and how it is computed."""
 
     model: PreTrainedModel
-    """On the placement's device, its attention set to `attention.implementation`."""
+    """On the placement's device, with attention set to `attention.implementation`."""
     placement: Placement
     attention: PackedAttention
     logits_chunk: int
@@ -66,16 +66,16 @@ class Scorer:
     ranks: Ranks = ALONE
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
-    """What a layer computes between its products."""
+    """The operations of a layer between matrix products."""
     share_from: int | None = None
-    """Beginnings of segments of at least so many tokens are computed once; None: each segment by itself."""
+    """Least number of tokens of a shared prefix, which is computed once; None: nothing is shared."""
     logits: LogitMap = PLAIN
-    """What the model makes of its head's products."""
+    """The map from the head's products to logits."""
     experts: Experts | None = None
-    """Those of a model that has some."""
+    """The experts of the model, if it has any."""
 
-    def told(self) -> dict[str, str]:
-        """The way that the model is computed, in words, and why."""
+    def describe(self) -> dict[str, str]:
+        """Describe for the log how the model is computed, and why."""
         attention = self.attention.implementation
         if isinstance(self.attention, PaddedRows):
             return {
@@ -87,31 +87,30 @@ class Scorer:
         return {"way": f"{way}, packed rows", "attention": attention}
 
     def states(self, packed: Packed) -> States:
-        """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
+        """Compute last hidden states at the positions that predict sampled tokens, log-probs and entropies.
 
-        All are differentiable in the model's weights. Attention and positions keep the segments of a row
-        apart, so they are those of each segment alone.
+        All are differentiable in the model's weights. Segments of a row do not affect each other.
         """
         rows, arguments = self._arranged(packed)
         return States(rows, *through(self.model, self._read, rows, arguments))
 
     def routed(self, packed: Packed, *, with_probabilities: bool) -> "Routed":
-        """As `states`, with the decisions of the routers of a model with experts."""
+        """Compute `states` and the routing of a model with experts."""
         rows, arguments = self._arranged(packed)
-        assert self.experts is not None, "asked only of a model that has experts"
+        assert self.experts is not None, "called only for a model with experts"
         routing = Routing(self.experts, with_probabilities)
         found = through(self.model, self._read, rows, arguments, routing)
         return Routed(rows, *found, routing)
 
     def hidden(self, packed: Packed) -> Hidden:
-        """As `states`, without the log-probs and the pass through the LM head that they need."""
+        """Compute only the hidden states, without the LM head."""
         rows, arguments = self._arranged(packed)
         return Hidden(rows, through(self.model, self._hidden, rows, arguments))
 
     def routing(self, packed: Packed) -> Routing:
-        """The decisions of the routers alone."""
+        """Compute only the routing."""
         rows, arguments = self._arranged(packed)
-        assert self.experts is not None, "asked only of a model that has experts"
+        assert self.experts is not None, "called only for a model with experts"
         routing = Routing(self.experts, reads_probabilities=False)
         through(self.model, self._hidden, rows, arguments, routing)
         return routing
@@ -128,8 +127,8 @@ class Scorer:
         routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_ND = self._hidden(model, rows, arguments, routing)
-        # The LM head runs on the N positions that predict a sampled token and nowhere else; outside
-        # autocast, so that logits are float32.
+        # The LM head runs only on the N positions that predict a sampled token; outside autocast, so that
+        # logits are float32.
         logprobs_N, entropies_N = chunked_logprobs(
             hidden_ND,
             model.lm_head.weight,
@@ -162,21 +161,21 @@ class Scorer:
                 return read_states(model, rows, tokens, attend, attend_read, self.operators, reads)
         # One row has no padding.
         is_real_BL = None if attend is not None else rows.segment_ids_BL > 0
-        told = {"position_ids": rows.position_ids_BL, **arguments}
+        keywords = {"position_ids": rows.position_ids_BL, **arguments}
         with replaying(model, rows.experts_BLW):
-            hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
+            hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, keywords, routing)
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
 
     def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
-        """[N, D] by the model's own layers, a segment a row."""
+        """Compute [N, D] by the model's own layers, one segment per row."""
         parts = []
         for group in groups[0]:
             ids_BL = group.token_ids_BL
-            # Of the padding too, since positions that begin again mean packed rows to transformers.
+            # Padding has positions too: to transformers, positions that restart mean packed rows.
             positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
-            told = {"position_ids": positions_BL}
+            keywords = {"position_ids": positions_BL}
             with replaying(model, group.experts_BLW):
-                hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
+                hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, keywords, routing)
             parts.append(hidden_BLD.flatten(0, 1).index_select(0, group.read_R))
         return torch.cat(parts).index_select(0, groups[1])
 
@@ -185,39 +184,39 @@ class Scorer:
         model: PreTrainedModel,
         ids_BL: Tensor,
         is_real_BL: Tensor | None,
-        told: Mapping[str, Any],
+        keywords: Mapping[str, Any],
         routing: Routing | None,
     ) -> Tensor:
-        """[B, L, D] last hidden states."""
+        """Compute [B, L, D] last hidden states by transformers."""
         tokens = tokens_for(model, ids_BL, self.placement.low)
         with self.placement.autocast():
             if routing is None:
-                found = model.model(**tokens, use_cache=False, **told)
+                found = model.model(**tokens, use_cache=False, **keywords)
             else:
                 with routing.watching(model, is_real_BL):
-                    found = model.model(**tokens, use_cache=False, **told, **routing.keywords)
+                    found = model.model(**tokens, use_cache=False, **keywords, **routing.keywords)
         if routing is not None and routing.reads_probabilities:
             routing.add(found.router_logits, is_real_BL)
         hidden_BLD: Tensor = found.last_hidden_state
         return hidden_BLD
 
     def logprobs(self, packed: Packed) -> Tensor:
-        """[N] log-probs of the sampled tokens, differentiable in the model's weights."""
+        """Compute [N] log-probs of the sampled tokens, differentiable in the model's weights."""
         return self.states(packed).logprobs_N
 
     def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
-        """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
+        """Compute for each segment [N] log-probs of its sampled tokens (nats), without gradient."""
         refuse_unknown(segments, self.model)
         return score_by(self.logprobs, segments, keys, self)
 
     def tries(self, segments: Sequence[Segment]) -> Tries | None:
-        """The common beginnings of segments, if those are computed once."""
+        """Build the tries of segments if shared prefixes are computed once; otherwise None."""
         return None if self.share_from is None else Tries.of(segments, self.share_from)
 
     def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
-        """Width of a packed row: `row_tokens`, or the longest segment where that does not fit.
+        """Return the width of a packed row: `row_tokens`, or the longest segment if it is longer.
 
-        A trie shares most in a row as long as a piece, of which each rank gets one.
+        Tries share most in rows as long as a micro-batch, of which each rank gets one.
         """
         width = keys.row_tokens
         if tries is not None and self.attention.rows_are_joined:
@@ -229,7 +228,7 @@ class Scorer:
 
 
 def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
-    """Segments in packed rows, and these rows in pieces of one forward pass."""
+    """Pack segments into rows, and cut the rows into micro-batches."""
     tries = scorer.tries(segments)
     width = scorer.row_tokens(segments, keys, tries)
     packed = pack_segments(segments, row_tokens=width, tries=tries)
@@ -237,7 +236,7 @@ def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> t
     return packed, list(cut_packed(packed, rows))
 
 
-@torch.no_grad()  # inference mode would leave tensors in a sharded model that no backward pass takes
+@torch.no_grad()  # inference mode would leave tensors in a sharded model that break a backward pass
 def read_pieces(
     segments: Sequence[Segment],
     forward: Callable[[Packed], Piece],
@@ -245,10 +244,10 @@ def read_pieces(
     keys: LoopKeys,
     scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
-    """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
+    """Compute [N] columns by micro-batches; return each column split by segment.
 
-    All ranks make the `forward` pass of a piece at a time; `columns` reads the numbers, on the rank that
-    gives them. Segments are packed as `scorer`'s are.
+    All ranks run `forward` on one micro-batch at a time; `columns` extracts the columns from its result.
+    Segments are packed as for `scorer`.
     """
     ranks = scorer.ranks
     packed, pieces = cut_pieces(segments, keys, scorer)
@@ -262,22 +261,21 @@ def read_pieces(
 def score_by(
     policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer
 ) -> list[NDArray[Any]]:
-    """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
+    """Compute for each segment [N] log-probs (nats) of its sampled tokens under `policy`."""
     return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
 def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
-    """Refuse tokens and experts that a model has not: the server of another one may send them.
+    """Refuse (SegmentError) tokens and experts that the model lacks, such as from another model's server.
 
-    Raises:
-        SegmentError: a segment has such ones; `rollout_ids` names the rollouts.
+    `rollout_ids` of the error names the rollouts.
     """
     refuse_unknown_ids(segments, embedding_rows(model))
     refuse_unknown_experts(segments, count_experts(model))
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """Refuse ids that the model has no row for: a foreign server can send some long after it was probed."""
+    """Refuse token ids without an embedding, which a foreign server may send long after it was probed."""
     unknown = [
         segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
     ]
@@ -285,29 +283,29 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
         return
     segment = unknown[0]
     index = int(((segment.token_ids < 0) | (segment.token_ids >= rows)).argmax())
-    # A prompt is of the decision that comes after it.
+    # A prompt belongs to the decision after it.
     turn = next((int(span["decision"]) + 1 for span in segment.spans if span["end"] > index), None)
     error = SegmentError(
-        f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
+        f"token id {segment.token_ids[index]}, but the actor knows the ids 0 to {rows - 1}",
         where=place(segment.rollout_id, turn, index),
-        hint="Who sampled it has another vocabulary than the actor.",
+        hint="The sampler's vocabulary differs from the actor's.",
     )
     error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
     raise error
 
 
 def refuse_unknown_experts(segments: Sequence[Segment], count: int) -> None:
-    """A layer with `count` experts has none beyond them."""
+    """Refuse experts from `count` on, which a layer does not have."""
     unknown = [
         segment for segment in segments if ((segment.experts >= count) & (segment.experts != UNKNOWN)).any()
     ]
     if not unknown:
         return
     error = SegmentError(
-        f"its tokens name experts up to {unknown[0].experts[unknown[0].experts != UNKNOWN].max()}, and a "
+        f"its tokens name experts up to {unknown[0].experts[unknown[0].experts != UNKNOWN].max()}, but a "
         f"layer of the actor has {count}",
         where=place(unknown[0].rollout_id),
-        hint="Who sampled it has other experts than the actor.",
+        hint="The sampler's experts differ from the actor's.",
     )
     error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
     raise error

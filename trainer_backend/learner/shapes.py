@@ -1,4 +1,4 @@
-"""The shape of a job's model: the sizes that decide how much memory it needs, without its weights."""
+"""The shape of a job's model: the sizes that decide its memory, without its weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,27 +33,10 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide how much memory it needs.
-
-    parameters: all weights, tied ones once.
-    adapters: weights of the adapters; 0 without [lora].
-    adapted_experts: weights of experts that have adapters: a layer computes with the sums of both.
-    critic: weights of a critic's head, and of its own layers where it has some; 0 without one.
-    head_norms: whether queries and keys are normed head by head, as in Qwen3.
-    vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
-    ends: weights outside of the layers, such as embedding and head; `parameters` counts them too.
-    has_kernels: whether the learner has kernels for its layers (`learner.operators`).
-    own_pass: whether the learner has a forward pass of its own for it (`learner.packed_decoder`).
-    apart: why each segment needs a row of its own; empty: rows are packed (`models.kinds`).
-    eager: whether its scores of attention are kept, [heads, length, length].
-    states: the layers that have a state in place of keys and values.
-    state_bytes: what autograd keeps of a token in such a layer, by torch's operators, without norms and MLP.
-    state_numbers: what an engine keeps of a row in such a layer, whatever its length.
-    mlps: layers that are an MLP alone, in models whose other layers have none.
-    norms: norms of a layer over its whole width; Gemma's have four.
-    """
+    """The sizes of a decoder that decide its memory."""
 
     parameters: int
+    """Number of weights, tied ones counted once."""
     layers: int
     width: int
     mlp_width: int
@@ -62,24 +45,39 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     adapters: int = 0
+    """Weights of the adapters; 0 without [lora]."""
     adapted_experts: int = 0
+    """Weights of experts with adapters; a layer computes with the sums of both."""
     critic: int = 0
+    """Weights of a critic's head and own layers; 0 without a critic."""
     head_norms: bool = False
+    """Whether queries and keys are normed per head, as in Qwen3."""
     vectors: int = 0
+    """Weights of norms and biases, which are always float32; part of `parameters`."""
     ends: int = 0
+    """Weights outside of the layers, such as embedding and head; part of `parameters`."""
     has_kernels: bool = False
+    """Whether the learner has kernels for its layers (`learner.operators`)."""
     own_pass: bool = True
+    """Whether the learner has its own forward pass for it (`learner.packed_decoder`)."""
     apart: str = ""
+    """Why each segment needs a row of its own; empty: rows are packed (`models.kinds`)."""
     eager: bool = False
+    """Whether attention scores, [heads, length, length], are saved."""
     states: int = 0
+    """Number of layers with a state instead of keys and values."""
     state_bytes: int = 0
+    """Bytes per token that autograd saves in such a layer, without norms and MLP."""
     state_numbers: int = 0
+    """Size of such a layer's state in an engine, per row."""
     mlps: int = 0
+    """Number of layers that are only an MLP, in models whose other layers have none."""
     norms: float = 2.0
+    """Norms per layer over its whole width; Gemma has four."""
 
     @property
     def attending(self) -> int:
-        """Layers with attention; where nothing is known of a state, it is counted as attention."""
+        """Number of layers with attention; unknown states are counted as attention."""
         return self.layers - self.mlps - (self.states if self.state_bytes else 0)
 
     @property
@@ -89,20 +87,20 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Size of the keys and values of a token."""
+        """Numbers in the keys and values of a token."""
         return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
-        """Bytes of a copy without adapters and value head, with `matrices` bytes a number in a matrix."""
+        """Return the bytes of a copy without adapters and value head, with `matrices` per matrix entry."""
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
 def model_shape(
     config: Any, lora: LoraTable | None, *, critic: str | None = None, longest: int | None = None
 ) -> ModelShape:
-    """Counted on a model without memory, so that any architecture is counted as it is.
+    """Count the sizes on a model on the meta device, which works for any architecture.
 
-    `longest` is the most tokens of a sequence; None: as many as the model has positions.
+    `longest` is the most tokens of a sequence; None: the model's number of positions.
     """
     try:
         model = empty_model(config)
@@ -110,9 +108,9 @@ def model_shape(
         longest = longest or getattr(config.get_text_config(), "max_position_embeddings", None) or 1
         apart = why_not_by_position(model, longest=longest) or ""
         return replace(shape, apart=apart, eager=bool(apart) and own_attention(model) == "eager")
-    except (AttributeError, ValueError) as error:  # the second: a size that fits no other
+    except (AttributeError, ValueError) as error:  # ValueError: inconsistent sizes
         raise ModelFolderError(
-            f"{config.model_type!r} is no decoder of layers with attention, which is needed: {error}",
+            f"{config.model_type!r} is not a decoder of layers with attention, as needed: {error}",
             where="model",
         ) from error
 
@@ -162,7 +160,7 @@ def _count_norms(layers: nn.ModuleList, width: int) -> float:
 
 
 def _mlp_width(config: Any) -> int:
-    """What a token passes: of experts those that it is sent to, with a copy of its state for each."""
+    """Return the MLP width of a token: of experts, the chosen ones, each with a copy of the state."""
     width = config.hidden_size
     dense = largest(config, "intermediate_size") or 4 * width
     names = ("num_experts_per_tok", "top_k_experts")
@@ -177,10 +175,10 @@ def _mlp_width(config: Any) -> int:
 
 
 def _state_bytes(config: Any) -> int:
-    """What autograd keeps of a token where torch computes a layer's state, without its projections.
+    """Estimate the bytes per token that autograd saves for a layer's state, without projections.
 
-    Fitted to what was counted on random layers of transformers 5.24 in float32, within 10 %; a chunk of the
-    delta rule has 64 tokens.
+    Fitted to counts on random layers of transformers 5.24 in float32, within 10 %; a chunk of the delta rule
+    has 64 tokens.
     """
     if heads := getattr(config, "linear_num_value_heads", None):
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
@@ -191,7 +189,7 @@ def _state_bytes(config: Any) -> int:
 
 
 def _state_numbers(config: Any) -> int:
-    """The state of a row in a layer, and the last inputs of its convolution."""
+    """Count the numbers of a row's state in a layer, with the last inputs of its convolution."""
     if heads := getattr(config, "linear_num_value_heads", None):
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
         mixed = 2 * config.linear_num_key_heads * keys + heads * values
@@ -202,13 +200,12 @@ def _state_numbers(config: Any) -> int:
 
 
 def _state_space(config: Any) -> tuple[int, ...]:
-    """Sizes by the first names that the config has; zeros where it has no state spaces."""
+    """Read the sizes of state spaces by the first names that the config has; zeros without any."""
     sizes = (tuple(int(getattr(config, name, None) or 0) for name in names) for names in _STATE_SPACES)
     return next((each for each in sizes if each[0]), (0,) * len(_STATE_SPACES[0]))
 
 
-# What configs call the heads, their width, the state of each number, the groups, the convolution's width,
-# and the tokens of a chunk.
+# Names in configs of: heads, their width, state size, groups, width of the convolution, tokens of a chunk.
 _STATE_SPACES = (
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
     (*(f"mamba_{name}" for name in ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")),),
@@ -216,15 +213,12 @@ _STATE_SPACES = (
 
 
 def count_checkpointed(wish: bool | int, layers: int) -> int:
-    """How many of a model's layers keep their input alone by `training.gradient_checkpointing`.
-
-    Raises JobError where the model has fewer layers than a number names.
-    """
+    """Return how many layers `training.gradient_checkpointing` checkpoints; JobError: the model has fewer."""
     if isinstance(wish, bool):
         return layers if wish else 0
     if wish > layers:
         raise JobError(
-            f"it names {wish} layers, and the model has {layers}",
+            f"it names {wish} layers, but the model has {layers}",
             where="training.gradient_checkpointing",
             hint=f"Set true for all of them, or a number up to {layers}.",
         )
@@ -232,22 +226,22 @@ def count_checkpointed(wish: bool | int, layers: int) -> int:
 
 
 def refuse_more_layers(table: ModelTable, wish: bool | int) -> None:
-    """Refuse more layers (JobError) than the job's model has, where the model is on this machine."""
+    """Refuse more layers (JobError) than the job's model has, if the model is on this machine."""
     if not isinstance(wish, bool) and (config := config_here(table)) is not None:
         count_checkpointed(wish, model_shape(config, None).layers)
 
 
 def config_here(table: ModelTable) -> Any | None:
-    """The config of the job's model, where it is on this machine; None where it is not, or not whole."""
+    """Read the config of the job's model; None if it is not, or not completely, on this machine."""
     try:
         folder = None if table.preset is not None else model_folder(table, cached_only=True)
         return model_config(table, folder, table.vocab_size)
-    except ModelFolderError:  # it may be whole on the machine that will train, whose learner checks it
+    except ModelFolderError:  # the learner will check it on its own machine
         return None
 
 
 def refuse_unknown_targets(table: ModelTable, lora: LoraTable) -> None:
-    """Refuse adapters (JobError) of layers that the job's model lacks, where the model is on this machine."""
+    """Refuse adapters (JobError) of layers that the job's model lacks, if it is on this machine."""
     if (config := config_here(table)) is not None:
         model_shape(config, lora)
 
@@ -259,7 +253,7 @@ def model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) ->
 
 
 def cached_config(table: ModelTable, vocabulary: int) -> Any:
-    """The same of a model that is on this machine, with its weights or without; the hub is not asked."""
+    """Read the config of a model on this machine, with or without weights; the hub is not contacted."""
     if table.preset is not None:
         return model_config(table, None, vocabulary)
     return config_alone(model_folder(table, cached_only=True))

@@ -1,7 +1,7 @@
-"""A model whose weights are shared out to the ranks of a learner, by FSDP2 (torch's `fully_shard`).
+"""Shards a model's weights over the ranks of a learner, by FSDP2 (torch's `fully_shard`).
 
-Each layer is one unit, whose weights are gathered for its forward and backward pass; embedding, last norm and
-head are another. Adapters are small: every rank has them whole, and sums their gradients itself.
+Each layer is a unit whose weights are gathered for its forward and backward pass; embedding, last norm and
+head are another. Every rank has all of the small adapters, and sums their gradients itself.
 
 Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, arXiv:2304.11277.
 """
@@ -30,22 +30,22 @@ _RUN = "turnwise_run"
 
 
 def through(module: nn.Module, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return function(module, *arguments), with the module's own weights whole where it is sharded.
+    """Return function(module, *arguments), with the module's own weights gathered if it is sharded.
 
-    FSDP knows to gather them for `forward` alone. The function's results are tensors, or a tuple of them.
+    By itself FSDP gathers them only for `forward`. The result is a tensor or a tuple of tensors.
     """
     run: Callable[..., Result] | None = getattr(module, _RUN, None)
     return function(module, *arguments) if run is None else run(function, *arguments)
 
 
 def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
-    """How the ranks lie: `replicas` groups that hold all weights each. All ranks ask for it first together.
+    """Arrange the ranks in `replicas` groups, each with all weights; all ranks call this together first.
 
-    Raises JobError where they cannot be cut into so many equal groups.
+    Raises JobError if the ranks cannot be divided into equal groups.
     """
     if ranks.count % replicas:
         raise JobError(
-            f"{replicas} groups are asked for, and {ranks.count} ranks cannot be cut into so many equal ones",
+            f"{ranks.count} ranks cannot be divided into {replicas} equal groups",
             where="learner.data_parallel_replicate_degree",
         )
     shape = (ranks.count,) if replicas == 1 else (replicas, ranks.count // replicas)
@@ -57,12 +57,12 @@ def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
-    """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
+    """Shard the model's weights over the ranks, in place; the device gets only this rank's share.
 
-    The model is the same on every rank, in main memory; small weights are left whole (`_apart`).
+    Before, every rank has the same model in main memory. Small weights stay whole (`_select_whole`).
     """
     mesh = make_mesh(ranks, table.data_parallel_replicate_degree, device.type)
-    apart = _apart(model)
+    apart = _select_whole(model)
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -76,17 +76,17 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
         )
         setattr(module, _RUN, MethodType(_run, module))
         register_fsdp_forward_method(module, _RUN)
-        # By default gradients are averaged. The weights of a step's tokens sum to 1 over all ranks.
+        # Sum instead of average gradients, because token weights sum to 1 over all ranks.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     for weight in apart:
         weight.data = weight.data.to(device)
 
 
-def _apart(model: PreTrainedModel) -> set[nn.Parameter]:
-    """The weights that every rank holds whole: adapters; with low-precision matrices, norms and biases too.
+def _select_whole(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Select the weights that all ranks hold whole: adapters; with low-precision matrices, norms and biases.
 
-    FSDP gathers weights of one type at a time. With matrices of low precision, the whole base is frozen.
+    FSDP gathers weights of one dtype at a time. With low-precision matrices, the whole base is frozen.
     """
     held = [(name, weight) for name, weight in model.named_parameters()]
     types = {weight.dtype for name, weight in held if ".lora_" not in name}
@@ -94,7 +94,7 @@ def _apart(model: PreTrainedModel) -> set[nn.Parameter]:
 
 
 def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what the function does; no views, on which FSDP's hooks could be lost."""
+    """Call the function; copy views in its result, on which FSDP's hooks could be lost."""
     found = function(module, *arguments)
     if isinstance(found, tuple):
         return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)
@@ -102,12 +102,12 @@ def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a sharded one gathered from all ranks, which all have to ask for it."""
+    """Return the tensor; gather a sharded one, for which all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """[n] numbers of a tensor that this rank adds to a sum; of what several have, the first adds it."""
+    """Return [n] the numbers of a tensor that this rank adds to a sum; the first rank adds copies."""
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()
@@ -118,7 +118,7 @@ def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
-    """The whole of a tensor, to which the others send their rows, on one rank; None on these."""
+    """Gather a tensor on one rank, to which the others send their rows; return None on the others."""
     own = dist.get_rank()
     if not isinstance(tensor, DTensor):
         return tensor if own == rank else None
@@ -126,14 +126,14 @@ def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
     groups: Tensor = tensor.device_mesh.mesh
     members = next(group for group in groups.reshape(-1, groups.shape[-1]).tolist() if rank in group)
     if own not in members:
-        return None  # a copy of what they have
+        return None  # this rank has a replica
     share = tensor.to_local()
     if own != rank:
         if len(share):
             dist.send(share.contiguous(), dst=rank)
         return None
     full = share.new_empty(tensor.shape)
-    rows = torch.split(full, -(-len(full) // len(members)))  # as FSDP cuts; the last ranks may have none
+    rows = torch.split(full, -(-len(full) // len(members)))  # as in FSDP; the last ranks may have no rows
     waits = []
     for member, part in zip(members, rows, strict=False):
         if member == own:
@@ -141,24 +141,24 @@ def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
         else:
             waits.append(dist.irecv(part, src=member))
     for wait in waits:
-        assert wait is not None, "the other rank is another one"
+        assert wait is not None, "it is not this rank"
         wait.wait()
     return full
 
 
 def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
-    """Scale the gradient down to the norm `most`, where it is longer; return its norm before that."""
+    """Scale the gradient down to a norm of at most `most`; return the norm before."""
     return float(whole(torch.nn.utils.clip_grad_norm_(weights, most)))
 
 
 def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The whole model in main memory, gathered tensor by tensor; without adapters."""
+    """Gather the whole model without adapters in main memory, tensor by tensor."""
     copied = empty_model(model.config)
     weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, module in copied.named_modules():
         for own in list(module._parameters):
             weight = weights.get(f"{name}.{own}")
-            if weight is not None:  # of tied ones the first alone
+            if weight is not None:  # None for later names of tied weights
                 setattr(module, own, nn.Parameter(whole(weight).detach().cpu(), requires_grad=False))
         for own in list(module._buffers):
             module._buffers[own] = buffers[f"{name}.{own}"].cpu()
@@ -168,7 +168,7 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def laid_as(weight: Tensor, full: Tensor) -> Tensor:
-    """A whole tensor as a weight lies: itself, or this rank's share of it."""
+    """Distribute a whole tensor like a weight: return it, or this rank's share."""
     if not isinstance(weight, DTensor):
         return full
     return distribute_tensor(
@@ -177,5 +177,5 @@ def laid_as(weight: Tensor, full: Tensor) -> Tensor:
 
 
 def replace_whole(weight: Tensor, full: Tensor) -> None:
-    """Write a whole tensor into a weight, of which this rank may have a share alone."""
+    """Write a whole tensor into a weight, of which this rank may have only a share."""
     weight.copy_(laid_as(weight, full).to(weight.dtype))

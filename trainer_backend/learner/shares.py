@@ -1,8 +1,7 @@
-"""What the ranks of a learner write and read together, each its share: model folders and the optimizer.
+"""Model folders and optimizer state that the ranks of a learner write and read together.
 
-A model folder has Hugging Face's layout, so that every program loads it: whole tensors, each sent to the rank
-that writes it. The optimizer's moments are written as they lie, by torch's distributed checkpoint
-in safetensors, and any number of ranks reads them again.
+A model folder has Hugging Face's layout: each tensor is gathered on the rank that writes it. The optimizer's
+moments are written in shares, by torch's distributed checkpoint in safetensors, for any number of readers.
 """
 
 import json
@@ -28,10 +27,11 @@ from trainer_backend.learner.sharding import sent_to
 from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.layout import INDEX
 
-# In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
+# In a checkpoint's training_state/: the optimizer of a single rank, or a folder with every rank's share.
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
-# The number of a weight among those that are trained, and what AdamW keeps of it: `0.exp_avg`.
+# Numbers at either end of a weight that its checksum includes.
 _ENDS = 64
+# The index of a trained weight, and the name of its AdamW state: `0.exp_avg`.
 _MOMENT = re.compile(r"(\d+)\.(\w+)")
 
 
@@ -43,12 +43,12 @@ def write_weights(
     *,
     finished: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, tensor: {name: tensor},
 ) -> None:
-    """Write a model's weights, a file on each rank, and the index.
+    """Write a model's weights, one file per rank, and the index.
 
-    Of the whole model a rank holds the largest tensor and what it writes. The weights have one order on every
-    rank; `finished` makes of a gathered tensor those that are written.
+    A rank holds at most the largest tensor and the tensors that it writes. All ranks have the same order of
+    weights; `finished` converts a gathered tensor to those that are written.
     """
-    writers = _writers(weights, ranks.count)
+    writers = _assign_writers(weights, ranks.count)
     mine: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         full = sent_to(tensor, writers[name])
@@ -66,8 +66,8 @@ def write_weights(
     ranks.first_alone(lambda: (folder / INDEX).write_text(text, encoding="utf-8"))
 
 
-def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """The rank that writes each tensor: the largest ones first, each to the rank with the least so far."""
+def _assign_writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
+    """Assign each tensor, largest first, to the rank that writes least so far."""
     shares, writers = [0] * count, dict.fromkeys(weights, 0)
     for name in sorted(weights, key=lambda name: -weights[name].numel()):
         writers[name] = shares.index(min(shares))
@@ -76,9 +76,9 @@ def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
 
 
 def checksum_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
-    """A number that another model, another revision of it, or another vocabulary would not have.
+    """Compute a checksum that distinguishes models, revisions and vocabularies.
 
-    Of each weight its ends are read: whole ones would take as long as loading them.
+    It reads only both ends of each weight; all numbers would take as long as loading.
     """
     crc32 = zlib.crc32(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for name, weight in collect_weights(model).items():
@@ -105,7 +105,7 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Raise torch's error, which is no Exception, as a CheckpointError on all ranks."""
+    """Convert torch's error, which is not an Exception, to a CheckpointError."""
     try:
         yield
     except CheckpointException as error:
@@ -114,7 +114,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Read what `save_moments` wrote, on any number of ranks; CheckpointError where it is another model's."""
+    """Load what `save_moments` wrote, on any number of ranks; CheckpointError: it is another model's."""
     path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
     reader = HuggingFaceStorageReader(str(path))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -122,17 +122,17 @@ def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks
     for key, stored in reader.read_metadata().state_dict_metadata.items():
         found = _MOMENT.fullmatch(key)
         if found is None:
-            continue  # another file's, or the placeholder of an optimizer that has not stepped
+            continue  # of another file, or the placeholder of an optimizer before its first step
         number, size = int(found[1]), getattr(stored, "size", None)
         if number >= len(weights) or (size and size != weights[number].shape):
             raise CheckpointError(f"{folder.parent}: the optimizer state is of another model ({key})")
         moments[key] = torch.zeros_like(weights[number]) if size else torch.zeros(())
     with warnings.catch_warnings(), _as_checkpoint_error(folder):
-        # That there is one process alone.
+        # The warning that there is a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(moments, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.are_several)
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
-        of_weight, _, name = key.partition(".")
-        state.setdefault(int(of_weight), {})[name] = tensor
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,4 +1,4 @@
-"""The peak of the learning rate, which `learning_rate_schedule = "desired_kl"` moves after each iteration."""
+"""The peak of the learning rate, which `learning_rate_schedule = "desired_kl"` adapts."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.plugins import schedule
 
-# Decisions that the KL of an iteration is measured on, at most.
+# The most decisions on which the KL of an iteration is measured.
 SAMPLE = 1000
-# A decision of which each token was sampled with more is certain, where `skip_certain_above` says nothing.
+# Default of `skip_certain_above`: a decision is certain if each token had a higher probability.
 CERTAIN_ABOVE = 0.99
 RATE_FILE = "learning_rate.json"
 
@@ -30,7 +30,7 @@ Score = Callable[[Sequence[Segment]], Sequence[Row]]
 
 
 class StepSize:
-    """The current peak. Every schedule but "desired_kl" leaves it where it began, and writes no state."""
+    """The current peak. Only "desired_kl" changes it, and has state in checkpoints."""
 
     def __init__(self, table: TrainingTable, seed: int, ranks: Ranks = ALONE) -> None:
         self._table, self._seed, self._ranks = table, seed, ranks
@@ -38,10 +38,10 @@ class StepSize:
         self.rate = table.learning_rate
 
     def follow(self, scored: Sequence[Scored], iteration: int, score: Score) -> dict[str, float]:
-        """Measure how far an iteration's steps have moved the policy, and move the rate for the next one.
+        """Measure how far an iteration's steps have moved the policy, and adapt the rate for the next.
 
-        `scored` has the log-probs before the first step. Gives kl/decision; nothing with other schedules, nor
-        where every decision was certain: then the rate stays.
+        `scored` has the log-probs before the first step. Returns kl/decision; empty, and without effect, for
+        other schedules, or if every decision was certain.
         """
         if not self._follows:
             return {}
@@ -69,7 +69,7 @@ class StepSize:
             (folder / RATE_FILE).write_text(json.dumps({"learning_rate": self.rate}), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Read what `save` wrote; a checkpoint of another schedule leaves the rate where it begins."""
+        """Load what `save` wrote; after another schedule the rate keeps its first value."""
         if self._follows and (folder / RATE_FILE).exists():
             self.rate = float(json.loads((folder / RATE_FILE).read_text(encoding="utf-8"))["learning_rate"])
 
@@ -77,9 +77,9 @@ class StepSize:
 def sample_decisions(
     scored: Sequence[Scored], certain_above: float, seed: tuple[int, int]
 ) -> dict[int, list[int]]:
-    """At most SAMPLE of the actor's decisions that are not certain: by number of the segment, their t.
+    """Sample at most SAMPLE of the actor's decisions that were not certain: t by number of the segment.
 
-    A decision is certain if each of its tokens had a higher probability when it was sampled.
+    A decision was certain if each token had a probability above `certain_above` when it was sampled.
     """
     least = math.log(certain_above)
     found = [
@@ -97,7 +97,7 @@ def sample_decisions(
 
 
 def kl_of_decisions(scored: Sequence[Scored], sample: dict[int, list[int]], score: Score) -> float:
-    """The mean over these decisions of KL(before || now) in nats, by k3 summed over the tokens.
+    """Estimate the mean KL(before || now) of these decisions in nats, by k3 summed over tokens.
 
         k3 = exp(d) - 1 - d,  d = log-prob now - log-prob before
 

@@ -1,4 +1,4 @@
-"""The parts of an optimizer step: its segments, layer checkpoints, adapters' dropout, and lack of memory."""
+"""The parts of an optimizer step: its segments, gradient checkpointing, dropout, and lack of memory."""
 
 import re
 import warnings
@@ -22,19 +22,19 @@ from trainer_backend.models.folder import is_out_of_memory
 from trainer_backend.models.routers import again
 from trainer_backend.models.text_part import decoder_layers
 
-# What transformers calls the switch of a module that checkpoints itself.
+# Attribute in transformers of a module that checkpoints itself.
 _SWITCH = "gradient_checkpointing"
 _LEAVE = "Lower training.micro_batch_tokens to need less."
 
 
 def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None:
-    """Layers keep their input alone while `stepping`, and compute the rest again in the backward pass.
+    """Turn gradient checkpointing on: while `stepping`, layers save only their input.
 
-    `layers` is `training.gradient_checkpointing`: all, none, or so many from the first. The last ones have
-    their backward pass first, so what they keep is gone before a layer is computed again.
+    `layers` is `training.gradient_checkpointing`: all, none, or a number from the first. The last layers have
+    their backward pass first, so their saved tensors are free before a layer is recomputed.
 
     Raises:
-        ModelFolderError: this architecture cannot checkpoint its layers, or not some of them.
+        ModelFolderError: this architecture cannot checkpoint its layers, or only all of them.
         JobError: the model has fewer layers.
     """
     decoder = list(decoder_layers(model))
@@ -48,23 +48,23 @@ def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None
             hint=f"Leave it false. {_LEAVE}",
         )
     with warnings.catch_warnings():
-        # Renamed in some release of transformers 5; the old name works in all of them.
+        # transformers 5 renamed it at some point; the old name works in all releases.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again}
         )
-    # Only the reentrant kind needs it, and it would follow the model into its copies.
+    # Needed only by reentrant checkpointing; its hooks would be copied with the model.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
     _keep_whole(model, decoder[count:])
 
 
 def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Take checkpointing back from some layers; a model that checkpoints outside of them is refused."""
+    """Turn checkpointing off for some layers; refuse a model that checkpoints outside of its layers."""
     for layer in layers:
         switches = [module for module in layer.modules() if hasattr(module, _SWITCH)]
         if not switches:
             raise ModelFolderError(
-                f"{type(model).__name__} cannot checkpoint some of its layers, but all",
+                f"{type(model).__name__} can only checkpoint all of its layers",
                 where="training.gradient_checkpointing",
                 hint=f"Set it to true or false. {_LEAVE}",
             )
@@ -74,16 +74,16 @@ def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def stepping(model: PreTrainedModel) -> Iterator[None]:
-    """Checkpointing and the adapters' dropout are on in here.
+    """Turn checkpointing and the adapters' dropout on inside the context.
 
-    Dropout of the model's own stays off, as it is while it is scored and sampled from: otherwise the ratio of
-    a first step would not be 1.
+    The model's own dropout stays off, as in scoring and sampling: otherwise the ratio of a first step would
+    not be 1.
     """
     layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
     dropouts = (dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values())
     switched = [*layers, *dropouts]
     for module in switched:
-        module.training = True  # of the module alone: train() would reach into it
+        module.training = True  # not train(), which would include submodules
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
-    """Turn running out of memory in here into OutOfMemory; `hint` names what to lower."""
+    """Convert errors of lacking memory inside the context to OutOfMemory; `hint` names keys to lower."""
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
             raise
         request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         more = f" when it asked for {request[1]} more" if request else ""
-        # Its frames hold the activations, and saving the run needs their memory.
+        # Its frames hold activations, whose memory is needed to save the run.
         error.__traceback__ = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -110,25 +110,23 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A segment with the scores of its N sampled tokens before the first step (stop 8).
-
-    proximal: [N] the learner's own log-probs (nats); empty until it is scored.
-    behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap]; likewise.
-    policy: the policy that sampled them.
-    share: [N] the share of each token in the whole iteration, where the aggregation is over that.
-    reference: [N] log-probs (nats) of the policy that a KL term pulls towards; None without such a term.
-    """
+    """A segment with the scores of its N sampled tokens before the first step (stop 8)."""
 
     segment: Segment
     proximal: Row = ()
+    """[N] the learner's own log-probs (nats); empty before scoring."""
     behaviour: Row = ()
+    """[N] behaviour weights (core.behaviour), in [0, cap]; empty before scoring."""
     policy: str = ACTOR
+    """The sampler of the segment."""
     share: Row = ()
+    """[N] weights of the tokens in the whole iteration, for an aggregation over the iteration."""
     reference: Row | None = None
+    """[N] log-probs (nats) under the reference of the KL term; None without this term."""
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
-    """The units that a step may not split: episodes whose tokens share a ratio or weight, else segments."""
+    """Group segments into units that a step may not split: episodes that share a ratio or weight."""
     if "episode" not in levels.values():
         return [[item] for item in scored]
     units: dict[object, list[Scored]] = {}
@@ -139,9 +137,9 @@ def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list
 
 
 def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterator[list[Scored]]:
-    """Cut into steps of about `batch_decisions` decisions, as equal as what stays together allows.
+    """Yield steps of about `batch_decisions` decisions, of sizes as equal as the units allow.
 
-    A step of a few left-over decisions would move the weights as far as a full one: so no left-overs.
+    There is no small last step, because it would move the weights as far as a full one.
     """
     decisions = [sum(len(np.unique(item.segment.spans["decision"])) for item in items) for items in order]
     left = sum(decisions)
@@ -151,7 +149,7 @@ def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterato
     for items, number in zip(order, decisions, strict=True):
         step.extend(items)
         done += number
-        # The share is that of what is left: a unit larger than a step takes nothing from the later ones.
+        # Relative to the remaining decisions, so that a large unit does not affect later steps.
         if done and steps > 1 and done * steps >= left:
             yield step
             left, steps = left - done, steps - 1

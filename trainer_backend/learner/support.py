@@ -1,4 +1,4 @@
-"""How the learner scores a model exactly; a model that it cannot score so is refused before it is trained."""
+"""Checks before training that the learner can score a model exactly, and how."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, refuse_rotations_by_length, why_not_by_position
 
-# How far logits may lie apart that the model and the learner compute from the same weights, relative to them.
+# The largest relative difference of logits that the model and the learner compute from the same weights.
 ROUNDING = 1e-3
 
 
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> str | None:
     """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
 
-    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So nothing but the map that
-    the config names may stand between hidden states and logits, and positions may not depend on the length
-    of a sequence. Packed rows need layers that attend as a mask says; others compute a segment a row, where
-    padding behind it must change nothing.
+    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So logits must be the
+    config's map of lm_head(hidden states), and positions must not depend on the length of a sequence. Packed
+    rows need layers that respect a mask; other layers compute one segment per row, and padding must not
+    affect it.
 
     Returns:
         Why each segment needs a row of its own; None: rows are packed.
@@ -54,14 +54,14 @@ def _refuse_few_positions(config: Any, longest: int) -> None:
 
 @torch.inference_mode()
 def _refuse_other_logits(model: PreTrainedModel) -> None:
-    """Compare the learner's logits of a few tokens with the model's own: no list of names is complete."""
+    """Refuse a model whose own logits of a few tokens differ from the learner's."""
     ids_BL = _few_ids(model)
     own_BLV = model(input_ids=ids_BL, use_cache=False).logits
-    apart = _apart(own_BLV, _logits(model, ids_BL))
+    apart = _compare(own_BLV, _logits(model, ids_BL))
     if not apart <= ROUNDING:
         raise ModelFolderError(
-            f"its logits lie up to {apart:.3g} of their size from lm_head(hidden states), scaled and capped "
-            "as its config says, which is all that the learner computes",
+            f"its logits differ by up to {apart:.3g} of their size from lm_head(hidden states), scaled and "
+            "capped by its config, which is what the learner computes",
             where="model",
         )
 
@@ -79,12 +79,10 @@ def _why_neighbours_change(model: PreTrainedModel) -> str | None:
         position_ids=positions_BL.to(model.device),
         attention_mask=torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill_(~mask_B1LL, -torch.inf),
     )
-    apart = _apart(alone_BLV, together_BLV)
+    apart = _compare(alone_BLV, together_BLV)
     if apart <= ROUNDING:
         return None
-    return (
-        f"logits change by up to {apart:.3g} of their size by another text in the row, whatever its mask says"
-    )
+    return f"logits change by up to {apart:.3g} of their size with another text in the row, despite the mask"
 
 
 @torch.inference_mode()
@@ -95,13 +93,13 @@ def _refuse_padding(model: PreTrainedModel, reason: str) -> None:
     rows_BL = torch.cat([longer_BL, torch.cat([text_BL, padding_BL], dim=1)])
     positions_BL = torch.arange(rows_BL.shape[1], device=model.device).expand_as(rows_BL)
     padded_BLV = _logits(model, rows_BL, position_ids=positions_BL)[1:, : text_BL.shape[1]]
-    apart = _apart(_logits(model, text_BL), padded_BLV)
+    apart = _compare(_logits(model, text_BL), padded_BLV)
     if not apart <= ROUNDING:
         raise ModelFolderError(
-            f"its rows cannot be packed, since its {reason}; and padding behind a text changes the text's "
+            f"its rows cannot be packed, since its {reason}; and padding after a text changes the text's "
             f"logits by up to {apart:.3g} of their size",
             where="model",
-            hint="Take a model whose layers read nothing of later tokens.",
+            hint="Use a model whose layers do not read later tokens.",
         )
 
 
@@ -115,12 +113,12 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
-    """Logits as `learner.scoring` computes them."""
+    """Compute logits as `learner.scoring` does."""
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **arguments).last_hidden_state
     products_BLV = torch.nn.functional.linear(hidden_BLD, model.lm_head.weight, model.lm_head.bias)
     return logit_map(model.config)(products_BLV)
 
 
-def _apart(own: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest logit where that is above 1."""
+def _compare(own: Tensor, other: Tensor) -> float:
+    """Return the largest difference, relative to the largest logit if that is above 1."""
     return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

@@ -37,13 +37,13 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import aggregation, schedule
 
-# [N] log-probs of the sampled tokens under what the KL term pulls towards.
+# Computes [N] log-probs of sampled tokens under the reference of the KL term.
 Reference = Callable[[Packed], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """By rollout id, [N] log-probs of each segment under the current weights; these are not scored again."""
+    """By rollout id, known [N] log-probs of each segment: under the current weights, and the reference."""
 
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -62,9 +62,9 @@ EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
-    """Updates the scorer's model in place, and with it `head`, a critic's, where episodes have targets.
+    """Updates the scorer's model in place, and the critic's `head` if episodes have targets.
 
-    A KL term pulls towards `reference`. The episodes of `run` hold `share` of the iteration's sampled tokens.
+    `reference` is for the KL term. The episodes of `run` hold `share` of the iteration's sampled tokens.
     `step_size` has the peak of the learning rate; None: the job's.
     """
 
@@ -86,12 +86,11 @@ class PolicyUpdate:
         name = config.training.aggregation
         self._aggregation = aggregation(name)
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
-        # Of the pieces of all steps so far, by rank.
-        self._tokens_by_rank = np.zeros(scorer.ranks.count)
-        # Of the steps' segments; less what these share; with padding, where segments have rows of their own.
+        self._tokens_by_rank = np.zeros(scorer.ranks.count)  # of all micro-batches so far
+        # Tokens of the steps' segments; without shared repetitions; with padding, for one segment per row.
         self._tokens = self._computed = self._places = 0
-        of_products = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
-        self._mismatch_limit = config.training.mismatch_limit or of_products
+        default = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
+        self._mismatch_limit = config.training.mismatch_limit or default
 
     def run(
         self,
@@ -103,18 +102,18 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
-        With `target_kl`, the first step that finds the policy further away than that is not taken, nor is
-        any step after it.
+        With `target_kl`, the first step that finds the policy farther away is not taken, nor any later step.
 
         Args:
             policy_version: as in `protocols.Learner.update`.
 
         Raises:
-            SamplerMismatch: a token that these weights sampled is further from what its sampler said than
-                `mismatch_limit`; no step is taken.
-            NonFiniteLoss: a log-prob, the loss or the gradient is not finite; the weights are untouched
-                by the step that met it.
-            OutOfMemory: scoring or a step did not fit the device; likewise.
+            SamplerMismatch: log-probs of sampler and learner differ by more than `mismatch_limit` for the
+            same
+                weights; no step is taken.
+            NonFiniteLoss: a log-prob, the loss or the gradient is not finite; this step does not change the
+                weights.
+            OutOfMemory: scoring or a step did not fit the device; this step does not change the weights.
             BatchError: a sampled token without a finite advantage.
         """
         by_id = {episode.rollout_id: episode for episode in episodes}
@@ -150,42 +149,42 @@ class PolicyUpdate:
             "optim/steps": float(len(parts)),
             "optim/steps_skipped": float(len(steps) - len(parts)),
             DRIFT: moved,
-            **self._told_of_pieces(),
+            **self._token_metrics(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
     def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
-        """The rate of the last step; where it follows the KL, how far the steps have moved the policy."""
+        """Return the rate of the last step, and the KL of the iteration if the rate follows it."""
         with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
             return {"optim/lr": self._rate()} | self._step_size.follow(
                 scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
             )
 
-    def _told_of_pieces(self) -> dict[str, float]:
-        """Tokens of the steps, how much of their pieces was padding, and how evenly these were dealt out."""
-        told = {"learner/tokens": float(self._tokens), "learner/tokens_computed": float(self._computed)}
+    def _token_metrics(self) -> dict[str, float]:
+        """Return the tokens of the steps, the share of padding, and the imbalance of ranks."""
+        metrics = {"learner/tokens": float(self._tokens), "learner/tokens_computed": float(self._computed)}
         if self._places:
-            told["learner/padding_share"] = 1.0 - self._computed / self._places
+            metrics["learner/padding_share"] = 1.0 - self._computed / self._places
         if not self._ranks.are_several:
-            return told
+            return metrics
         tokens = self._tokens_by_rank
         imbalance = float(tokens.max() / tokens.mean())
-        return told | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
+        return metrics | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
-        """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
+        """Score all segments before the first step, without dropout, and weigh their tokens (stop 8)."""
         drafts = self._drafts(episodes, cache)
         proximal = self._logprobs(episodes, cache.proximal, self._scorer.logprobs)
         return weighed(drafts, proximal, self._terms.objectives)
 
     def _drafts(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache) -> list[Scored]:
-        """All segments, with what is known of them before the policy scores them.
+        """Build all segments with the data that do not need the policy's scores.
 
-        That is the log-probs of what a KL term pulls towards, and where the aggregation is over the
-        iteration, the share of each token in it.
+        These are log-probs under the reference of the KL term, and token weights of an aggregation over the
+        iteration.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
-        # Before anything scores them: a lookup of an unknown id says neither whose it is nor where.
+        # Before scoring, because an embedding's error would not name the rollout.
         refuse_unknown(segments, self._scorer.model)
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         reference: Sequence[Row | None] = [None] * len(segments)
@@ -206,7 +205,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments, but for the first step's, `members`, where that can score its own."""
+        """Score all segments; without `members`, those of the first step, if the step can score its own."""
         objectives = self._terms.objectives
         units = {
             level
@@ -226,7 +225,7 @@ class PolicyUpdate:
     def _logprobs(
         self, episodes: Sequence[CreditedEpisode], cached: Mapping[str, Sequence[Row]], policy: Reference
     ) -> list[Row]:
-        """For each segment, [N] its log-probs: all from the cache, or all scored now."""
+        """Return for each segment [N] log-probs: all from the cache, or all scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
@@ -234,14 +233,14 @@ class PolicyUpdate:
 
     @property
     def _drops(self) -> bool:
-        """Whether a step's forward pass has dropout."""
+        """Return whether a step's forward pass has dropout."""
         lora = self._config.lora
         return lora is not None and lora.dropout > 0
 
     def _steps(self, drafts: Sequence[Scored], iteration: int) -> Iterator[tuple[list[int], int]]:
-        """Optimizer steps of about `batch_decisions` decisions, each with the number of steps in its pass.
+        """Yield optimizer steps, as numbers of segments, each with the number of steps in its pass.
 
-        A step is the numbers of its segments. The shuffle follows from the job's seed.
+        A step has about `batch_decisions` decisions. The shuffle follows from the job's seed.
         """
         numbers = {id(draft): number for number, draft in enumerate(drafts)}
         for number in range(self._table.update_passes):
@@ -260,14 +259,14 @@ class PolicyUpdate:
         first: FirstStep | None = None,
         drift_limit: float = math.inf,
     ) -> dict[str, float]:
-        """The gradient of a step, left on the parameters, and its metrics.
+        """Compute the gradient of a step, left on the parameters; return the step's metrics.
 
         Drift only grows. Once it exceeds `drift_limit` (nats), the step must be discarded: the remaining
         micro-batches run forward only, for the metrics, and the gradient must not be used.
 
-        `step` is some of what `weighed` gave, or drafts that `first` scores by the step's own forward passes;
-        `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
-        are those that gave the proximal log-probs.
+        `step` is a part of the segments of `weighed`, or drafts that `first` scores by the step's own forward
+        passes; `episodes` are by rollout id. The pass has `steps` steps. `is_first`: whether the weights are
+        those of the proximal log-probs.
         """
         segments = [item.segment for item in step]
         tries = self._scorer.tries(segments)
@@ -307,7 +306,7 @@ class PolicyUpdate:
             self._places += sum(PaddedRows.places(piece.packed) for piece in pieces)
 
     def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
-        """The load of a step's experts; where a loss balances it, as all pieces have it together."""
+        """Return the load of a step's experts; for the balancing loss, already over all micro-batches."""
         experts = self._scorer.experts
         load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
         if experts is not None and experts.coefficient and len(pieces) > 1:
@@ -323,7 +322,7 @@ class PolicyUpdate:
     def _checked_piece(
         self, piece: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float], NonFiniteLoss | None]:
-        """A piece's loss and metrics; the error, where a number in it is not finite."""
+        """Return a micro-batch's loss and metrics, and an error if a number is not finite."""
         try:
             loss, metrics = self._piece(piece, sums, first, load)
         except NonFiniteLoss as error:
@@ -337,7 +336,7 @@ class PolicyUpdate:
         return loss, metrics, not_finite
 
     def _agreed_drift(self, drift: float, error: NonFiniteLoss | None) -> float:
-        """What the pieces of all ranks add to the step's drift; each rank raises the error of any."""
+        """Sum a round's drift over all ranks; if any rank has an error, all raise it."""
 
         def raise_own() -> None:
             if error is not None:
@@ -349,7 +348,7 @@ class PolicyUpdate:
         return drift
 
     def _token_weights(self, step: Sequence[Scored], steps: int) -> Sequence[Row]:
-        """For each segment of a step, [N] how much each of its sampled tokens counts."""
+        """Compute for each segment of a step [N] the weights of its sampled tokens."""
         if self._aggregation.over == "iteration":
             return [steps * np.asarray(item.share) for item in step]
         weights = self._aggregation.weights([item.segment for item in step], self._aggregation_keys)
@@ -383,10 +382,12 @@ class PolicyUpdate:
         )
 
     def _pieces(self, batch: Batch, max_rows: int, *, is_first: bool) -> list[Batch]:
-        """The step in pieces of one forward and backward. They know what their own forward pass cannot tell:
-        what units share that lie in several pieces, and log-probs without the adapters' dropout."""
+        """Cut the step into micro-batches, with data that their own forward passes cannot compute.
+
+        These are shared logs of units that lie in several micro-batches, and log-probs without dropout.
+        """
         pieces = list(cut_batch(batch, max_rows))
-        spans = self._terms.spans_pieces(batch)
+        spans = self._terms.has_split_units(batch)
         if not (spans or self._drops):
             return pieces
         with torch.no_grad():
@@ -403,7 +404,7 @@ class PolicyUpdate:
             return list(cut_batch(batch, max_rows))
 
     def _apply(self) -> float:
-        """Clip the gradient and take the step; its norm before that."""
+        """Clip the gradient and take the step; return the norm before clipping."""
         norm = clip_gradient(self._scorer.model.parameters(), self._table.max_grad_norm)
         if not math.isfinite(norm):
             raise NonFiniteLoss(f"the norm of the gradient is {norm}; the weights are kept")
@@ -461,27 +462,25 @@ class PolicyUpdate:
 
 @dataclass(slots=True)
 class _Load:
-    """Where the routers send a step's tokens; of a model without experts it stays empty.
-
-    tokens: of the step, without padding.
-    of_step: [M, E] all that the step sends; None: its one piece has it all.
-    piece: what the current micro-batch sends.
-    sent: [M, E] what the pieces that count have sent so far.
-    """
+    """The tokens of a step that routers send to each expert; empty for a model without experts."""
 
     tokens: int
+    """Number of the step's tokens, without padding."""
     of_step: Tensor | None = None
+    """[M, E] over the whole step; None: there is a single micro-batch."""
     piece: Routing | None = None
+    """The routing of the current micro-batch."""
     sent: Tensor | None = None
+    """[M, E] over the micro-batches so far that count."""
 
     def keep(self) -> None:
-        """Add the current micro-batch to what counts."""
+        """Add the current micro-batch to `sent`."""
         if self.piece is not None and self.piece.sent:
             sent_ME = torch.stack(self.piece.sent)
             self.sent = sent_ME if self.sent is None else self.sent + sent_ME
 
     def loss(self) -> Tensor:
-        """The share of the current micro-batch in the balancing loss."""
+        """Compute the current micro-batch's part of the balancing loss."""
         piece = self.piece
         assert piece is not None and piece.probability_E is not None, "it was asked to read them"
         sent_ME = torch.stack(piece.sent) if self.of_step is None else self.of_step
@@ -489,17 +488,17 @@ class _Load:
         return balance_loss(piece.probability_E, sent_ME.sum(dim=0).to(piece.probability_E), routed)
 
     def sent_by_all(self, ranks: Ranks) -> Tensor | None:
-        """[M, E] over the ranks, which all ask for it; None: nothing was sent."""
+        """Sum [M, E] over all ranks, which all call this; None: nothing was sent."""
         own = None if self.sent is None else self.sent.cpu()
         parts = [part for part in ranks.of_every_rank(own) if part is not None]
         return torch.stack(parts).sum(dim=0) if parts else None
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """How even the load of the step is."""
+        """Return metrics of the evenness of the step's load."""
         sent_ME = None if self.piece is None else self.sent_by_all(ranks)
         return {} if sent_ME is None else load_metrics(sent_ME)
 
 
 def _or_zeros(scores: Row, segment: Segment) -> Row:
-    """Zeros stand for scores that the step's own forward pass gives."""
+    """Return the scores, or zeros until the step's own forward pass computes them."""
     return scores if len(scores) else np.zeros(len(segment.logprobs), np.float32)

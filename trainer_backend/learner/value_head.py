@@ -1,12 +1,12 @@
-"""The critic: V(s) by one linear layer on the policy's last hidden state, with an optimizer of its own.
+"""The critic as a head: V(s) by one linear layer on the policy's last hidden state, with its own optimizer.
 
     V = w . (h - mean) / std + b          w [D] and b are float32, and 0 at first
 
-It reads the hidden states of the forward pass that the log-probs come from, so it costs no second one. Where
-a decision begins they are nearly one vector (on the demo's model 11 long, with 2.2 of it different from state
-to state), and gradient descent would learn little but its length. So mean and std, [D], are those of the
-first states that were scored, and stay. Its AdamW is apart from the policy's: the policy's own moments, and a
-job without a critic, are as they would be alone.
+It reads the hidden states of the policy's forward pass, so it needs no second pass. At the beginning of
+decisions these are nearly the same vector (on the demo's model of length 11, of which 2.2 differ between
+states), and gradient descent would learn little else. So inputs are standardised, by mean and std [D] of the
+first scored states, which then stay fixed. With a separate AdamW, the head does not change the policy's
+moments.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
-# The bias moves as far as this share of what all weights together may move a value.
+# A step moves a value by the bias at most this share of what all weights together may move it.
 _BIAS_SHARE = 0.1
-# An input that hardly varies is not blown up: its std counts as this share of the median one at least.
+# The std of an input is at least this share of the median, so that constant inputs are not amplified.
 _LEAST_STD = 0.1
 
 
 class ValueHead:
-    """Not thread-safe: one call at a time, like its learner. `width` is D, of the hidden states."""
+    """Predicts values from hidden states of width D = `width`. Not thread-safe, like its learner."""
 
     def __init__(self, width: int, device: torch.device, table: TrainingTable, level: ValueLevel) -> None:
         self.level = level
@@ -55,14 +55,14 @@ class ValueHead:
         return {"weight": self._weight_D, "bias": self._bias}
 
     def _read(self, states: Hidden) -> Tensor:
-        """[N] where a value is read."""
+        """Return [N] where a value is read."""
         first_N = states.rows.first_N
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: Hidden) -> Tensor:
-        """[N] V in reward units, float32, 0 where none is read.
+        """Compute [N] V in reward units, float32, 0 where no value is read.
 
-        Its gradient reaches the policy with training.value_trunk_gradient.
+        With training.value_trunk_gradient its gradient reaches the policy.
         """
         hidden_RD = states.hidden_ND[self._read(states)].float()
         inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
@@ -71,13 +71,13 @@ class ValueHead:
         return values_N
 
     def scored(self, states: Hidden) -> Tensor:
-        """`values`; the first time, it also looks at what its inputs are like (see `settle`)."""
+        """Compute `values`; before `settle`, also measure the inputs' mean and spread."""
         if self._seen is not None:
             self._seen.add(states.hidden_ND[self._read(states)])
         return self.values(states)
 
     def settle(self, ranks: Ranks) -> None:
-        """Take mean and std from what the ranks have scored, and keep them; w is 0: no value changes."""
+        """Fix mean and std from the states that all ranks have scored; w is still 0, so no value changes."""
         if self._seen is None:
             return
         self._seen.sum_over(ranks)
@@ -91,7 +91,7 @@ class ValueHead:
         self._optimizer.zero_grad(set_to_none=True)
 
     def refuse_non_finite(self) -> None:
-        """Raise NonFiniteLoss where its gradient is not finite, before a step of the policy or of its own."""
+        """Raise NonFiniteLoss if the gradient is not finite; call it before any step."""
         for weight in self.trained.values():
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
@@ -100,19 +100,19 @@ class ValueHead:
                 )
 
     def step(self, *, policy_rate: float) -> None:
-        """One step at the rate that has fallen as the policy's has. Its gradient is not clipped."""
+        """Take a step, at a rate that falls with the policy's. The gradient is not clipped."""
         for group in self._optimizer.param_groups:
             group["lr"] = group["full_rate"] * policy_rate / self._full_rate
         self._optimizer.step()
 
     def save(self, folder: Path, ranks: Ranks) -> None:
-        """Weights, what is known of the inputs, and moments: one file of a checkpoint. All ranks call it."""
+        """Write weights, mean and std, and moments to one file of a checkpoint; all ranks call this."""
         inputs = {"mean": self._mean_D, "std": self._std_D} if self._seen is None else {}
         tensors = inputs | named_state(self._optimizer, self.trained)
         ranks.first_alone(lambda: save_file(tensors, folder / VALUE_HEAD_FILE))
 
     def restore(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; a checkpoint without a value head leaves a fresh one."""
+        """Load what `save` wrote; without such a file the head stays new."""
         path = checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE
         if not path.exists():
             return
@@ -124,7 +124,7 @@ class ValueHead:
 
 
 class _Inputs:
-    """Mean and spread of hidden states, summed on the CPU in float64: no cut of a batch shows in them."""
+    """Mean and spread of hidden states, summed on the CPU in float64, so that batches do not affect them."""
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -142,7 +142,7 @@ class _Inputs:
         ranks.sum_((self._sum_D, self._squares_D))
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """[D] each; the std at least _LEAST_STD of the median one, and 1 where nothing varies."""
+        """Return [D] each; the std is at least _LEAST_STD of the median, and 1 if nothing varies."""
         mean_D = self._sum_D / self.count
         square_D = self._squares_D / self.count
         variance_D = square_D - mean_D.square()

@@ -24,17 +24,17 @@ from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
 _RISE = 0.03
-# Decisions that are rendered together: what a long episode's texts would hold at once is bounded.
+# Decisions that are rendered together; bounds the memory of a long episode's texts.
 _RENDERED = 64
 
 
 def demonstrations(
     trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, min_outcome_reward: float
 ) -> list[Segment]:
-    """A segment for every decision worth imitating of the episodes that reach `min_outcome_reward`.
+    """Build a segment for every decision worth imitating of episodes that reach `min_outcome_reward`.
 
-    The prompt is rendered as the gateway renders it, and the target is the decision, or its label, as the
-    model itself would have to write it: the same tool-call format, ended by the same stop token.
+    The prompt is rendered as by the gateway. The target is the decision, or its label, as the model would
+    have to write it: in its tool-call format, ended by its stop token.
     """
     kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
     segments = []
@@ -44,7 +44,7 @@ def demonstrations(
         imitated = [(step, messages) for step, messages in seen if worth_imitating(step)]
         for first in range(0, len(imitated), _RENDERED):
             part = imitated[first : first + _RENDERED]
-            for (step, _), prompt, target in zip(part, *_rendered(part, tools, renderer), strict=True):
+            for (step, _), prompt, target in zip(part, *_tokenise(part, tools, renderer), strict=True):
                 segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
         raise JobTeachesNothing(
@@ -65,10 +65,9 @@ def warm_up(
 ) -> dict[str, float]:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
-    The order of the demonstrations follows from the job's `seed`. `tell` is called with the steps done and
-    their total; what it raises ends the warm-up there. The metrics that are returned are such as the mean
-    log-loss (nats) of a token over the last epoch, and the tokens of the longest answer with the one that
-    ends it.
+    The order of the demonstrations follows from the job's `seed`. `tell` reports the steps done and their
+    total; an exception from it ends the warm-up. Returns metrics such as the mean loss per token (nats) over
+    the last epoch, and the tokens of the longest answer with its stop token.
     """
     rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
     optimizer = make_adamw(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
@@ -121,21 +120,21 @@ def _step(
     return total
 
 
-def _rendered(
+def _tokenise(
     imitated: Sequence[tuple[StepData, Sequence[Message]]],
     tools: Sequence[dict[str, Any]],
     renderer: ChatRenderer,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids of the prompts, and of the answers that the template makes of the decisions' words or tool calls.
+    """Tokenise the prompts, and the answers that the template makes of decisions' words and tool calls.
 
-    Many at a time take a third of the time that they would take one by one.
+    In batches, because that takes a third of the time.
     """
     conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
-    said = [
+    replies = [
         {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
         for calls, words in (find_target(step) for step, _ in imitated)
     ]
-    texts, answers = renderer.answer_texts(conversations, said, tools)
+    texts, answers = renderer.answer_texts(conversations, replies, tools)
     targets = [answer for answer in answers if answer is not None]
     if len(targets) < len(answers):
         raise JobTeachesNothing(
@@ -153,7 +152,7 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Every prompt message of the episodes, what was said in words, and the calls as a model writes them."""
+    """Collect all prompt messages, replies in words, and calls as a model writes them."""
     texts = [
         text
         for trajectory in trajectories
@@ -161,7 +160,7 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
         for text in (
             *[message.content for message in step.observation_data.messages],
             step.action_taken.get("content"),
-            *_called(step, trajectory),
+            *_call_texts(step, trajectory),
         )
         if text
     ]
@@ -170,15 +169,15 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
     return texts
 
 
-def _called(step: StepData, trajectory: Trajectory) -> list[str]:
-    # Of a lone tool the presets' template writes the items alone: `tool_words`, each a token already.
+def _call_texts(step: StepData, trajectory: Trajectory) -> list[str]:
+    # For a single tool the presets' template writes only the items, `tool_words`, which are tokens already.
     if len(trajectory.tools) < 2:
         return []
     return [f" {call.function.name} {call.function.arguments}" for call in step.tool_calls]
 
 
 def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Names that the offered tools take as arguments: each becomes one token."""
+    """Return the enum values in the tools' arguments; each becomes one token."""
     words: dict[str, None] = {}
     for trajectory in trajectories[:1]:
         for tool in trajectory.tools:

@@ -10,14 +10,14 @@ from trainer_backend.models.kinds import STATES, layer_kinds, why_not_by_positio
 
 
 class Ways(NamedTuple):
-    """Words for the table in docs/models.md and for `turnwise check`."""
+    """How a model is computed, in words for docs/models.md and `turnwise check`."""
 
     updates: str
     rows: str
     """The contents of a row of an update."""
     engine: str
     goes_on_from: str
-    """Where the engine continues a prompt that it knows in part."""
+    """From where the engine continues a prompt whose beginning it has cached."""
 
     def __str__(self) -> str:
         return (
@@ -27,7 +27,7 @@ class Ways(NamedTuple):
 
 
 def describe_ways(model: PreTrainedModel, *, longest: int) -> Ways:
-    """The ways of a model, which may be without memory, for sequences of up to `longest` tokens."""
+    """Describe how a model, possibly on the meta device, is computed for up to `longest` tokens."""
     by_position = why_not_by_position(model, longest=longest) is None
     has_states = bool(STATES & set(layer_kinds(model.config.get_text_config())))
     has_decoder = by_position and unsupported_because(model) is None

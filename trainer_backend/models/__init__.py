@@ -1,4 +1,4 @@
-"""Models and tokenizers: the presets that are built here, and any local Hugging Face folder."""
+"""Models and tokenizers: built-in presets, and local Hugging Face folders."""
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.models.folder import load_model_folder, save_model_folder

@@ -1,4 +1,4 @@
-"""The library of the kernels of a CPU: compiled once for a machine, in a folder of the user."""
+"""Compiles the CPU kernels once per machine, into the user's cache folder."""
 
 import hashlib
 import os
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-# They are compiled as one source: the second uses inline functions of the first.
+# Compiled as one source, because the second file uses inline functions of the first.
 _SOURCES = ("cpu_kernels.c", "cpu_pass.c")
-# NaN and infinity stay what they are, so `-ffast-math` is not among them.
+# Not `-ffast-math`, which would assume that there is no NaN and no infinity.
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"]
 if platform.machine().lower() in ("x86_64", "amd64"):
-    _FLAGS.append("-mprefer-vector-width=512")  # of which AVX2 takes its 256
+    _FLAGS.append("-mprefer-vector-width=512")  # a CPU with AVX2 only still uses 256
 
 
 def built_library(compiler: str, *, openmp: bool) -> Path:
-    """The library of this source, compiler and processor; it is compiled where it is not there yet.
+    """Return the library of this source, compiler and processor; compile it if it does not exist yet.
 
     Raises:
         OSError: no folder can be written.
@@ -28,7 +28,7 @@ def built_library(compiler: str, *, openmp: bool) -> Path:
     flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
     folder = files("trainer_backend.models")
     source = b"".join(folder.joinpath(name).read_bytes() for name in _SOURCES)
-    about = f"{compiler} {flags} {platform.platform()} {_processor()}"
+    about = f"{compiler} {flags} {platform.platform()} {_describe_processor()}"
     name = f"cpu_kernels_{hashlib.sha256(source + about.encode()).hexdigest()[:24]}.so"
     for home in _folders():
         try:
@@ -43,14 +43,14 @@ def built_library(compiler: str, *, openmp: bool) -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """The user's folder for what can be made again; else one of this process."""
+    """Yield the user's cache folder, then a temporary folder of this process."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(home) / "turnwise"
     yield Path(tempfile.mkdtemp(prefix="turnwise-"))
 
 
 def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
-    """Compile, and link in a step of its own, so that OpenMP's functions are those that torch has loaded."""
+    """Compile and link. Linking is a separate step without -fopenmp: torch's OpenMP is then used."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         object_, library = Path(folder) / "kernels.o", Path(folder) / path.name
         for command in (
@@ -61,8 +61,8 @@ def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
         library.replace(path)
 
 
-def _processor() -> str:
-    """What kind of processor this is: a home folder may be that of several machines."""
+def _describe_processor() -> str:
+    """Describe the processor's instruction sets, since several machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

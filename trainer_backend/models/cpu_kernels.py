@@ -1,20 +1,20 @@
-"""Kernels of what lies between a decoder's products on a CPU, in float32, built by the machine's compiler.
+"""CPU kernels for the operations of a decoder, in float32, built by the machine's compiler.
 
-    product     x w' of few tokens, by weights as they lie: a swap has no packed copies to refresh
+    product     x w' of few tokens, with unpacked weights: a weight swap has no packed copies to refresh
     rms_norm    x / sqrt(mean(x^2) + eps) * weight                                  rows [T, W]
-    rotary      norm of each head, if any, and rotation of its halves by position   heads [T, S, D]
+    rotary      optional norm of each head, and rotation of its halves by position  heads [T, S, D]
     swiglu      silu(gate) * up                                                     rows [T, 2 M]
-    store       keys and values of tokens to their rows of a cache
+    store       writes keys and values of tokens to their rows of a cache
     attend      causal attention of tokens over their own rows, without padding
     path_*      the same over a row of tries in depth-first order, and its gradients
-    small_pass  a whole pass of a small decoder, and the drawing of its tokens (`inference.small_pass`)
+    small_pass  a whole forward pass of a small decoder, with sampling (`inference.small_pass`)
 
-In a model of under a million parameters, starting torch's operators and what they leave in between take more
-time than the products. In larger ones it is torch's products of few tokens, which take up to 1.7 times as
-long as these. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
+In a model of under a million parameters, the overhead of torch's operators takes more time than the matrix
+products. In larger models, torch's products of few tokens take up to 1.7 times as long as these. Results
+differ from torch's only by the order of sums: they agree to 1e-6.
 
-The source is `cpu_kernels.c` and, for the last one, `cpu_pass.c`. It is compiled in some seconds, into
-`~/.cache/turnwise`. Threads are those of torch's own pool. Sources: as `models.kernels`.
+The source is `cpu_kernels.c`, and `cpu_pass.c` for `small_pass`. It is compiled in a few seconds, into
+`~/.cache/turnwise`. Threads come from torch's pool. Sources: as `models.kernels`.
 """
 
 import ctypes
@@ -34,17 +34,17 @@ from trainer_backend.models.cpu_build import built_library
 
 log = structlog.get_logger(__name__)
 
-# The numbers of a head at most, as in the source.
+# The largest head dimension, as in the C source.
 _WIDEST_HEAD = 256
-# Of fewer inputs, adding up the lanes of sums costs more than is saved. The most tokens of a product by lanes
-# of a vector (AVX-512, AVX2), as measured against MKL; without AVX torch multiplies.
+# With fewer inputs, the final sum over vector lanes costs more than is saved.
 _LEAST_INPUTS = 320
+# By vector lanes (AVX-512, AVX2), the most tokens for which `product` beat MKL; without AVX torch multiplies.
 _MOST_TOKENS = {16: 128, 8: 32}
-# What the product adds or computes at a time.
+# Outputs that `product` computes at a time.
 _COLUMNS = 8
 
 
-# What the functions take: p a pointer, i and n whole numbers of 64 and 32 bits, f a float.
+# Argument types of the functions: p a pointer, i a 64-bit and n a 32-bit integer, f a float.
 _KINDS: Any = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int, "f": ctypes.c_float}
 _ARGUMENTS = {
     "product": "pipiiipinn",
@@ -63,7 +63,7 @@ _ARGUMENTS = {
 
 
 class _Row(ctypes.Structure):
-    """`struct row` of the source."""
+    """`struct row` of the C source."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
@@ -77,7 +77,7 @@ class _Row(ctypes.Structure):
 
 
 class _Gradients(ctypes.Structure):
-    """`struct gradients` of the source."""
+    """`struct gradients` of the C source."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("grad", "out", "lse")),
@@ -88,19 +88,17 @@ class _Gradients(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Who sees whom in a row of tries, of which segments by themselves are some.
-
-    position_L: int64, depths of the tokens in depth-first order, without padding.
-    query_L: int64, which query is a token's, -1 for none; None: each has one.
-    """
+    """Which tokens attend to which in a packed row of tries; a segment is a trie without branches."""
 
     position_L: Tensor
+    """int64 depth of each token, in depth-first order, without padding."""
     query_L: Tensor | None
+    """int64 index of each token's query, -1 for none; None: token i has query i."""
     longest: int
 
     @classmethod
     def of(cls, position_L: Tensor, query_N: Tensor | None = None) -> Self:
-        """For the queries of all tokens, or of some, [N] places that differ, in any order."""
+        """Return the depths with queries at `query_N`, distinct positions in any order; None: at all."""
         query_L = None
         if query_N is not None:
             query_L = torch.full_like(position_L, -1)
@@ -109,16 +107,16 @@ class Depths:
 
     def row(self, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> _Row:
         tensors = q_NHD, k_LHD, v_LHD
-        query = _whole(self.query_L)
+        query = _address64(self.query_L)
         return _Row(
-            *map(_at, tensors), *(tensor.stride(0) for tensor in tensors),
-            len(k_LHD), q_NHD.shape[1], *k_LHD.shape[1:], self.longest, _whole(self.position_L), query,
+            *map(_address, tensors), *(tensor.stride(0) for tensor in tensors),
+            len(k_LHD), q_NHD.shape[1], *k_LHD.shape[1:], self.longest, _address64(self.position_L), query,
             scale,
         )  # fmt: skip
 
 
 class CpuKernels:
-    """The functions of a built library, as those of `models.kernels`. All tensors are float32."""
+    """The functions of a compiled library; see `models.kernels`. All tensors are float32."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
@@ -130,23 +128,23 @@ class CpuKernels:
         for name in ("vector_lanes", "panel_outputs"):
             getattr(library, name).restype = ctypes.c_int64
         self._lanes: int = library.vector_lanes()
-        self.panel: int = library.panel_outputs()  # outputs of `struct matrix` whose weights lie together
+        self.panel: int = library.panel_outputs()  # outputs per panel of a packed `struct matrix`
         self._library: Any = library
 
     def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
-        """Whether `product` is there for these tokens and this weight, and faster than torch's."""
+        """Whether `product` supports this number of tokens and this weight, and is faster than torch."""
         outputs, inputs = weight_OI.shape
         is_wide = inputs >= _LEAST_INPUTS and inputs % self._lanes == 0 and outputs >= _COLUMNS
         return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0) and weight_OI.is_contiguous()
 
     def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """[T, O] x w', where it `multiplies`. A number does not depend on the other tokens."""
+        """Return [T, O] x w' if it `multiplies`. A token's result does not depend on other tokens."""
         out_TO = input_TI.new_empty((len(input_TI), len(weight_OI)))
         self._multiply(input_TI, weight_OI, out_TO, adds=False)
         return out_TO
 
     def add_product(self, input_TI: Tensor, weight_OI: Tensor, *, to_TO: Tensor) -> None:
-        """Add x w', where it `multiplies`."""
+        """Add x w' to `to_TO` if it `multiplies`."""
         if len(weight_OI) % _COLUMNS:
             to_TO.add_(self.product(input_TI, weight_OI))
         else:
@@ -155,8 +153,8 @@ class CpuKernels:
     def _multiply(self, input_TI: Tensor, weight_OI: Tensor, out_TO: Tensor, *, adds: bool) -> None:
         input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
         self._library.product(
-            _at(input_TI), input_TI.stride(0), _at(weight_OI), len(input_TI), *weight_OI.shape,
-            _at(out_TO), out_TO.stride(0), adds, torch.get_num_threads(),
+            _address(input_TI), input_TI.stride(0), _address(weight_OI), len(input_TI), *weight_OI.shape,
+            _address(out_TO), out_TO.stride(0), adds, torch.get_num_threads(),
         )  # fmt: skip
 
     def rms_norm(
@@ -165,8 +163,8 @@ class CpuKernels:
     ) -> Tensor:  # fmt: skip
         out_TW = torch.empty_like(states_TW)
         self._library.rms_norm(
-            _at(states_TW), _at(added_TW), _at(weight_W), eps, *states_TW.shape,
-            _at(sums_TW), _at(out_TW), torch.get_num_threads(),
+            _address(states_TW), _address(added_TW), _address(weight_W), eps, *states_TW.shape,
+            _address(sums_TW), _address(out_TW), torch.get_num_threads(),
         )  # fmt: skip
         return out_TW
 
@@ -176,8 +174,8 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         by_states_TW, parts_PW = torch.empty_like(sums_TW), _sums_for(sums_TW, sums_TW.shape[1])
         self._library.rms_norm_backward(
-            _at(sums_TW), _at(weight_W), _at(by_out_TW), _at(by_sums_TW), eps,
-            *sums_TW.shape, _at(by_states_TW), _at(parts_PW), torch.get_num_threads(),
+            _address(sums_TW), _address(weight_W), _address(by_out_TW), _address(by_sums_TW), eps,
+            *sums_TW.shape, _address(by_states_TW), _address(parts_PW), torch.get_num_threads(),
         )  # fmt: skip
         by_added_TW = None if added is None else by_states_TW
         return by_states_TW, by_added_TW, parts_PW.sum(0) if weighs else None
@@ -189,10 +187,10 @@ class CpuKernels:
         heads_TSD = _by_token(heads_TSD)
         tokens, heads, size = heads_TSD.shape
         out_TSD = heads_TSD.new_empty((tokens, heads, size))
-        by_query, by_key = (None, None) if weights is None else map(_at, weights)
+        by_query, by_key = (None, None) if weights is None else map(_address, weights)
         self._library.rotary(
-            _at(heads_TSD), heads_TSD.stride(0), tokens, heads, queries, size, by_query, by_key, eps,
-            _at(cos_LD), _at(sin_LD), _whole(positions_T), _at(out_TSD),
+            _address(heads_TSD), heads_TSD.stride(0), tokens, heads, queries, size, by_query, by_key, eps,
+            _address(cos_LD), _address(sin_LD), _address64(positions_T), _address(out_TSD),
             torch.get_num_threads(),
         )  # fmt: skip
         return out_TSD
@@ -205,17 +203,17 @@ class CpuKernels:
         tokens, heads, size = heads_TSD.shape
         parts_PD = None if weight_D is None else _sums_for(heads_TSD, size)
         self._library.rotary_backward(
-            _at(heads_TSD), heads_TSD.stride(0), tokens, heads, size, _at(weight_D), eps,
-            _at(cos_TD), _at(sin_TD), _at(by_out_TSD), _at(by_heads_TSD),
-            by_heads_TSD.stride(0), _at(parts_PD), torch.get_num_threads(),
+            _address(heads_TSD), heads_TSD.stride(0), tokens, heads, size, _address(weight_D), eps,
+            _address(cos_TD), _address(sin_TD), _address(by_out_TSD), _address(by_heads_TSD),
+            by_heads_TSD.stride(0), _address(parts_PD), torch.get_num_threads(),
         )  # fmt: skip
         return parts_PD.sum(0) if parts_PD is not None and weighs else None
 
     def swiglu(self, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
         out_TM = gate_TM.new_empty(gate_TM.shape)
         self._library.swiglu(
-            _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), *gate_TM.shape,
-            _at(out_TM), torch.get_num_threads(),
+            _address(gate_TM), gate_TM.stride(0), _address(up_TM), up_TM.stride(0), *gate_TM.shape,
+            _address(out_TM), torch.get_num_threads(),
         )  # fmt: skip
         return out_TM
 
@@ -223,37 +221,37 @@ class CpuKernels:
         tokens, width = gate_TM.shape
         by_both_TM = by_out_TM.new_empty((tokens, 2 * width))
         self._library.swiglu_backward(
-            _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), _at(by_out_TM),
-            tokens, width, _at(by_both_TM), torch.get_num_threads(),
+            _address(gate_TM), gate_TM.stride(0), _address(up_TM), up_TM.stride(0), _address(by_out_TM),
+            tokens, width, _address(by_both_TM), torch.get_num_threads(),
         )  # fmt: skip
         return by_both_TM
 
     def store(
         self, k_TKD: Tensor, v_TKD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor
     ) -> None:
-        """Write tokens into keys and values of rows, [rows, heads, columns, D].
+        """Write the tokens' keys and values to a cache [rows, heads, columns, D].
 
-        `heads_TK` counts the heads of all rows.
+        `heads_TK` are indices over rows * heads.
         """
         keys, values = cache
         tokens, heads, size = k_TKD.shape
         self._library.store(
-            _at(k_TKD), k_TKD.stride(0), _at(v_TKD), v_TKD.stride(0), tokens, heads, size,
-            keys.shape[2], values.shape[2], _whole(heads_TK), _whole(columns_T), _at(keys),
-            _at(values),
+            _address(k_TKD), k_TKD.stride(0), _address(v_TKD), v_TKD.stride(0), tokens, heads, size,
+            keys.shape[2], values.shape[2], _address64(heads_TK), _address64(columns_T), _address(keys),
+            _address(values),
         )  # fmt: skip
 
     def path_forward(
         self, depths: Depths, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """[N, H, D] attention, and [N, H] logarithms of sums of exponentials. All heads have one size."""
+        """Return [N, H, D] attention and [N, H] log-sum-exp. Keys and values have equal head dimensions."""
         q, k, v = map(_by_token, (q_NHD, k_LHD, v_LHD))
         out_NHD, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         row = depths.row(q, k, v, scale)
         threads = torch.get_num_threads()
         _refuse_shortage(
             self._library.path_forward(
-                ctypes.byref(row), _at(out_NHD), _at(lse_NH), _parts(k, threads), threads
+                ctypes.byref(row), _address(out_NHD), _address(lse_NH), _parts(k, threads), threads
             )
         )
         return out_NHD, lse_NH
@@ -262,15 +260,15 @@ class CpuKernels:
         self, depths: Depths, grad_NHD: Tensor, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, out_NHD: Tensor,
         lse_NH: Tensor, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values."""
         q, k, v, grad = map(_by_token, (q_NHD, k_LHD, v_LHD, grad_NHD))
         threads = torch.get_num_threads()
         parts = _parts(k, threads)
         dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
         row = depths.row(q, k, v, scale)
         gradients = _Gradients(
-            _at(grad), _at(out_NHD), _at(lse_NH), grad.stride(0), _at(dq),
-            _at(dk), _at(dv),
+            _address(grad), _address(out_NHD), _address(lse_NH), grad.stride(0), _address(dq),
+            _address(dk), _address(dv),
         )  # fmt: skip
         _refuse_shortage(
             self._library.path_backward(ctypes.byref(row), ctypes.byref(gradients), parts, threads)
@@ -281,74 +279,74 @@ class CpuKernels:
         self, q_THD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor, *,
         scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """[T, H, D] over each token's row up to its column, and [T, H] logarithms of sums of exponentials."""
+        """Return [T, H, D] attention over each token's row up to its column, and [T, H] log-sum-exp."""
         keys, values = cache
         tokens, heads, size = q_THD.shape
         out_THD = q_THD.new_empty((tokens, heads, size))
         lse_TH = q_THD.new_empty((tokens, heads))
         self._library.attend(
-            _at(q_THD), q_THD.stride(0), _at(keys), _at(values), tokens, heads,
-            heads_TK.shape[1], size, keys.shape[2], values.shape[2], _whole(heads_TK),
-            _whole(columns_T), scale, _at(out_THD), _at(lse_TH), torch.get_num_threads(),
+            _address(q_THD), q_THD.stride(0), _address(keys), _address(values), tokens, heads,
+            heads_TK.shape[1], size, keys.shape[2], values.shape[2], _address64(heads_TK),
+            _address64(columns_T), scale, _address(out_THD), _address(lse_TH), torch.get_num_threads(),
         )  # fmt: skip
         return out_THD, lse_TH
 
     def small_pass(self, model: ctypes.Structure, tokens: ctypes.Structure, *places: int | None) -> None:
-        """A pass of `inference.small_pass`, which has the addresses of its arrays."""
+        """Run a pass; `inference.small_pass` fills the structures with addresses of its arrays."""
         threads = torch.get_num_threads()
         done = self._library.small_pass(ctypes.byref(model), ctypes.byref(tokens), *places, threads)
-        _refuse_shortage(done, "a pass of a small model")
+        _refuse_shortage(done, "the buffers of a small model's pass")
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    """The address of numbers; of another type, a kernel would read and write beyond them."""
+def _address(tensor: Tensor | None) -> int | None:
+    """Return the address of a float32 tensor; with another dtype a kernel would read and write beyond it."""
     if tensor is None:
         return None
     if tensor.dtype != torch.float32:
-        raise TypeError(f"the kernels of a CPU take float32, not {tensor.dtype}")
+        raise TypeError(f"the CPU kernels take float32, not {tensor.dtype}")
     return tensor.data_ptr()
 
 
-def _whole(tensor: Tensor | None) -> int | None:
+def _address64(tensor: Tensor | None) -> int | None:
     if tensor is not None and tensor.dtype != torch.int64:
-        raise TypeError(f"the kernels of a CPU take places as int64, not {tensor.dtype}")
+        raise TypeError(f"the CPU kernels take positions as int64, not {tensor.dtype}")
     return None if tensor is None else tensor.data_ptr()
 
 
 def _sums_for(tokens: Tensor, width: int) -> Tensor:
-    """Zeros for the sums of a weight's gradient, over 64 tokens each."""
+    """Return zeros for partial sums of a weight's gradient, each over 64 tokens."""
     return tokens.new_zeros((-(-len(tokens) // 64), width))
 
 
 def _by_token(tokens: Tensor) -> Tensor:
-    """Tokens without gaps within one."""
+    """Return the tokens with contiguous heads; the stride between tokens may be any."""
     is_so = tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]
     return tokens if is_so else tokens.contiguous()
 
 
 def _parts(keys: Tensor, threads: int) -> int:
-    """Parts of a row that are computed by themselves, where its heads do not keep all threads busy."""
+    """Return into how many parts a row is split: by threads, if its heads cannot keep all of them busy."""
     return 1 if keys.shape[1] % threads == 0 else threads
 
 
-def _refuse_shortage(done: int, what: str = "what attention keeps by depth") -> None:
+def _refuse_shortage(done: int, what: str = "attention's buffers") -> None:
     if not done:
-        raise RuntimeError(f"out of memory: there is none for {what}")
+        raise RuntimeError(f"out of memory while allocating {what}")
 
 
 def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:
-    """The kernels, where they compute a model: on a CPU, in float32, with heads that are not too wide."""
+    """Return the kernels for a float32 model on a CPU whose heads are narrow enough; else None."""
     fits = device.type == "cpu" and in_float32 and head_dim <= _WIDEST_HEAD
     return cpu_kernels() if fits else None
 
 
 @cache
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels of this machine; None where there is no compiler for them, and the log says so."""
+    """Return this machine's kernels; None, and a warning in the log, if they cannot be compiled."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     reason = "there is no C compiler (cc, or what CC names)"
     if compiler is not None:
-        # Without OpenMP, each call is one thread's.
+        # Without OpenMP, calls run on one thread.
         for openmp in (True, False):
             try:
                 return CpuKernels(built_library(compiler, openmp=openmp))

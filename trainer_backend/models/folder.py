@@ -1,4 +1,4 @@
-"""Local Hugging Face folders, read and written, and the models in them. No network, no pickle."""
+"""Reads and writes models in local Hugging Face folders. No network, no pickle."""
 
 import hashlib
 import json
@@ -32,21 +32,21 @@ from trainer_backend.models.origin import (
 from trainer_backend.models.text_part import causal_class, text_config
 from trainer_backend.models.tokenizer import id_count
 
-# One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
+# Files with a tokenizer's vocabulary. Without any, the library silently makes an empty tokenizer.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_model_folder(
     path: str | Path, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model (in evaluation mode) and the tokenizer of a folder.
+    """Load the model (in evaluation mode) and the tokenizer of a folder.
 
-    The weights become `dtype`, whatever they are on disk: fp32 is the master copy of training.
+    The weights are converted to `dtype`; training keeps its master copy in float32.
     """
     folder = Path(path)
     refuse_incomplete(folder)
     refuse_untrainable(folder)
-    # The libraries raise a dozen types for a broken file; each means the same to the caller.
+    # The libraries raise a dozen error types for a broken file.
     try:
         with quiet_library():
             config = text_config(folder)
@@ -71,23 +71,23 @@ def load_model_folder(
 
 
 def folder_config(folder: Path) -> Any:
-    """The config of a folder's model, or of the one that its adapters are over; no weights are read."""
+    """Read the config of a folder's model, or of its adapters' base model, without the weights."""
     refuse_incomplete(folder)
     return config_alone(folder)
 
 
 def config_alone(folder: Path) -> Any:
-    """The same of a folder that needs no weights."""
+    """Read the config of a folder that may have no weights; see `folder_config`."""
     refuse_untrainable(folder)
     try:
         model = base_folder(folder) or folder
         return text_config(model)
-    except Exception as error:  # a dozen types for a value that the library does not take
+    except Exception as error:  # the library has a dozen error types for an invalid value
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder; it must fit a model that embeds `known_ids` ids, when given."""
+    """Load the tokenizer of a folder; refuse it if it has more than `known_ids` ids, when given."""
     if not any((Path(folder) / name).is_file() for name in VOCABULARY_FILES):
         raise ModelFolderError("the tokenizer is missing", where=str(folder), hint="Add tokenizer.json.")
     refuse_own_tokenizer(Path(folder))
@@ -97,7 +97,7 @@ def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTr
         raise ModelFolderError(f"the tokenizer cannot be loaded: {error}", where=str(folder)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelFolderError(
-            "the tokenizer is of the slow kind; one with tokenizer.json is needed", where=str(folder)
+            "the tokenizer is a slow one; a fast one, with tokenizer.json, is needed", where=str(folder)
         )
     if known_ids is not None and id_count(tokenizer) > known_ids:
         raise ModelFolderError(
@@ -109,7 +109,7 @@ def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTr
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """How many token ids a model knows."""
+    """Return the number of token ids that a model embeds."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding), "every causal model of transformers embeds token ids"
     return embedding.num_embeddings
@@ -124,7 +124,7 @@ def save_model_folder(
 ) -> None:
     """Write config.json, model.safetensors and, when given, the tokenizer with its chat template.
 
-    `weights` stand in for the model's own: those of a model whose adapter is merged.
+    `weights` replace the model's own, such as weights with a merged adapter.
     """
     with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
@@ -135,7 +135,7 @@ def save_model_folder(
 
 
 def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write what `save_model_folder` does, but for the weights."""
+    """Write a model folder without the weights; see `save_model_folder`."""
     model.config.save_pretrained(path)
     read_origin(model).write_settings(Path(path), model.dtype)
     model.generation_config.save_pretrained(path)
@@ -155,7 +155,7 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
 
 
 def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:
-    """Weights that are missing would be random, and others left out: both in silence."""
+    """Refuse missing weights, which would silently be random, and unknown ones, which would be ignored."""
     known = {*kept, *map(text_name, kept)}
     for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
         names: Collection[str] = set(loading[f"{what}_keys"]) - known
@@ -170,7 +170,7 @@ def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], fol
 def _refuse_foreign_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """The ids that end the model's texts must be special tokens of its tokenizer, not parts of words."""
+    """Refuse a tokenizer in which the model's end-of-text ids are not special tokens."""
     special = tokenizer.added_tokens_decoder
     for name, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
         stated = getattr(config, "eos_token_id", None)
@@ -178,23 +178,23 @@ def _refuse_foreign_tokenizer(
             if token is not None and token not in special:
                 text = tokenizer.convert_ids_to_tokens(token) if token < id_count(tokenizer) else None
                 raise ModelFolderError(
-                    f"{name} ends texts with id {token}, which is {text!r} to the tokenizer and not special",
+                    f"{name} ends texts with id {token}, but the tokenizer's {text!r} is no special token",
                     where=str(folder),
                     hint="The tokenizer is probably another model's.",
                 )
 
 
-# In a bare RuntimeError: of the CPU's allocator; of Metal and the CUDA driver; of cuBLAS and cuDNN.
+# Texts of a RuntimeError from the CPU's allocator; from Metal and the CUDA driver; from cuBLAS and cuDNN.
 _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's CUDA allocator has its own error class; other errors are recognised by their text."""
+    """Return whether memory ran out: torch's own error class on CUDA, the text of the error elsewhere."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
-    """The error for what did not fit; other requests continue, unless it was a version's weights."""
+    """Return the error of an engine that ran out of memory, with the keys to lower."""
     return EngineOutOfMemory(
         f"the engine ran out of memory while {doing}, with {running} requests running and room for "
         f"{max_model_len} tokens each",
@@ -204,33 +204,31 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
 
 
 def collect_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the tensors that a model folder stores, by name; of tied weights the first alone."""
+    """Collect the tensors that a model folder stores, by name; tied weights under their first name only."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """sha256, in hex, over name, type, shape and bytes of every weight in the order of their names.
+    """Compute the hex sha256 over name, dtype, shape and bytes of every stored tensor, sorted by name.
 
-    Tied weights count once, and buffers that are saved with the weights are some. The same weights in another
-    type have another one.
+    Tied weights count once; saved buffers are included. Another dtype gives another digest.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(collect_weights(model).items()):
         tensor = weight.cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # As plain bytes: numpy knows no bfloat16.
+        # As bytes, because numpy has no bfloat16.
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
-    """Cut the model to the first `rows` ids; return how many more it had.
+    """Cut the model's embedding to the first `rows` ids; return how many it dropped.
 
-    Large models of a family pad their embedding further than small ones. No tokenizer has those ids, and a
-    smaller model could not even be asked what it thinks of one: a model without them never samples it, and
-    its log-probs are those of what it can sample.
+    Large models of a family pad their embedding further than small ones. No tokenizer has the padding ids,
+    and a smaller model cannot score them. Without their rows they are never sampled, and have no probability.
     """
     beyond = max(embedding_rows(model) - rows, 0)
     if beyond:

@@ -1,15 +1,15 @@
-"""Triton kernels of what lies between a decoder's products: norms, rotation, gate, and log-probs of logits.
+"""Triton kernels for the operations between a decoder's matrix products, and for log-probs of logits.
 
-Engine and learner compute with the same ones on CUDA, so that they round alike: the places of rounding are
-those of `models.precision`. Each of torch's operators would read and write the states once more.
+Engine and learner use the same kernels on CUDA, so that they round alike: where, `models.precision` says.
+A kernel fuses operators of torch, each of which would read and write the states once more.
 
     rms_norm         h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
-    rotary           norm of each head, if any, and rotation of its halves by position    heads [T, S, D]
+    rotary           optional norm of each head, and rotation of its halves by position   heads [T, S, D]
     swiglu           silu(gate) * up                                                      rows [T, M]
     token_logprobs   log softmax(z / temperature)[target], and the entropy                rows [N, V]
 
-Imported only where `triton` is. The functions take and give tensors of one device, whose last axis has
-stride 1. Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; Su et al.,
+Imported only if `triton` is installed. Tensors are on one device, and their last axis has stride 1.
+Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; Su et al.,
 RoFormer, arXiv:2104.09864, eq. 34, with pairs as in GPT-NeoX; Milakov and Gimelshein, Online normalizer
 calculation for softmax, arXiv:1805.02867.
 """
@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads that a program rotates at a time, numbers of a gate, and logits.
+# Heads, gate values and logits that a program handles at a time.
 _HEADS, _GATE, _LOGITS = 8, 1024, 4096
-# Programs whose sums of a weight's gradient are added up afterwards: some for each part of a large GPU.
+# Programs that sum a weight's gradient; a large GPU runs several on each multiprocessor. Their sums are
+# added.
 _PROGRAMS = 512
 
 
@@ -76,7 +77,7 @@ def _norm_back(
 
 @triton.jit
 def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """Of a program: its heads, the places in half a head and their mask, both in a token and their mask."""
+    """Return a program's heads, offsets in half a head with mask, and offsets in a token with mask."""
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     in_half = d < DIM // 2
@@ -85,7 +86,7 @@ def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl
 
 @triton.jit
 def _inverse(first, second, DIM: tl.constexpr, eps):
-    """One over the root mean square of heads, of which these are the halves."""
+    """Compute 1 / RMS of each head, given its halves."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
 
 
@@ -206,7 +207,7 @@ def _logprob(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     d = tl.arange(0, BLOCK)
-    # Below any logit, and finite: nothing less nothing would be no number.
+    # Below any logit, but finite, because -inf - -inf is NaN.
     best = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -256,10 +257,10 @@ def rms_norm(
     sums_TW: Tensor,
     out: torch.dtype,
 ) -> Tensor:
-    """[T, W] norm of states, float32, plus what is added to them, of any type; rounded once, to the type
-    `out`.
+    """Compute [T, W] the norm of float32 states plus `added_TW`, rounded once, to dtype `out`.
 
-    The sum is written to `sums_TW`, float32, which may be the states; not where nothing is added (None).
+    The sum is written to `sums_TW`, float32, which may be the states; it is not written if `added_TW` is
+    None.
     """
     rows, width = states_TW.shape
     out_TW = torch.empty((rows, width), dtype=out, device=states_TW.device)
@@ -282,9 +283,10 @@ def rms_norm_backward(
     added: torch.dtype | None,
     weighs: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `rms_norm` by states, by what is added, of type `added`, and by the weight, where wanted.
+    """Compute the gradients of `rms_norm`: of the states, of `added_TW` in dtype `added`, and of the weight.
 
-    `by_sums_TW` is the gradient by the sums, from where else they go; None for nowhere.
+    `by_sums_TW` is the gradient of the sums from their other uses; None if they have none. `weighs`: whether
+    the gradient of the weight is needed.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
@@ -311,12 +313,12 @@ def rotary(
     eps: float,
     out: torch.dtype,
 ) -> Tensor:
-    """[T, S, D] heads, each normed if `weights` are given, and rotated to its token's position.
+    """Compute [T, S, D] the heads, normed if `weights` are given, and rotated to their token's position.
 
-    Heads of a token are adjacent; tokens may have any stride. `weights` are of the norms of the first
-    `queries` heads and of the others, float32 [D]. The tables `cos_LD` and `sin_LD` are float32, of all
-    positions; both halves alike, but for the sign of the first half. Where `positions_T`, int64, is None,
-    token t has row t of the tables.
+    A token's heads are contiguous; tokens may have any stride. `weights` are float32 [D]: the norm of the
+    first `queries` heads, and of the others. `cos_LD` and `sin_LD` are float32 tables over all positions,
+    with equal halves, except for the sign of the first half. Token t reads row `positions_T[t]` of the
+    tables, or row t if `positions_T` is None.
     """
     tokens, heads, dim = heads_TSD.shape
     out_TSD = torch.empty((tokens, heads, dim), dtype=out, device=heads_TSD.device)
@@ -341,10 +343,10 @@ def rotary_backward(
     eps: float,
     weighs: bool,
 ) -> Tensor | None:
-    """Gradients of `rotary`, with one weight and without positions: by the weight, and by the heads.
+    """Compute the gradients of `rotary` with one weight and without positions; return the weight's.
 
-    That is written to `by_heads_TSD`, in which heads of a token are adjacent, as in `heads_TSD`. The latter
-    is read where there is a weight.
+    The gradient of the heads is written to `by_heads_TSD`, where a token's heads are contiguous, as in
+    `heads_TSD`. `heads_TSD` is read only with a weight.
     """
     tokens, heads, dim = heads_TSD.shape
     groups = triton.cdiv(heads, _HEADS)
@@ -361,7 +363,7 @@ def rotary_backward(
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-    """[T, M] silu(gate) * up, in their type. Rows may have any stride."""
+    """Compute [T, M] silu(gate) * up, in their dtype. Rows may have any stride."""
     rows, width = gate_TM.shape
     out_TM = torch.empty((rows, width), dtype=gate_TM.dtype, device=gate_TM.device)
     if rows:
@@ -372,7 +374,7 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
-    """[T, 2 M] gradients of `swiglu`: by gate, then by up."""
+    """Compute [T, 2 M] the gradients of `swiglu`: of the gate, then of up."""
     rows, width = gate_TM.shape
     by_both_TM = by_out_TM.new_empty((rows, 2 * width))
     by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
@@ -387,7 +389,7 @@ def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor
 def token_logprobs(
     logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[N] log-prob of each target, entropy, and log of the sum of exp(z / temperature), of float32 logits."""
+    """Compute, for float32 logits, [N] each: target's log-prob, entropy, log-sum-exp of z / temperature."""
     rows, width = logits_NV.shape
     logprobs_N, entropies_N, totals_N = (logits_NV.new_empty(rows) for _ in range(3))
     if rows:
@@ -409,7 +411,7 @@ def token_logprobs_backward(
     *,
     out: torch.dtype,
 ) -> Tensor:
-    """[N, V] gradient of `token_logprobs` by the logits, in type `out`."""
+    """Compute [N, V] the gradient of `token_logprobs` by the logits, in dtype `out`."""
     rows, width = logits_NV.shape
     out_NV = torch.empty((rows, width), dtype=out, device=logits_NV.device)
     block = min(_LOGITS, triton.next_power_of_2(width))
@@ -422,5 +424,5 @@ def token_logprobs_backward(
 
 
 def _warps(block: int) -> int:
-    """For a program whose block lies in registers."""
+    """Return the warps of a program whose block fits in registers."""
     return max(1, min(16, block // 256))

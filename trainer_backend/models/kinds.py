@@ -1,7 +1,7 @@
-"""What a model's layers do that decides how learner and engine compute it, by its config and class alone.
+"""Decides from a model's config and class how learner and engine compute its layers.
 
-by position    keys and values of each position, under a mask: packed rows, and rows of the engine's cache
-otherwise      by the model's own layers, one text a row, with the cache that transformers makes for them
+by position    attention over keys and values by position, with a mask: packed rows, the engine's cache
+otherwise      the model's own layers, one text per row, with transformers' own cache
 """
 
 from collections.abc import Callable, Mapping
@@ -13,39 +13,36 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trainer_backend.core.logprobs import LogitMap
 from trainer_backend.errors import ModelFolderError
 
-# What configs call layers that attend to every position before.
+# Names in configs of layers that attend to all earlier positions;
 _FULL = frozenset({"full_attention", "attention"})
-# ... and layers without attention or state, which configs list among the others.
+# of layers without attention or state;
 STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
-# ... and those with a state in place of keys and values.
+# of layers with a state instead of keys and values.
 STATES = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid"})
-# Where `logits_scaling` is a factor; Granite and its kin divide by it.
+# Models that multiply logits by `logits_scaling`; others, such as Granite, divide by it.
 _MULTIPLY = frozenset({"hyperclovax"})
 
 
 def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
-    """Why a mask over keys and values by position does not compute sequences of up to `longest` tokens.
-
-    None where it does.
-    """
+    """Return why sequences of up to `longest` tokens cannot be computed by position; None if they can."""
     config = model.config.get_text_config()
     if reason := why_layers_not_full(config, longest=longest):
         return reason
     if getattr(config, "attn_logit_softcapping", None):
-        return "scores of attention have a cap (attn_logit_softcapping)"
+        return "attention scores are capped (attn_logit_softcapping)"
     if not model._supports_sdpa:
-        return f"{type(model).__name__} has attention of its own, not scaled_dot_product_attention"
+        return f"{type(model).__name__} does not use scaled_dot_product_attention"
     return None
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The implementation of attention that computes the model's own: caps and sinks are eager's alone."""
+    """Return the attention implementation for the model: only eager computes score caps and sinks."""
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and not is_capped else "eager"
 
 
 def logit_map(config: PreTrainedConfig) -> LogitMap:
-    """What the model makes of its head's products, as far as its config names it."""
+    """Return the scale and the cap of the model's logits, from its config."""
     config = config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
@@ -55,9 +52,9 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 
 
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
-    """The layers that do not attend to all of `longest` positions, in words; None where all do."""
+    """Return which layers do not attend to all of `longest` positions, in words; None if all do."""
     window = getattr(config, "sliding_window", None)
-    # Models older than `layer_types` have the window in all layers.
+    # In models without `layer_types` the window applies to all layers.
     kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")
@@ -71,24 +68,24 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
 
 
 def largest(config: Any, name: str) -> int | None:
-    """A size in the layer that has the most of it, since sizes may differ by layer; None: it has none."""
+    """Return the largest value of a size over the layers; None if no layer has it."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes = (getattr(layer, name, None) for layer in layers)
     return max((int(size) for size in sizes if size is not None), default=None)
 
 
 def read_head_dim(config: Any) -> int:
-    """Width of a query's head, of the widest where layers differ."""
+    """Return the head dimension of queries, the largest over the layers."""
     return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """The kind of each layer; empty where the config has no list of them."""
+    """Return the kind of each layer; empty if the config does not list them."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
 
 
 def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) -> list[str]:
-    """The packages with fast kernels for the model's layers with a state that are not installed."""
+    """Return the packages with fast kernels for the model's stateful layers that are not installed."""
     config = config.get_text_config()
     kinds = set(layer_kinds(config))
     packages = {"causal-conv1d": "causal_conv1d"} if kinds & STATES else {}
@@ -100,12 +97,12 @@ def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) ->
 
 
 def module_is_here(name: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Return whether a package is installed; it is not imported."""
     return find_spec(name) is not None
 
 
 def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
-    """In one batch the longest sequence would choose the rotation of all."""
+    """Refuse rotations that depend on the sequence length: the longest of a batch would change all others."""
     config = config.get_text_config()
     made_for = getattr(config, "max_position_embeddings", None)
     stated = getattr(config, "rope_parameters", None) or {}
@@ -118,8 +115,8 @@ def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> Non
         limit = min(filter(None, [*limits, rotation.get("original_max_position_embeddings")]), default=0)
         if longest > limit:
             raise ModelFolderError(
-                f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
-                "short one in a batch with a longer one would not be what it is alone",
+                f"its rotary embedding ({kind}) changes in sequences of more than {limit} tokens, so the "
+                "result of a short sequence would depend on longer ones in its batch",
                 where="model",
                 hint=f"Set inference.max_model_len to {limit} or less.",
             )

@@ -1,6 +1,6 @@
-"""Checks of a model folder before any weights are read: is it whole, and can it be trained here.
+"""Checks a model folder before weights are read: whether it is complete, and whether it can be trained.
 
-No model code runs here, that of `transformers` included, and none of the folder's own ever.
+No model code of `transformers` runs here. Code in a model folder is never run.
 """
 
 import json
@@ -19,18 +19,18 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
 
-# In a checkpoint with adapters only: the sibling folder that holds their base model, and its digest.
+# File of a checkpoint with adapters only: names the sibling folder with their base model, and its digest.
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of a checkpoint: the tensors of its first folder that are no part of the model that is trained.
+# File of a checkpoint: tensors of the original folder that are not part of the trained model.
 KEPT = "model-kept.safetensors"
 _NEEDED = "a causal language model (decoder only) is needed"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def refuse_incomplete(folder: Path) -> None:
-    """Refuse a folder without config or weights, with pickled weights only, or without one of the shards."""
+    """Refuse a folder without config or weights, with pickled weights only, or with missing shards."""
     if not folder.is_dir():
         raise ModelFolderError(
             "no such folder", where=str(folder), hint="A path to a local folder is needed."
@@ -42,29 +42,29 @@ def refuse_incomplete(folder: Path) -> None:
 
 
 def base_folder(folder: Path) -> Path | None:
-    """The folder whose model the adapters of a checkpoint are over; None for a folder with a model."""
+    """Return the folder with the base model of a checkpoint's adapters; None for a folder with a model."""
     if not (folder / BASE).is_file():
         return None
     name = read_object(folder / BASE).get("folder")
     base = folder.parent / str(name)
     if not isinstance(name, str) or not _is_a_name(name) or not base.is_dir():
         raise ModelFolderError(
-            f"it holds adapters alone, and the model that they are over, {name!r}, is not next to it",
+            f"it holds only adapters, and their base model {name!r} is not next to it",
             where=str(folder),
-            hint="Leave it in its run, or copy both.",
+            hint="Leave it in its run, or copy both folders.",
         )
     return base
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model's weights, as `transformers` chooses them; no other one is read."""
+    """Return the files with the model's weights, the ones that `transformers` would choose."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         return _shards(folder)
     if (folder / BASE).is_file():
         raise ModelFolderError(
-            "it holds adapters alone, and no model",
+            "it holds only adapters, no model",
             where=str(folder),
             hint=f"`turnwise merge {folder} --to FOLDER` writes the model with its adapters merged.",
         )
@@ -76,33 +76,37 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_untrainable(folder: Path) -> None:
-    """Refuse a model that is no causal language model, or that `transformers` cannot build by itself."""
+    """Refuse a model that is no causal language model, is quantised, or is unknown to `transformers`."""
     config = read_config(folder)
     kind = config.get("model_type")
     where = str(folder / CONFIG)
     if kind not in CONFIG_MAPPING and "auto_map" in config:
         raise ModelFolderError(
-            f"model_type {kind!r} brings Python code of its own (auto_map), and no code of a model is run",
+            f"model_type {kind!r} has Python code of its own (auto_map), which is never run",
             where=where,
-            hint="Take a model that transformers knows itself.",
+            hint="Use a model whose code is part of transformers.",
         )
     if kind not in CONFIG_MAPPING:
         raise ModelFolderError(
             f"model_type is {kind!r}, which transformers {transformers_version} does not know",
             where=where,
-            hint="A newer release of transformers may.",
+            hint="A newer release of transformers may know it.",
         )
     if "quantization_config" in config:
         raise ModelFolderError(
-            "its weights are quantised (quantization_config), and training needs them whole",
+            "its weights are quantised (quantization_config), and training needs full precision",
             where=where,
-            hint="Take the model that it was made from.",
+            hint="Use the model from which it was quantised.",
         )
     architecture = str((config.get("architectures") or [kind])[0])
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(f"{architecture} is an encoder with a decoder; {_NEEDED}", where=where)
     if "text_config" in config and str(kind) in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
-        _refuse_without_text(config, where)
+        # A wrapper, such as of text and vision: its text part must be a decoder.
+        text_kind = str(text_sizes(config).get("model_type") or "")
+        has_class = text_kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(text_kind)
+        if text_sizes(config).get("is_encoder_decoder") or (text_kind and not has_class):
+            raise ModelFolderError(f"its text part is of model_type {text_kind!r}; {_NEEDED}", where=where)
         return
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), ())
     known = {names} if isinstance(names, str) else set(names)
@@ -110,40 +114,31 @@ def refuse_untrainable(folder: Path) -> None:
         raise ModelFolderError(f"it holds {architecture}; {_NEEDED}", where=where)
 
 
-def _refuse_without_text(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a wrapper whose text part is no decoder."""
-    sizes = text_sizes(config)
-    kind = str(sizes.get("model_type") or "")
-    has_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(kind)
-    if sizes.get("is_encoder_decoder") or (kind and not has_class):
-        raise ModelFolderError(f"its text part is of model_type {kind!r}; {_NEEDED}", where=where)
-
-
 def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json with the text model's sizes: of a wrapper its text_config."""
+    """Return the part of a config.json with the text model's sizes: a wrapper's text_config, or all."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer with code of its own: read as a plain one, it may give other ids."""
+    """Refuse a tokenizer with code of its own; without that code, its ids may differ."""
     path = folder / TOKENIZER_CONFIG
     settings = read_object(path) if path.is_file() else {}
     name = str(settings.get("tokenizer_class"))
     if "auto_map" in settings and tokenizer_class_from_name(name) is None:
         raise ModelFolderError(
-            f"tokenizer_class {name!r} brings Python code of its own (auto_map), and none of it is run",
+            f"tokenizer_class {name!r} has Python code of its own (auto_map), which is never run",
             where=str(path),
         )
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """config.json as it stands, for adapters alone that of their base; ModelFolderError as `read_object`."""
+    """Read config.json, of adapters that of their base model; ModelFolderError as `read_object`."""
     return read_object((base_folder(folder) or folder) / CONFIG)
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """A JSON file of a model folder."""
+    """Read a JSON object from a file of a model folder; ModelFolderError if the file has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -154,9 +149,9 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def described(config: Mapping[str, Any]) -> str:
-    """Architecture and size in words, equal for models whose tensors have the same names and shapes.
+    """Describe architecture and size; equal for models whose tensors have the same names and shapes.
 
-    By `model_type`: every config.json has it, while `architectures` is what the class that saved it adds.
+    Names the `model_type`, which every config.json has; `architectures` depends on the class that saved it.
     """
     sizes = text_sizes(config)
     layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
@@ -171,7 +166,7 @@ def _shards(folder: Path) -> list[Path]:
     outside = sorted(name for name in files if not _is_a_name(name))
     if outside:
         raise ModelFolderError(
-            f"weight_map names {outside[0]!r}, which is no name of a file in this folder",
+            f"weight_map names {outside[0]!r}, which is not a file in this folder",
             where=str(folder / INDEX),
         )
     missing = sorted(name for name in files if not (folder / name).is_file())
@@ -179,11 +174,11 @@ def _shards(folder: Path) -> list[Path]:
         raise ModelFolderError(
             f"{len(missing)} of {len(files)} shards are missing, such as {missing[0]}",
             where=str(folder),
-            hint="The copy or download was not finished.",
+            hint="The copy or download is incomplete.",
         )
     return [folder / name for name in sorted(files)]
 
 
 def _is_a_name(name: str) -> bool:
-    """Of something in a folder itself, whatever is there."""
+    """Return whether a name is that of an entry directly in a folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -1,13 +1,12 @@
-"""What a model folder holds beyond the text model that is trained; it stays unread, and is written back.
+"""Keeps the parts of a model folder that are not trained, and writes them back unchanged.
 
-A wrapper of text and vision (`...ForConditionalGeneration`) is trained in its text part alone, which is
-loaded as a causal language model. Its towers and projectors, heads of later tokens (`mtp.*`), and the
-settings of its processor are copied from folder to folder, so that other programs load each as the class
-that it came from.
+Of a wrapper of text and vision (`...ForConditionalGeneration`), only the text part is trained; it is loaded
+as a causal language model. Vision towers, projectors, heads of later tokens (`mtp.*`) and the processor's
+settings are copied from folder to folder, so that other programs can load each folder as its original class.
 
     in memory                        model.layers.0...                     the causal model of transformers
-    in a folder (`as_stored`)        model.language_model.layers.0...      of experts one tensor each
-    in adapters (`Origin.decoder`)   model.language_model.layers.0...      as the wrapper's class has it
+    in a folder (`as_stored`)        model.language_model.layers.0...      one tensor per expert
+    in adapters (`Origin.decoder`)   model.language_model.layers.0...      as the wrapper's class names it
 """
 
 import json
@@ -32,7 +31,7 @@ from transformers.utils import logging
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.layout import CONFIG, INDEX, KEPT, WEIGHTS, read_object, weight_files
 
-# The text part's names in a wrapper's folder, and in the causal model that is made of it.
+# Prefixes of the text part's tensors in a wrapper's folder, and in the causal model.
 WRAPPED_NAMES = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
@@ -46,29 +45,27 @@ PROCESSOR_FILES = (
 )
 _TEXT = "model-text.safetensors"
 _ATTRIBUTE = "turnwise_origin"
-# A part of the names that peft gives to what an adapter is over.
+# The part that peft inserts into the names of adapted weights.
 BELOW = ".base_layer"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is written back; copies of a model share it.
-
-    config: the wrapper's config.json; None of a model without one.
-    files: the settings of a processor, by name.
-    kept: the file of each tensor that is not read, by its name there; open, so that it may be removed.
-    """
+    """The untrained parts of a model folder; copies of a model share them."""
 
     config: Mapping[str, Any] | None = None
+    """The wrapper's config.json; None without a wrapper."""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    """The processor's settings, by file name."""
     kept: Mapping[str, Any] = field(default_factory=dict)
+    """By tensor name, the open file that holds the tensor; open, so that the file may be deleted."""
 
     def __deepcopy__(self, memo: object) -> "Origin":
         return self
 
     @cached_property
     def decoder(self) -> str:
-        """The name of the text model's decoder in the class that the folder is loaded as; `model` of most."""
+        """Return the name of the text decoder's module in the wrapper's class; `model` without a wrapper."""
         if self.config is None:
             return "model"
         config = AutoConfig.for_model(**self.config)
@@ -76,7 +73,7 @@ class Origin:
             kind: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
             wrapper: Any = kind._from_config(config)
         decoder = wrapper.get_decoder()
-        if hasattr(decoder, "lm_head"):  # Llama 4 has a whole causal model there
+        if hasattr(decoder, "lm_head"):  # in Llama 4 the decoder is a causal model
             decoder = decoder.model
         name: str = next(name for name, module in wrapper.named_modules() if module is decoder)
         return name
@@ -101,7 +98,7 @@ class Origin:
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def write_settings(self, folder: Path, dtype: torch.dtype) -> None:
-        """Replace the text model's config.json by the wrapper's, and add its processor's settings."""
+        """Replace the text model's config.json by the wrapper's, and add the processor's settings."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         if self.config is None:
@@ -113,12 +110,12 @@ class Origin:
 
 
 def read_origin(model: PreTrainedModel) -> Origin:
-    """The other contents of a model's folder; empty for a model that was made here."""
+    """Return the untrained parts of a model's folder; empty for a model that was built here."""
     return getattr(model, _ATTRIBUTE, None) or Origin()
 
 
 def remember_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Attach to a model what its folder holds beyond it."""
+    """Attach the untrained parts of its folder to a model."""
     config = read_object(folder / CONFIG)
     is_wrapper = "text_config" in config
     own = set(as_stored(model, {name: weight.to("meta") for name, weight in model.state_dict().items()}))
@@ -133,7 +130,7 @@ def remember_origin(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
-    """Whether a stored tensor is none of the text model, or one that the model's class says it leaves out."""
+    """Return whether a stored tensor is outside the text model, or ignored by the model's class."""
     own = text_name(name)
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if any(re.search(pattern, one) for pattern in patterns for one in (name, own)):
@@ -143,19 +140,19 @@ def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name in the plain model of what lies below adapters."""
+    """Return an adapted weight's name in the model without adapters."""
     return name.replace(BELOW, "")
 
 
 def text_name(name: str) -> str:
-    """The name in memory of a tensor that a wrapper's folder holds; others are as they are."""
+    """Return the name in memory of a tensor in a wrapper's folder; other names stay."""
     for pattern, own in WRAPPED_NAMES.items():
         name = re.sub(pattern, own, name)
     return name
 
 
 def stored_names(files: Iterable[Path]) -> list[str]:
-    """The names of the tensors in safetensors files; none is read."""
+    """Return the names of the tensors in safetensors files, without reading the tensors."""
     names: list[str] = []
     for path in files:
         with safe_open(path, "pt") as file:
@@ -164,19 +161,19 @@ def stored_names(files: Iterable[Path]) -> list[str]:
 
 
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a model as its folder has them: under the wrapper's names, of experts one tensor each."""
+    """Convert weights to the folder's form: the wrapper's names, one tensor per expert."""
     return dict(revert_weight_conversion(model, dict(weights)))
 
 
 def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of a folder under the model's own names; those that it does not know are as they were."""
+    """Convert tensors of a folder to the model's own names; unknown tensors stay."""
     own = {plain_name(name) for name in model.state_dict()}
     if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
         return tensors
     types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     plain: Any = type(model)
     with quiet_library():
-        loaded, told = plain.from_pretrained(
+        loaded, report = plain.from_pretrained(
             None,
             config=model.config,
             state_dict=dict(tensors),
@@ -184,18 +181,16 @@ def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mappin
             dtype=torch.float32 if len(types) > 1 else types.pop(),
             output_loading_info=True,
         )
-    unread = {name for name in tensors if name in told["unexpected_keys"]}
-    weights = {
-        name: weight for name, weight in loaded.state_dict().items() if name not in told["missing_keys"]
-    }
-    return weights | {name: tensors[name] for name in unread}
+    missing, unknown = report["missing_keys"], report["unexpected_keys"]
+    weights = {name: weight for name, weight in loaded.state_dict().items() if name not in missing}
+    return weights | {name: tensor for name, tensor in tensors.items() if name in unknown}
 
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """The library draws a bar for a file of one megabyte, across the live display of a run.
+    """Silence transformers' progress bars, which break a run's live display, and its table of unread tensors.
 
-    It also lists in a table what it leaves out of a folder, which is told here where it is an error.
+    Tensors that must not be left unread are errors of our own.
     """
     was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -209,7 +204,7 @@ def quiet_library() -> Iterator[None]:
 
 
 def refuse_joined(model: PreTrainedModel) -> None:
-    """Refuse a model some of whose tensors are one tensor in a folder: they cannot be written one by one."""
+    """Refuse a model whose folder stores several of its tensors as one: they cannot be sent one by one."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -217,7 +212,7 @@ def refuse_joined(model: PreTrainedModel) -> None:
         if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
             joined = ", ".join(conversion.target_patterns)
             raise ModelFolderError(
-                f"{joined} are one tensor in its folder, and its weights are sent one by one",
+                f"{joined} are one tensor in its folder, but weights are sent one by one",
                 where="model",
                 hint="Train it on one rank, and publish whole folders of weights.",
             )

@@ -1,10 +1,10 @@
-"""Attention in parts that are joined, on a CPU: over keys that many queries share, and over those of each.
+"""Attention on a CPU in parts, over shared keys and over each query's own keys, which are then joined.
 
-Parts are joined by the logarithms of their sums of exponentials, l_i of part i with the output o_i:
+With output o_i and log-sum-exp l_i of part i, the whole is
 
     l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
 
-In the backward pass a part that is given o and l in place of its own has the gradient of the whole, exactly.
+A part's backward pass with o and l of the whole, instead of its own, gives the exact gradient of the whole.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
 arXiv:2310.01889 (blocks by themselves, joined).
@@ -20,16 +20,16 @@ from torch import Tensor
 
 _FORWARD_NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD_NAME = f"{_FORWARD_NAME}_backward"
-# None in a torch that has no operator of this name.
+# None if torch has no such operator.
 _FORWARD: Any = getattr(torch.ops.aten, _FORWARD_NAME, None)
 _BACKWARD: Any = getattr(torch.ops.aten, _BACKWARD_NAME, None)
-# Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
+# Up to this number of keys, plain products are faster on a CPU than torch's kernel, which works in blocks.
 _SHORT = 128
 
 
 @cache
 def why_no_parts() -> str | None:
-    """Why this torch cannot attend in parts on a CPU, whose operators are private; None where it can."""
+    """Return why this torch cannot attend in parts: its private operators differ; None if it can."""
     forward = "query key value dropout_p is_causal attn_mask scale"
     backward = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
     for name, operator, wanted in (
@@ -49,17 +49,17 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def widened(v: Tensor, size: int) -> Tensor:
-    """Values with zeros up to the size of keys, which kernels want of them: DeepSeek's are smaller."""
+    """Pad values with zeros to the head dimension of keys, as kernels require; DeepSeek's are narrower."""
     return v if v.shape[-1] == size else torch.nn.functional.pad(v, (0, size - v.shape[-1]))
 
 
 def heads_first(tokens: Tensor) -> Tensor:
-    """[1, H, n, D] of tokens [n, H, D]."""
+    """Transpose tokens [n, H, D] to [1, H, n, D]."""
     return tokens.transpose(0, 1)[None]
 
 
 def folded(tokens: Tensor, kv_heads: int) -> Tensor:
-    """[1, H_kv, n * times, D] of tokens [n, H, D]: heads that share keys are more queries of these."""
+    """Reshape [n, H, D] to [1, H_kv, n * H / H_kv, D]: heads that share keys become more queries."""
     times = tokens.shape[1] // kv_heads
     if times == 1:
         return heads_first(tokens)
@@ -68,7 +68,7 @@ def folded(tokens: Tensor, kv_heads: int) -> Tensor:
 
 
 def unfolded(part: Tensor, heads: int) -> Tensor:
-    """[n, H, D] of what `folded` gave."""
+    """Invert `folded`: return [n, H, D]."""
     times = heads // part.shape[1]
     by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
     return by_key.permute(1, 0, 2, 3).flatten(1, 2)
@@ -77,7 +77,7 @@ def unfolded(part: Tensor, heads: int) -> Tensor:
 def attended(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, n, D] and the logarithm of the sum of exponentials, [B, H, n], of one part."""
+    """Compute the attention [B, H, n, D] and the log-sum-exp [B, H, n] of one part."""
     if hidden is None and k.shape[2] > _SHORT:
         out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
         return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
@@ -87,7 +87,7 @@ def attended(
 
 
 def attended_under(mask_B1NL: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `attended`, with a mask that is added to the scores; not to be differentiated."""
+    """Compute `attended` with a mask that is added to the scores; has no gradient."""
     out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=mask_B1NL, scale=scale)
     return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
 
@@ -96,7 +96,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     hidden: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values of a part; `out` and `lse` are those of all parts."""
+    """Compute a part's gradients of queries, keys and values; `out` and `lse` are those of the whole."""
     if hidden is None and k.shape[2] > _SHORT:
         lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
         dq, dk, dv = _BACKWARD(
@@ -121,6 +121,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: fl
 
 @cache
 def _lse_is_by_head() -> bool:
-    """Whether the kernel gives [B, H, n], and not [B, n, H]."""
+    """Return whether the kernel returns log-sum-exp as [B, H, n], not [B, n, H]."""
     some = torch.zeros(1, 1, 2, 8)
     return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)

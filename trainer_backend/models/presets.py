@@ -1,7 +1,7 @@
 """Causal language models of 0.3 to 26 million parameters, built from a `transformers` config.
 
-They are ordinary Qwen3 models: saved, loaded and served like any other, only small enough to be trained from
-scratch, those of under a million parameters on a laptop core. Their shapes: `core.presets`.
+They are ordinary Qwen3 models, small enough to be trained from scratch; those of under a million parameters
+on one core of a laptop. Their shapes: `core.presets`.
 """
 
 import math
@@ -15,9 +15,9 @@ from trainer_backend.errors import ModelFolderError
 
 
 def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> PreTrainedModel:
-    """A freshly initialised preset for the vocabulary of `tokenizer`, in fp32 and evaluation mode.
+    """Build a randomly initialised preset for a tokenizer's vocabulary, in float32 and evaluation mode.
 
-    The same name, tokenizer size and seed give the same weights; torch's global generator is left as it was.
+    The same name, tokenizer size and seed give the same weights; torch's global generator is not changed.
     """
     if name not in PRESETS:
         raise ModelFolderError(f"preset is {name!r}{did_you_mean(name, PRESETS)}", where="model.preset")
@@ -36,16 +36,16 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
     return model
 
 
-# Standard deviation of the first weights, and the widest model that has it. The usual 0.02 is meant for wide
-# models: at width 96 it makes the first logits nearly flat and the warm-up slow to start. Wider models have
-# less, so that a product with a row of the embedding stays as large.
+# Standard deviation of initial weights, for models up to this width. The usual 0.02 is meant for wide models:
+# at width 96 the first logits would be nearly flat, and the warm-up slow to start. In wider models it falls,
+# so that logits keep their scale.
 _DEVIATION, _NARROW = 0.06, 128
 
 
 def preset_config(
     preset: Preset, *, vocabulary: int, end_id: int | None = None, pad_id: int | None = None
 ) -> Qwen3Config:
-    """The `transformers` config of a preset; the embedding has exactly `vocabulary` rows."""
+    """Return the `transformers` config of a preset whose embedding has `vocabulary` rows."""
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=preset.width,

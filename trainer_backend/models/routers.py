@@ -1,9 +1,8 @@
-"""Which experts the routers of a mixture choose: recorded in one pass, prescribed in another.
+"""Records the experts that a mixture's routers choose in one pass, and prescribes them in another.
 
-Every family's router takes the k best of E experts by one `torch.topk` over [tokens, E] scores. What it makes
-of scores before, and of weights after, differs by family. So that one call is replaced: its indices are the
-prescribed ones, and its values are the scores there. Weights, and the gradient through them, are those of the
-router's own scores.
+Every family's router selects k of E experts by one `torch.topk` over [tokens, E] scores; the computation of
+scores and weights differs by family. Replay replaces that call: it returns the prescribed indices and the
+scores there. So weights and gradients still come from the router's own scores.
 
 Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers ("R3"),
 arXiv:2510.11370.
@@ -28,20 +27,20 @@ from trainer_backend.models.precision import tokens_for
 
 log = structlog.get_logger(__name__)
 
-# (number of the router, its own choice [T, k]) -> the choice to take, [T, k].
+# (index of the router, its own choice [T, k]) -> the choice to use, [T, k].
 Choose = Callable[[int, Tensor], Tensor]
 _TOPK = (torch.topk, Tensor.topk)
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def count_experts(model: PreTrainedModel) -> int:
-    """E, of a layer with experts; 0 of a model without any."""
+    """Return the number of experts per layer; 0 for a model without experts."""
     config = model.config.get_text_config()
     return next((int(value) for name in _COUNTS if (value := getattr(config, name, None))), 0)
 
 
 class Routers:
-    """The routers of a model, in the order of its layers; none where it has no experts."""
+    """The routers of a model, in the order of its layers; empty for a model without experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._experts = count_experts(model)
@@ -57,16 +56,17 @@ class Routers:
 
     @contextmanager
     def choosing(self, choose: Choose, *, alone: bool = False) -> Iterator[None]:
-        """Inside, tokens go to the experts that `choose` says.
+        """Let `choose` select the experts inside the context.
 
-        It is told what an outer choice has made of the router's own; `alone`: what the router has.
+        `choose` receives the router's own choice, as outer `choosing` contexts changed it; with `alone`,
+        unchanged.
         """
         hooks = []
         try:
             for number, router in enumerate(self._modules):
                 mode = _Choice(self._experts, partial(choose, number), alone=alone)
                 hooks.append(router.register_forward_pre_hook(mode.begin))
-                # The inner one, which begins last, ends first.
+                # Prepended, so that the context that begins last ends first.
                 hooks.append(router.register_forward_hook(mode.end, prepend=True, always_call=True))
             yield
         finally:
@@ -75,7 +75,7 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Inside, each router adds its choice [T, k] to the list, in the order of layers."""
+        """Collect each router's choice [T, k] inside the context, in the order of layers."""
         chosen: list[Tensor] = []
 
         def note(number: int, own_Tk: Tensor) -> Tensor:
@@ -86,18 +86,18 @@ class Routers:
             yield chosen
 
     def columns(self, chosen: list[Tensor], *, rows: int) -> NDArray[np.uint16]:
-        """[B, L, W] of what was recorded in a pass of B rows: W = layers * k numbers a token.
+        """Return the recorded choices of a pass of B rows as [B, L, W], W = layers * k.
 
         Raises:
-            ModelFolderError: a router does not choose once a pass, by one `topk`.
+            ModelFolderError: a router does not call `topk` exactly once per pass.
         """
         if len(chosen) != len(self):
             raise ModelFolderError(
                 f"its {len(self)} routers made {len(chosen)} choices of experts in one pass, so they cannot "
                 "be recorded",
                 where="model",
-                hint="Set inference.replay_experts = false: mismatch/logprob_max then tells how far sampler "
-                "and learner lie apart.",
+                hint="Set inference.replay_experts = false; mismatch/logprob_max then shows how much "
+                "sampler and learner differ.",
             )
         columns_TW = torch.cat(chosen, dim=1).cpu().numpy().astype(np.uint16)
         return columns_TW.reshape(rows, -1, columns_TW.shape[1])
@@ -105,14 +105,15 @@ class Routers:
 
 @torch.inference_mode()
 def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers | None:
-    """Those whose choices an engine of the model records; None: of no token.
+    """Return the routers whose choices the engine records; None if it records none.
 
     Args:
-        wanted: by the job; None: where the model computes in a low precision. In float32 sampler and learner
-            choose alike.
+        wanted: the job's setting; None: only in a low precision, because in float32 sampler and learner
+        choose
+            alike.
 
     Raises:
-        ModelFolderError: they are wanted, and cannot be recorded.
+        ModelFolderError: recording is wanted, but the choices cannot be recorded.
     """
     routers = Routers(model)
     if wanted is False or not len(routers) or (wanted is None and model.dtype == torch.float32):
@@ -132,20 +133,20 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     return routers
 
 
-# What is replayed at present. A layer that is computed again in the backward pass takes it with it (`again`),
-# behind the end of the replay, and inside this one or another.
+# The current replay. A checkpointed layer remembers it (`again`) for its recomputation in the backward pass,
+# which may run after the end of the replay, or inside another one.
 _replay: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar("_replay", default=None)
 
 
 @contextmanager
 def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[None]:
-    """Inside, tokens go to these experts; where a number is below 0, to those that the router chooses.
+    """Send tokens to these experts inside the context; a number below 0 keeps the router's choice.
 
     Args:
-        experts_BLW: W numbers for each token of the pass, as `Routers.columns` has them; None: no replay.
+        experts_BLW: the choices of the pass, as from `Routers.columns`; None: no replay.
 
     Raises:
-        ModelFolderError: the model has not W choices a token.
+        ModelFolderError: the model's routers do not make W choices per token.
     """
     if experts_BLW is None:
         yield
@@ -154,21 +155,21 @@ def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[No
     experts_TW = experts_BLW.flatten(0, 1)
     if not len(routers) or experts_TW.shape[1] % len(routers):
         raise ModelFolderError(
-            f"{experts_TW.shape[1]} experts are recorded for each token, and the model has {len(routers)} "
+            f"{experts_TW.shape[1]} experts are recorded for each token, but the model has {len(routers)} "
             "routers: another model sampled the tokens",
             where="model",
         )
     by_router = experts_TW.view(len(experts_TW), len(routers), -1).unbind(1)
 
     def prescribe(number: int, own_Tk: Tensor) -> Tensor:
-        told_Tk = by_router[number].to(own_Tk.dtype)
-        if told_Tk.shape != own_Tk.shape:
+        replay_Tk = by_router[number].to(own_Tk.dtype)
+        if replay_Tk.shape != own_Tk.shape:
             raise ModelFolderError(
-                f"{told_Tk.shape[1]} experts a layer are recorded for each token, and the model's routers "
+                f"{replay_Tk.shape[1]} experts a layer are recorded for each token, but the model's routers "
                 f"choose {own_Tk.shape[1]}: another model sampled the tokens",
                 where="model",
             )
-        return torch.where(told_Tk >= 0, told_Tk, own_Tk)
+        return torch.where(replay_Tk >= 0, replay_Tk, own_Tk)
 
     token = _replay.set(lambda: routers.choosing(prescribe, alone=True))
     try:
@@ -179,18 +180,18 @@ def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[No
 
 
 def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of torch's checkpoints: what a layer runs in at first, and in the backward pass."""
+    """Return a layer's contexts for forward pass and recomputation: `context_fn` of torch's checkpoints."""
     replay = _replay.get()
     return nullcontext(), nullcontext() if replay is None else replay()
 
 
 class _Choice(TorchFunctionMode):
-    """While a router computes, its choice of experts is what `choose` says."""
+    """Replaces a router's choice of experts by that of `choose`."""
 
     def __init__(self, experts: int, choose: Callable[[Tensor], Tensor], *, alone: bool) -> None:
         super().__init__()
         self._experts, self._choose = experts, choose
-        # With outer choices a layer that is computed again would keep more tensors than at first.
+        # With outer choices, a recomputation would save more tensors than the first pass, an error of torch.
         self._unseen: Callable[[], AbstractContextManager[None]] = (
             torch._C.DisableTorchFunction if alone else nullcontext
         )
@@ -203,7 +204,7 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _TOPK or args[0].dim() != 2 or args[0].shape[1] != self._experts:
-            return func(*args, **(kwargs or {}))  # not the last choice: of groups of experts
+            return func(*args, **(kwargs or {}))  # such as the choice of groups of experts
         with self._unseen():
             found = func(*args, **(kwargs or {}))
         chosen_Tk = self._choose(found.indices)

@@ -1,4 +1,4 @@
-"""Where the model of a job comes from: a local folder, or a name on the Hugging Face hub and its cache."""
+"""Finds the model of a job: a local folder, or a name on the Hugging Face hub or in its cache."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 
-# What `transformers` reads of a repository. No pickle is ever fetched, nor the weights that many keep there
-# a second time in another form.
+# The files of a repository that `transformers` reads. Pickles are never fetched, nor second copies of the
+# weights in other forms.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 UNWANTED = ("*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*")
 
 
 def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
-    """The folder that holds the model of [model]; a hub name is fetched into the hub's cache, or found there.
+    """Return the folder with the model of [model]; a hub name is fetched into the hub's cache if needed.
 
-    ModelFolderError: the hub knows no such model or does not give it out, or it is neither cached nor
-    reachable; with `cached_only` the hub is not asked.
+    With `cached_only` the hub is not contacted. ModelFolderError: the hub has no such model or denies access;
+    or the model is not cached, and the hub cannot be reached.
     """
     if table.path is not None:
         return table.path
@@ -42,9 +42,9 @@ def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
         )
     except GatedRepoError as error:
         raise ModelFolderError(
-            "the hub gives it out only to who accepted its terms",
+            "the hub requires that you accept the model's terms",
             where=where,
-            hint="Accept them on its page, then log in with `hf auth login`.",
+            hint="Accept them on the model's page, then log in with `hf auth login`.",
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ModelFolderError(
@@ -52,21 +52,21 @@ def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelFolderError(
-            f"it is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and the hub cannot be reached",
+            f"it is incomplete in the hub's cache ({constants.HF_HUB_CACHE}), and the hub cannot be reached",
             where=where,
-            hint=f"Where there is a network, run `hf download {table.name}`. {_LOCAL}",
+            hint=f"Run `hf download {table.name}` with a network. {_LOCAL}",
         ) from error
-    # A full disk, a proxy, the HTTP client below it: each has errors of its own.
+    # Disk, proxy and HTTP client have error types of their own.
     except Exception as error:
         raise ModelFolderError(f"it cannot be fetched: {error}", where=where, hint=_LOCAL) from error
     return Path(folder)
 
 
-_LOCAL = "A folder on this machine is named by model.path."
+_LOCAL = "Set model.path to use a folder on this machine."
 
 
 def remember_chat_settings(tokenizer: PreTrainedTokenizerFast, table: ModelTable) -> None:
-    """Write what the job says of the chat into the tokenizer's settings: checkpoints keep it there."""
+    """Copy the job's chat settings into the tokenizer's settings, which checkpoints store."""
     if table.tool_call_format is not None:
         tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = table.tool_call_format
     if table.chat_template_kwargs:
@@ -74,7 +74,7 @@ def remember_chat_settings(tokenizer: PreTrainedTokenizerFast, table: ModelTable
 
 
 def tokenizer_in(folder: Path, table: ModelTable) -> PreTrainedTokenizerFast:
-    """Load a folder's tokenizer with the chat settings of [model], as for the actor."""
+    """Load a folder's tokenizer with the chat settings of [model]."""
     tokenizer = load_tokenizer(folder)
     remember_chat_settings(tokenizer, table)
     return tokenizer

@@ -1,4 +1,4 @@
-"""The causal language model of a config: of a wrapper of text and vision, that of its text part."""
+"""Builds the causal language model of a config; for a wrapper of text and vision, of its text part."""
 
 from functools import cache
 from pathlib import Path
@@ -17,17 +17,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 def text_config(folder: Path) -> Any:
-    """The config of a folder's model; of a wrapper of text and vision that of its text part."""
+    """Read the config of a folder's model; for a wrapper of text and vision, of its text part."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     if text is not config:
-        # What the wrapper's class goes by; some text configs lack it.
+        # The wrapper's class reads this key from its own config; some text configs lack it.
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return text
 
 
 def causal_class(config: Any) -> type[PreTrainedModel]:
-    """The class of the causal language model of a config."""
+    """Return the class of a config's causal language model."""
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return _with_head(MODEL_MAPPING[kind])
@@ -37,14 +37,15 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of the decoder of texts; Llama 4 names itself as its decoder."""
+    """Return the layers of the text decoder."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    # Llama 4 returns itself as its decoder.
     layers: nn.ModuleList = (model.model if decoder is model else decoder).layers
     return layers
 
 
 def empty_model(config: Any) -> PreTrainedModel:
-    """The causal language model of a config, without memory."""
+    """Build the causal language model of a config on the meta device, without memory."""
     with torch.device("meta"):
         model: PreTrainedModel = causal_class(config)._from_config(config)  # type: ignore[no-untyped-call]
     return model
@@ -52,9 +53,9 @@ def empty_model(config: Any) -> PreTrainedModel:
 
 @cache
 def _with_head(decoder: Any) -> type[PreTrainedModel]:
-    """A causal language model over a wrapper's decoder, where transformers has no class of its own for it.
+    """Return a causal model class for a wrapper's decoder, for which transformers has none.
 
-    The wrapper computes the same of text alone: its head over the decoder's hidden states.
+    Like the wrapper on text alone, it applies a head to the decoder's hidden states.
     """
     base: Any = decoder.__mro__[1]
 

@@ -1,8 +1,7 @@
-"""The presets' tokenizer: byte-level BPE trained on our own prompts, and the shortest template that works.
+"""The presets' tokenizer: byte-level BPE trained on our own prompts, with a short chat template.
 
-A word with its leading space is a unit of merging, so that a frequent word of an observation and each
-action name becomes one token. Any other text falls back to bytes, and everything decodes to exactly what
-was encoded.
+Merges stay within a word and its leading space, so that frequent words of observations and all action names
+become one token each. Other text falls back to bytes. Decoding restores every text exactly.
 
     <|user|>wood 2 tree 3 left<|assistant|><|call|> move_left do<|end|>
 """
@@ -18,13 +17,13 @@ from trainer_backend.errors import ModelFolderError
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 # Key of tokenizer_config.json that names the tool-call format; `inference.chat_check` reads it.
 TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
-# Its key for more variables of the chat template than messages and tools; `inference.rendering` reads it.
+# Its key for further variables of the chat template; `inference.rendering` reads it.
 CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"
 WORD_PATTERN = r" ?[^\s]+|\s+"
-# How often a word of `whole_words` counts in training: above any real word, so that its merges come first.
+# Count of each of `whole_words` in training: higher than any real word's, so that its merges come first.
 WHOLE_WORD_COUNT = 20_000
 
-# The short form of a call (tool_formats/turnwise.py) stands where one tool takes one argument of named items.
+# Writes the short form of a call (tool_formats/turnwise.py) if the only tool has one enum argument.
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(short='') -%}
 {%- if tools and tools|length == 1 -%}
@@ -59,8 +58,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train the presets' tokenizer, of at most `vocab_size` tokens: 256 bytes, special tokens, and merges.
 
-    `texts` are prompts as the model will see them; their frequent words become single tokens. `whole_words`
-    are one token after a space whatever `texts` holds: the action names.
+    `texts` are prompts as the model will see them; their frequent words become single tokens. Each of
+    `whole_words`, the action names, becomes one token with its leading space, even if `texts` lacks it.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
@@ -93,17 +92,17 @@ def train_tokenizer(
 
 
 def id_count(tokenizer: PreTrainedTokenizerFast) -> int:
-    """How many rows an embedding needs at least: the highest id that the tokenizer gives, plus 1."""
+    """Return the least number of rows of an embedding: the tokenizer's highest id plus 1."""
     return max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _corpus(texts: Iterable[str], whole_words: Sequence[str]) -> Iterable[str]:
-    # A special token is cut out before merges apply; left in a training text, it would grow into one word
-    # with its neighbour, and that merge could never be used.
+    # Encoding cuts out special tokens before merges apply. Left in a training text, a special token would be
+    # merged with its neighbours, and such merges could never be used.
     special = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     for text in texts:
         yield from special.split(text)
     for word in whole_words:
-        # Few long lines: a list of twenty thousand strings a word would take longer than the training.
+        # Few long lines: 20,000 strings per word would take longer than the training.
         for _ in range(WHOLE_WORD_COUNT // 10_000):
             yield f" {word}" * 10_000

@@ -1,1 +1,1 @@
-"""Tool-call syntaxes of model families, pure: without tokenizer and template."""
+"""Tool-call syntaxes of model families. Pure functions of text: no tokenizer, no chat template."""

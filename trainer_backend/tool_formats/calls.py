@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# As in a request, `{"type": "function", "function": {"name": ..., "parameters": JSON Schema}}` each.
+# Each as in a request: `{"type": "function", "function": {"name": ..., "parameters": JSON Schema}}`.
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -18,13 +18,13 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A parsed reply. `error` says why a call cannot be parsed; `content` is then the raw text."""
+    """A parsed reply. If a call cannot be parsed, `error` says why, and `content` is the raw text."""
 
     content: str
     tool_calls: tuple[ParsedCall, ...] = ()
     error: str | None = None
     reasoning: str = ""
-    """Reasoning that the format sets apart from the content; `<think>…</think>` is content instead."""
+    """Reasoning in a channel of its own; reasoning within `<think>…</think>` is part of the content."""
 
 
 # Takes the text without its stop token, and the offered tools.
@@ -40,29 +40,28 @@ class ToolFormat:
 
     parse: ToolParser
     markers: tuple[str, ...]
-    """Texts that only chat templates of this format contain; one is enough."""
+    """Texts that only this format's chat templates contain; a template with any of them has this format."""
     openers: tuple[str, ...] = ("",)
-    """Beginnings of a call, which a stream holds back. "" matches every text, which is then sent at the
-    end."""
+    """Texts that begin a call; a stream holds back the text from there on. "" holds back the whole reply."""
     arguments_start: str = r"(?=\{)"
-    """Pattern at whose end a call's arguments begin, after the name of its tool."""
+    """Pattern after the tool's name; the arguments of the call begin where it ends."""
     ends: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to those that the model's files name."""
     write: Callable[[Sequence[ParsedCall]], str] | None = None
-    """Writes calls as the models do, for chat templates that leave out the calls of a message."""
+    """Writes calls as the models do. Needed where the chat template omits the calls of a message."""
     leaves_out_name: Callable[[Tools], bool] = lambda tools: False
     """Whether a call of these tools is written without a name."""
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
-    """Return the whole text with the reason why its call `number` (from 1) cannot be read."""
+    """Return the whole text as content, with the reason why call `number` (from 1) cannot be read."""
     return ParsedReply(text, error=f"tool call {number} cannot be read: {error}")
 
 
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
     """Parse the JSON value at `start`, after white space; return it and the position after it.
 
-    ValueError: it is not JSON, as NaN and Infinity; RecursionError: it is nested too deeply.
+    ValueError: not JSON (NaN and Infinity are not); RecursionError: nested too deeply.
     """
     try:
         return _DECODER.raw_decode(text, skip_space(text, start))
@@ -80,9 +79,9 @@ def skip_space(text: str, start: int) -> int:
 
 
 def expect(text: str, start: int, *tokens: str) -> int:
-    """Return the position after the first of `tokens` that comes next, after white space; "" always does.
+    """Skip white space and one of `tokens`, the first that matches; return the position after it.
 
-    ValueError: none does.
+    "" always matches. ValueError: none matches.
     """
     position = skip_space(text, start)
     for token in tokens:
@@ -102,30 +101,30 @@ def read_until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 
 def as_call(value: object, *, key: str = "arguments") -> ParsedCall:
-    """Convert an object to a call, or raise ValueError; `key` holds its object of arguments."""
+    """Convert a JSON object to a call, with its arguments under `key`. ValueError: it has no such fields."""
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f'expected {{"name": text, "{key}": object}}')
-    # ASCII, because a lone surrogate, which JSON can express, would break the UTF-8 encoder of the reply.
-    # A number such as 1e999 is infinite, which JSON cannot express.
+    # `json.dumps` escapes to ASCII: a lone surrogate would break the UTF-8 encoder of the reply.
+    # `allow_nan`: a number such as 1e999 is read as infinity, which JSON cannot express.
     return ParsedCall(name.encode("utf-8", "replace").decode(), json.dumps(arguments, allow_nan=False))
 
 
 def as_calls(value: object) -> list[ParsedCall]:
-    """Convert an object or a list of them to calls, or raise ValueError."""
+    """Convert a JSON object, or a list of objects, to calls. ValueError: see `as_call`; or an empty list."""
     if value == []:
         raise ValueError("the list of calls is empty")
     return [as_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def write_json(call: ParsedCall) -> str:
-    """Return a call as an object, as models write it."""
+    """Return a call as a JSON object with `name` and `arguments`."""
     return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
 
 
 def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schema of each argument of the tool `name`; empty if unknown."""
+    """Return the schema of each argument of the tool `name`; empty for an unknown tool."""
     functions = [tool.get("function") for tool in tools]
     function = next((f for f in functions if isinstance(f, Mapping) and f.get("name") == name), {})
     parameters = function.get("parameters")
@@ -134,7 +133,7 @@ def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def typed_value(text: str, schema: object) -> object:
-    """Convert an argument written as plain text: it is JSON unless its schema allows a string alone."""
+    """Convert an argument from plain text. Text stays if it is no JSON, or if its schema is a string."""
     types = set(_types(schema))
     is_null = text in ("null", "None") and "null" in types
     if types - {"null"} == {"string"} and not is_null:
@@ -149,7 +148,7 @@ def typed_value(text: str, schema: object) -> object:
 
 
 def _types(schema: object) -> Iterator[str]:
-    """Yield the types that a schema allows, as far as it names them itself."""
+    """Yield the types that a schema names: in `type`, in `anyOf` or `oneOf`, or by an `enum` of strings."""
     if not isinstance(schema, Mapping):
         return
     named = schema.get("type")
@@ -170,7 +169,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-# Templates print values other than texts, lists and objects in Python's syntax or in that of JSON.
+# Templates print booleans and null as Python does, or as JSON does.
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 

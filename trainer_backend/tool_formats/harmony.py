@@ -1,10 +1,10 @@
-"""gpt-oss: a reply is a row of messages, each in a channel.
+"""gpt-oss: a reply is a sequence of messages, each in a channel.
 
 <|channel|>analysis<|message|>I need a tree.<|end|><|start|>assistant<|channel|>commentary
  to=functions.interact_many <|constrain|>json<|message|>{"actions": ["do"]}<|call|>
 
-`analysis` is reasoning; `final`, and `commentary` to no tool, are content. The recipient may also stand
-before the channel, as the chat template writes it: ` to=functions.NAME<|channel|>commentary json`.
+`analysis` is reasoning; `final`, and `commentary` without a recipient, are content. The chat template writes
+the recipient before the channel, which is read too: ` to=functions.NAME<|channel|>commentary json`.
 
 Source: OpenAI's harmony response format.
 """
@@ -24,10 +24,10 @@ _FUNCTIONS = "functions."
 def parse_harmony(text: str, tools: Tools) -> ParsedReply:
     """Parse the messages of a reply.
 
-    A second call is an error: `<|call|>` ends an answer, and the chat template drops all calls but the first.
-    Content never holds a token of the format, since the template refuses it there: of a call that cannot be
-    read, it is the text of all messages. Where a call follows reasoning, a comment before it is part of the
-    reasoning, since the template takes only one of the two.
+    A second call is an error, because the chat template drops all calls but the first. The template refuses
+    tokens of the format in the content: if a call cannot be read, the content is the text of all messages
+    without tokens. The template takes reasoning or content with a call, not both: with reasoning, the
+    content before the call is added to the reasoning.
     """
     reader = _Reader(text)
     try:
@@ -44,7 +44,7 @@ def parse_harmony(text: str, tools: Tools) -> ParsedReply:
 
 
 class _Reader:
-    """The messages of a reply, as far as they were read."""
+    """Reads the messages of a reply, and holds the content, reasoning and call read so far."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -55,7 +55,7 @@ class _Reader:
         self._is_thinking = False
 
     def read(self) -> None:
-        """Read all messages. Raises ValueError with the reason why one cannot be read."""
+        """Read all messages. ValueError: a message cannot be read."""
         while self._position < len(self._text):
             start = self._text.find(MESSAGE, self._position)
             if start < 0:
@@ -68,7 +68,7 @@ class _Reader:
             raise ValueError("the reply ends in its reasoning: no answer or call follows it")
 
     def all_text(self) -> str:
-        """The text of the messages that are not reasoning, and of what could not be read, without tokens."""
+        """Return the content read so far and the unread text, without tokens of the format."""
         return "".join([*self.content, *_TOKEN.split(self._text[self._position :])]).strip()
 
     def _read_end(self) -> None:

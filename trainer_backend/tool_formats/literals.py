@@ -35,15 +35,15 @@ _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", r
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _NAME = re.compile(r"[^\s()\[\]{}=,:'\"<>|]+")
 _WORD = re.compile(r"[^\s,:()\[\]{}<>'\"]+")
-# Numbers as Python and jinja print them. More digits than an interpreter takes are a ValueError.
+# Numbers as Python and jinja print them. `int` raises ValueError for too many digits.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class LiteralReader:
     """Reads literals from a position of a text on. Raises ValueError, or RecursionError if nested too deeply.
 
-    `quotes` surround texts. Where they are not Python's, nothing is escaped inside them, and keys of objects
-    stand without them.
+    `quotes` are the quotation marks of strings. With Python's, strings have escapes; with others they have
+    none, and keys of objects are written without quotation marks.
     """
 
     def __init__(self, text: str, position: int, quotes: tuple[str, ...]) -> None:
@@ -53,7 +53,7 @@ class LiteralReader:
         self._has_escapes = quotes == _PYTHON_QUOTES
 
     def take(self, token: str) -> bool:
-        """Whether the token comes next, after white space; it is then read."""
+        """Skip white space and the token, if it comes next; return whether it did."""
         start = skip_space(self.text, self.position)
         is_next = self.text.startswith(token, start)
         self.position = start + len(token) if is_next else self.position
@@ -77,10 +77,10 @@ class LiteralReader:
             return self._list("]")
         if self.take("("):
             return self._list(")")
-        return self.mapping() if self.take("{") else _number_or_word(self.word(_WORD))
+        return self.mapping() if self.take("{") else _parse_number_or_word(self.word(_WORD))
 
     def mapping(self) -> dict[str, object]:
-        """The rest of an object, after its opening brace."""
+        """Read an object, after its opening brace."""
         items: dict[str, object] = {}
         while not self.take("}"):
             key = self._key()
@@ -92,7 +92,7 @@ class LiteralReader:
         return items
 
     def arguments(self) -> dict[str, object]:
-        """The rest of `name(key=value, ...)`, after its opening parenthesis."""
+        """Read the arguments of `name(key=value, ...)`, after the opening parenthesis."""
         items: dict[str, object] = {}
         while not self.take(")"):
             key = self.word(_NAME)
@@ -128,18 +128,18 @@ class LiteralReader:
         for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self.text, start):
             if match[0] == quote:
                 self.position = match.end()
-                return _ESCAPE.sub(_unescaped, self.text[start : match.start()])
-        raise ValueError(f"{quote} is missing after a text")
+                return _ESCAPE.sub(_unescape, self.text[start : match.start()])
+        raise ValueError(f"{quote} is missing at the end of a string")
 
 
-def _unescaped(match: re.Match[str]) -> str:
+def _unescape(match: re.Match[str]) -> str:
     escape = match[1]
     if len(escape) > 1:
-        return chr(int(escape[1:], 16))  # beyond Unicode: a ValueError
+        return chr(int(escape[1:], 16))  # ValueError beyond Unicode
     return _ESCAPED.get(escape, escape if escape in "\\'\"" else match[0])
 
 
-def _number_or_word(word: str) -> object:
+def _parse_number_or_word(word: str) -> object:
     if word in WORDS:
         return WORDS[word]
     if not (match := _NUMBER.fullmatch(word)):
@@ -148,7 +148,7 @@ def _number_or_word(word: str) -> object:
 
 
 def read_pythonic(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a list of calls with named arguments, or one call; or calls in JSON."""
+    """Read calls in Python's syntax, one or a list of them, or in JSON."""
     if text[skip_space(text, start) :].removeprefix("[").lstrip().startswith("{"):
         value, end = read_json(text, start)
         return as_calls(value), expect(text, end, _LFM2_CLOSE)
@@ -187,7 +187,7 @@ def read_gemma(
 
 # Liquid's chat templates.
 parse_lfm2 = partial(parse_marked, opening=LFM2_OPEN, read=read_pythonic)
-# Google's prompt formats of Gemma 4 and of FunctionGemma. A template drops reasoning from the content.
+# Google's prompt formats of Gemma 4 and FunctionGemma. Gemma 4's template drops reasoning in the content.
 parse_gemma4 = partial(
     parse_marked,
     opening=GEMMA_OPEN,

@@ -9,14 +9,14 @@ from trainer_backend.tool_formats.calls import (
     unreadable,
 )
 
-# The models write it before a call if they know of built-in tools.
+# Models that were told of built-in tools write it before a call.
 PYTHON_TAG = "<|python_tag|>"
 
 
 def parse_llama(text: str, tools: Tools) -> ParsedReply:
     """Parse one call, at the beginning or after `<|python_tag|>`.
 
-    A second call is an error: the chat templates of these models refuse a message with two.
+    A second call is an error: the chat templates of these models refuse a message with two calls.
 
     Source: Meta's prompt format of Llama 3.1, "JSON based tool calling".
     """
@@ -24,7 +24,7 @@ def parse_llama(text: str, tools: Tools) -> ParsedReply:
     if not tag and not text.lstrip().startswith("{"):
         return ParsedReply(text)
     try:
-        call, rest = _call(body if tag else text)
+        call, rest = _read_call(body if tag else text)
     except (ValueError, RecursionError) as error:
         return unreadable(text, 1, error)
     if rest.lstrip("; \t\r\n").startswith(("{", PYTHON_TAG)):
@@ -32,8 +32,8 @@ def parse_llama(text: str, tools: Tools) -> ParsedReply:
     return ParsedReply(((before if tag else "") + rest).strip(), (call,))
 
 
-def _call(body: str) -> tuple[ParsedCall, str]:
+def _read_call(body: str) -> tuple[ParsedCall, str]:
     value, end = read_json(body)
-    # Llama 3.2 also uses the key of other families.
+    # Llama 3.2 also writes `arguments`, as other families do.
     key = "arguments" if isinstance(value, dict) and "parameters" not in value else "parameters"
     return as_call(value, key=key), body[end:]

@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain text in tags of their own; the tool's schema tells which are strings.
+"""Calls whose arguments are plain text, each in its own tag; the tool's schema tells which are strings.
 
 Qwen3-Coder, Qwen3.5, Nemotron 3:
 
@@ -46,7 +46,7 @@ def read_qwen3_coder(text: str, start: int, tools: Tools) -> tuple[list[ParsedCa
     while text.startswith(PARAMETER, skip_space(text, position)):
         key, position = read_until(text, expect(text, position, PARAMETER), ">")
         value, position = read_until(text, position, END_PARAMETER)
-        # One newline on either side belongs to the format, further ones to the value.
+        # The first newline on either side belongs to the format; any others belong to the value.
         texts[key] = value.removeprefix("\n").removesuffix("\n")
     position = expect(text, expect(text, position, END_FUNCTION), CLOSE)
     return [_typed_call(name, texts, tools)], position
@@ -58,7 +58,7 @@ def read_glm(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int
     position = min(ends, default=len(text))
     name = text[start:position].strip()
     if not name:
-        raise ValueError("it names no tool")
+        raise ValueError("the name of the tool is missing")
     texts: dict[str, str] = {}
     while text.startswith(KEY, skip_space(text, position)):
         key, position = read_until(text, expect(text, position, KEY), END_KEY)

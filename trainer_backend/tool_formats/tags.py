@@ -1,9 +1,9 @@
 """Calls between two marks, possibly after reasoning and with text around them.
 
-Most formats are of this kind; they differ in the marks, and in what stands between them:
+Most formats are of this kind; they differ in the marks and in the syntax between them:
 
 Hermes, Qwen2.5, Qwen3, Granite 4: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-Granite 3, Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, and perhaps `<|/tool_call|>`.
+Granite 3, Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, optionally `<|/tool_call|>`.
 Nemotron Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`.
 Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`.
 DeepSeek V3, R1, V3.1: a list of names and arguments in marks with wide bars, see `read_deepseek`.
@@ -34,12 +34,12 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What surrounds reasoning; the first mark may stand in the prompt."""
+    """The marks around reasoning; the prompt may already contain the first."""
 
     start: str
     end: str
     is_apart: bool = False
-    """Whether a message has the reasoning apart from its content, since templates refuse or drop it there."""
+    """Whether reasoning is a field of the message, because templates refuse or drop it in the content."""
 
 
 THINK = ReasoningMarks(THINK_START, THINK_END)
@@ -47,9 +47,9 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
 
 def split_reasoning(content: str, template: str) -> tuple[str, str]:
-    """Return the reasoning at the beginning of a message's content, and the rest; "" if there is none.
+    """Split a message's content into the reasoning at its beginning ("" if there is none) and the rest.
 
-    Only marks that the chat template knows count.
+    Only marks that the chat template contains count.
     """
     for marks in (THINK, MISTRAL_THINK):
         before, end, rest = content.partition(marks.end)
@@ -61,9 +61,9 @@ def split_reasoning(content: str, template: str) -> tuple[str, str]:
 def parse_marked(
     text: str, tools: Tools, *, opening: str, read: ReadCalls, reasoning: ReasoningMarks = THINK
 ) -> ParsedReply:
-    """Return the calls of a reply; all other text stays as content, also reasoning unless it is apart.
+    """Parse a reply; all text outside calls is content, including reasoning unless `reasoning.is_apart`.
 
-    `read` begins behind an opening mark and ends behind the closing one.
+    `read` starts after an opening mark and ends after the closing mark.
     """
     marks = reasoning
     if text.lstrip().startswith(marks.start):
@@ -72,9 +72,9 @@ def parse_marked(
             error = f"the reasoning was not ended with {marks.end}: no call follows it"
             return ParsedReply(text, error=error)
         return _after_reasoning(text, end + len(marks.end), tools, opening, read, marks)
-    reply = _calls(text, 0, tools, opening, read)
-    # The prompt may contain the mark that starts reasoning, and a call the other one as text. Text before
-    # that mark is reasoning, not a call.
+    reply = _parse_calls(text, 0, tools, opening, read)
+    # If the prompt opened the reasoning, the reply has only its end mark, and the text before is no call.
+    # An argument of a call may contain the end mark as text.
     if marks.end in text and (reply.error is not None or marks.end in reply.content):
         end = text.index(marks.end) + len(marks.end)
         return _after_reasoning(text, end, tools, opening, read, marks)
@@ -84,15 +84,15 @@ def parse_marked(
 def _after_reasoning(
     text: str, position: int, tools: Tools, opening: str, read: ReadCalls, marks: ReasoningMarks
 ) -> ParsedReply:
-    """Parse a reply whose reasoning, with its marks, ends at the position."""
+    """Parse a reply whose reasoning, end mark included, ends at `position`."""
     if not marks.is_apart:
-        return _calls(text, position, tools, opening, read)
-    reply = _calls(text[position:], 0, tools, opening, read)
+        return _parse_calls(text, position, tools, opening, read)
+    reply = _parse_calls(text[position:], 0, tools, opening, read)
     thought = text[:position].lstrip().removeprefix(marks.start).removesuffix(marks.end).strip()
     return replace(reply, content=reply.content.strip(), reasoning=thought)
 
 
-def _calls(text: str, position: int, tools: Tools, opening: str, read: ReadCalls) -> ParsedReply:
+def _parse_calls(text: str, position: int, tools: Tools, opening: str, read: ReadCalls) -> ParsedReply:
     """Parse the calls from `position` on; the text before it is content."""
     calls: list[ParsedCall] = []
     content = text[:position]
@@ -109,9 +109,9 @@ def _calls(text: str, position: int, tools: Tools, opening: str, read: ReadCalls
 def read_json_calls(
     text: str, start: int, tools: Tools, *, closings: tuple[str, ...]
 ) -> tuple[list[ParsedCall], int]:
-    """Read a call, or a list of calls, in JSON, and the mark behind it.
+    """Read a call, or a list of calls, in JSON, and one of the closing marks.
 
-    The JSON decoder finds the end, since an argument may contain the closing mark as text.
+    The JSON decoder finds the end, because an argument may contain the closing mark as text.
     """
     value, end = read_json(text, start)
     return as_calls(value), expect(text, end, *closings)
@@ -126,7 +126,7 @@ def write_hermes(calls: Sequence[ParsedCall]) -> str:
     return "\n".join([f"{OPEN}\n{write_json(call)}\n{CLOSE}" for call in calls])
 
 
-# IBM's and Microsoft's chat templates. Granite ends a list by the end of its answer alone.
+# IBM's and Microsoft's chat templates. Granite writes no closing mark: its answer ends with the list.
 LIST_OPEN, LIST_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 parse_granite3 = partial(
     parse_marked, opening=LIST_OPEN, read=partial(read_json_calls, closings=(LIST_CLOSE, ""))
@@ -142,7 +142,7 @@ CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read_mistral(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read calls in the form of either generation; ids written by the model are ignored."""
+    """Read calls in the old syntax (a JSON list) or the new one (a name and arguments); ids are ignored."""
     if text.startswith("[", skip_space(text, start)):
         value, end = read_json(text, start)
         return as_calls(value), end
@@ -162,14 +162,14 @@ _CALL_OPEN, _SEPARATOR, _CALL_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool�
 
 
 def read_deepseek(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a list of calls. Their arguments are an object (V3.1), or one in a block of Markdown (V3, R1)."""
+    """Read a list of calls. Arguments are a JSON object (V3.1), or a Markdown block with one (V3, R1)."""
     calls: list[ParsedCall] = []
     position = start
     while not calls or not text.startswith(_DEEPSEEK_CLOSE, skip_space(text, position)):
         position = expect(text, position, _CALL_OPEN)
         name, position = read_until(text, position, _SEPARATOR)
         is_block = not text.startswith("{", skip_space(text, position))
-        if is_block:  # the first word is then the type of the call
+        if is_block:  # the type of the call comes before the separator, its name after
             name, position = read_until(text, position, "\n")
             position = expect(text, position, "```json")
         value, position = read_json(text, position)

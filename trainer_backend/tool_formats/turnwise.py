@@ -1,7 +1,7 @@
-"""The presets' own format: `<|call|> tool_name {json}`, and a short form where one tool takes one argument.
+"""The presets' own format: `<|call|> tool_name {json}`, or a short form if the only tool has one argument.
 
-The short form gives the argument alone: `<|call|> item item` for a list of named items, `<|call|> item` for a
-single one. The presets' chat template (models/tokenizer.py) writes calls by the same rule.
+The short form is the argument alone: `<|call|> item item` for a list of enum values, `<|call|> item` for one.
+The presets' chat template (models/tokenizer.py) writes calls by the same rule.
 """
 
 import json
@@ -23,7 +23,7 @@ CALL = "<|call|>"
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The only tool and its only argument: a list of named items, or one of them."""
+    """The only tool and its only argument, which is an enum value or a list of enum values."""
 
     tool: str
     argument: str
@@ -31,7 +31,7 @@ class ShortForm:
 
     @classmethod
     def of(cls, tools: Tools) -> "ShortForm | None":
-        """None where the tools do not allow it."""
+        """Return the short form of these tools; None if they do not allow it."""
         if len(tools) != 1 or not isinstance(function := tools[0].get("function"), Mapping):
             return None
         properties = argument_schemas(tools, function.get("name", ""))
@@ -55,21 +55,21 @@ def parse_turnwise(text: str, tools: Tools) -> ParsedReply:
     calls: list[ParsedCall] = []
     for body in bodies:
         try:
-            calls.append(_call(body.strip(), short_form))
+            calls.append(_read_call(body.strip(), short_form))
         except (ValueError, RecursionError) as error:
             return unreadable(text, len(calls) + 1, error)
     return ParsedReply(content, tuple(calls))
 
 
-def _call(body: str, short_form: ShortForm | None) -> ParsedCall:
+def _read_call(body: str, short_form: ShortForm | None) -> ParsedCall:
     name, _, arguments = body.partition(" ")
     if arguments.lstrip().startswith("{"):
         value, end = read_json(arguments)
         if arguments[end:].strip():
-            raise ValueError("text follows its JSON")
+            raise ValueError("text follows the call's JSON")
         return as_call({"name": name, "arguments": value})
     if short_form is None:
         raise ValueError("expected a tool's name and a JSON object")
     if not body:
-        raise ValueError("it names nothing")
+        raise ValueError("the call is empty")
     return short_form.call(body)

@@ -54,7 +54,7 @@ def loss_and_gradient(of, given):
 def test_samples_of_an_equal_policy_have_ratio_1_and_train_as_the_actors_own(kind, level):
     of = objective(kind, level)
     given = tokens(of)
-    levelled, denominators = of.levelled(given, of.unit_logs(given)), of.denominators(given)
+    levelled, denominators = of.level_logprobs(given, of.unit_logs(given)), of.denominators(given)
     assert torch.equal(levelled, denominators)
     found = clip_metrics(levelled, denominators, ADVANTAGES, WEIGHTS, CLIP)
     assert (found["loss/ratio_min"], found["loss/ratio_max"]) == (1.0, 1.0)

@@ -158,10 +158,10 @@ def test_a_segment_has_the_experts_of_each_token_where_a_call_names_them():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"first": 4}, "and the call has 4"),
+        ({"first": 4}, "but the call has 4"),
         ({"data": "AAAA"}, "no base64 of 2 numbers a token"),  # three bytes
         ({"data": "?"}, "no base64"),
-        ({"per_token": 1}, "experts of .1, 2. numbers a token"),
+        ({"per_token": 1}, "experts of .1, 2. numbers per token"),
     ],
 )
 def test_experts_that_fit_no_token_are_refused(change, reason):

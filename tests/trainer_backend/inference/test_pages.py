@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainer_backend.inference.pages import PAGE, PagePool, pages_for, victim
+from trainer_backend.inference.pages import PAGE, PagePool, choose_victim, pages_for
 from trainer_backend.inference.prefixes import BLOCK
 
 SLAB, LIMIT = 4, 14
@@ -186,5 +186,5 @@ def test_memory_is_not_given_back_under_a_row():
 
 
 def test_the_youngest_row_makes_room_and_the_last_one_cannot():
-    assert victim([3, 7, 5]) == 1
-    assert victim([3]) is None
+    assert choose_victim([3, 7, 5]) == 1
+    assert choose_victim([3]) is None

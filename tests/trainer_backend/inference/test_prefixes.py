@@ -93,8 +93,8 @@ def filled_cache(slots: int = 4) -> SlotCache:
 
 def run_and_end(prefixes: Prefixes, row: int, prompt: list[int], sampled: list[int]) -> None:
     held = Prefix(prompt)
-    prefixes.runs(held, row)
-    prefixes.ends(held, row, prompt + sampled)
+    prefixes.start_row(held, row)
+    prefixes.end_row(held, row, prompt + sampled)
 
 
 def known(prefixes: Prefixes, wanted: list[int]) -> int:
@@ -103,20 +103,20 @@ def known(prefixes: Prefixes, wanted: list[int]) -> int:
 
 def test_a_running_row_is_known_by_its_prompt_and_an_ended_one_with_what_it_sampled():
     prefixes, held = Prefixes(filled_cache(), most=4), Prefix(ids(100))
-    prefixes.runs(held, 0)
+    prefixes.start_row(held, 0)
     assert known(prefixes, ids(150)) == 100
-    prefixes.ends(held, 0, ids(140))
+    prefixes.end_row(held, 0, ids(140))
     assert known(prefixes, ids(150)) == 140 and len(prefixes.copies) == 1
 
 
 def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     cache = filled_cache()
     prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
-    prefixes.runs(held, 2)
+    prefixes.start_row(held, 2)
     assert prefixes.fill(prefixes.find(held), 0, room=200) == 100
     row = cache.copy_out(0, 101).tensors
     assert row[1][:, :100].unique().tolist() == [2.0] and row[1][:, 100].unique().tolist() == [0.0]
-    prefixes.ends(held, 2, ids(100))
+    prefixes.end_row(held, 2, ids(100))
     assert prefixes.fill(prefixes.find(held), 1, room=200) == 100
     assert cache.copy_out(1, 100).tensors[2].unique().tolist() == [-2.0]
 
@@ -154,18 +154,18 @@ def test_what_is_kept_already_is_not_kept_twice():
 def test_what_is_forgotten_seeds_nothing_and_is_not_kept_at_its_end():
     prefixes, running = Prefixes(filled_cache(), most=4), Prefix(ids(100))
     run_and_end(prefixes, 0, ids(100, seed=1), [])
-    prefixes.runs(running, 0)
+    prefixes.start_row(running, 0)
     prefixes.forget([running])
     assert [known(prefixes, ids(100, seed)) for seed in (0, 1)] == [0, 0]
-    prefixes.ends(running, 0, ids(100))
+    prefixes.end_row(running, 0, ids(100))
     assert len(prefixes.copies) == 0
 
 
 def test_without_a_place_nothing_is_kept_or_found():
     prefixes, held = Prefixes(filled_cache(), most=0), Prefix(ids(100))
-    prefixes.runs(held, 0)
+    prefixes.start_row(held, 0)
     assert known(prefixes, ids(100)) == 0
-    prefixes.ends(held, 0, ids(100))
+    prefixes.end_row(held, 0, ids(100))
     assert len(prefixes.copies) == 0
 
 
@@ -232,7 +232,7 @@ def uncut(most: int) -> Prefixes:
 
 def test_where_a_prompt_parts_from_a_known_one_a_mark_is_due_at_the_end_of_the_block_before():
     prefixes, held = uncut(most=4), Prefix(ids(200))
-    prefixes.runs(held, 3)
+    prefixes.start_row(held, 3)
     assert prefixes.find(Prefix([*ids(110), 5000])) == Match(None, 0, lost=110, mark=96)
     assert prefixes.find(Prefix(ids(110))) == Match(None, 0, lost=110, mark=110), "all of the prompt"
     assert prefixes.find(Prefix(ids(250))) == Match(None, 0, lost=200, mark=200), "all of the known one"

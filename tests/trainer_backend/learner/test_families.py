@@ -124,9 +124,9 @@ def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
 
 
 def test_more_layers_than_the_model_has_are_refused_with_their_number():
-    with pytest.raises(JobError, match=r"gradient_checkpointing.* 5 layers, and the model has 4"):
+    with pytest.raises(JobError, match=r"gradient_checkpointing.* 5 layers, but the model has 4"):
         checkpoint_layers(tiny_model("llama", num_hidden_layers=4), 5)
-    with pytest.raises(JobError, match="3 layers, and the model has 2"):
+    with pytest.raises(JobError, match="3 layers, but the model has 2"):
         refuse_more_layers(ModelTable(preset="tiny-0.3m"), 3)
 
 
@@ -267,7 +267,7 @@ def test_adapters_of_experts_resume_bit_for_bit_and_transformers_loads_them_with
         ({"dropout": 0.1}, "lora.dropout is 0.1"),
         ({"dtype": torch.bfloat16}, "in bfloat16 most of a small product is rounded away"),
         ({"ranks": 2}, "2 ranks share"),
-        ({"engine": "vllm"}, "vLLM servers are given adapters of linear layers alone"),
+        ({"engine": "vllm"}, "vLLM servers take adapters of linear layers only"),
     ],
 )
 def test_adapters_of_experts_are_refused_where_they_would_not_be_exact(changes, says: str):
@@ -282,8 +282,8 @@ def test_adapters_of_experts_are_refused_where_they_would_not_be_exact(changes, 
 @pytest.mark.parametrize(
     ("family", "target", "says"),
     [
-        ("qwen3_moe", "gate_up_proj", r"one tensor a layer \(.*\), named as experts.gate_up_proj"),
-        ("nemotron_h", "out_proj", "whose weight a kernel of its layer reads without an adapter"),
+        ("qwen3_moe", "gate_up_proj", r"one tensor per layer \(.*\), named experts.gate_up_proj"),
+        ("nemotron_h", "out_proj", "whose weight its layer reads directly, without the adapter"),
         ("llama4_text", "router", "a Llama4Router, which computes more than a product"),
     ],
 )
@@ -293,7 +293,7 @@ def test_a_layer_whose_adapter_would_not_be_computed_is_refused(family: str, tar
 
 
 def test_a_loss_of_routers_is_refused_where_the_model_has_none(tokenizer):
-    for family, says in (("granite", "has no experts"), ("glm4_moe", "balances experts otherwise")):
+    for family, says in (("granite", "has no experts"), ("glm4_moe", "balances experts without a loss")):
         with pytest.raises(JobError, match=f"is 0.1, but .*{says}"):
             learner_of_family(tokenizer, family, training__router_aux_coef=0.1)
 

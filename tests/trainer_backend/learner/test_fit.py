@@ -127,7 +127,7 @@ def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():
 
 def test_what_no_setting_makes_fit_is_told_with_what_it_still_needs():
     proposal = propose(make_search(1.2, **SAMPLES_HERE))
-    assert not proposal.fits and str(proposal).startswith("no settings that are tried here are enough: with ")
+    assert not proposal.fits and str(proposal).startswith("none of the tried settings is enough: with ")
 
 
 def test_servers_of_a_run_take_gpus_from_the_last_one_and_their_share_of_it():

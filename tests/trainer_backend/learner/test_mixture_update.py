@@ -239,7 +239,7 @@ def test_an_id_that_the_actor_does_not_know_is_named_by_its_turn(tokenizer, kl_c
         ids = second.token_ids.copy()
         ids[position] = value
         given = replace(episode, segments=[first, replace(second, token_ids=ids)])
-        told = rf"r0, turn 2, token {position}: token id {value}, and the actor knows the ids 0 to {rows - 1}"
+        told = rf"r0, turn 2, token {position}: token id {value}, but the actor knows the ids 0 to {rows - 1}"
         with pytest.raises(SegmentError, match=told):
             learner.update([given], iteration=1)
         with pytest.raises(SegmentError, match=told):

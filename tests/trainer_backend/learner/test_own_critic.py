@@ -145,7 +145,7 @@ def test_checkpointed_layers_are_computed_again_and_give_the_same_gradient(token
 
 def test_a_token_beyond_its_vocabulary_is_refused_with_its_place(tokenizer):
     foreign = segment("r0", [5, 6, 7], [20, 10**6], [-1.0, -1.0])
-    with pytest.raises(SegmentError, match="rollout r0, turn 1, token 4: token id 1000000, and the actor"):
+    with pytest.raises(SegmentError, match="rollout r0, turn 1, token 4: token id 1000000, but the actor"):
         scored(make_own_critic(tokenizer), [foreign])
 
 

@@ -242,7 +242,7 @@ def test_experts_that_the_model_has_not_are_refused():
     )
     known[1, 0] = count
     part = segment_from(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
-    with pytest.raises(SegmentError, match=f"experts up to {count}, and a layer of the actor has {count}"):
+    with pytest.raises(SegmentError, match=f"experts up to {count}, but a layer of the actor has {count}"):
         refuse_unknown([part], model)
     one_each = torch.zeros((1, 4, routers), dtype=torch.int64)
     with pytest.raises(ModelFolderError, match="1 experts a layer are recorded"), replaying(model, one_each):

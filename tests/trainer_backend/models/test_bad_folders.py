@@ -93,9 +93,13 @@ QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
         (
             "qwen3",
             with_keys("generation_config", eos_token_id=[640]),
-            "id 640, which is None to the",
+            "id 640, but the tokenizer's None",
         ),
-        ("qwen3", with_keys("config", **QUANTISED), "are quantised .*Take the model that it was made from"),
+        (
+            "qwen3",
+            with_keys("config", **QUANTISED),
+            "are quantised .*Use the model from which it was quantised",
+        ),
         ("qwen3", pickled("pytorch_model.bin"), "only pickled weights, which are refused"),
         ("qwen3", pickled("consolidated.00.pth"), "only pickled weights, which are refused"),
         ("qwen3", pickled("model.ckpt"), "only pickled weights, which are refused"),
@@ -133,7 +137,7 @@ def test_an_index_that_names_what_is_outside_of_its_folder(name: str, copied, tm
     (tmp_path / "x").touch()  # it is there: what is refused is its name
     written = str(tmp_path / "x") if name == "outside" else name
     (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": written}}))
-    refused(folder, "which is no name of a file in this folder")
+    refused(folder, "which is not a file in this folder")
 
 
 def test_weights_that_miss_a_tensor_are_not_completed_with_random_numbers(copied):
@@ -156,7 +160,7 @@ def test_another_models_tokenizer_that_happens_to_fit(model_folders: Mapping[str
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folders["llama"] / name, folder / name)
     edit_json(folder / "config.json", eos_token_id=300)
-    refused(folder, r"config\.json ends texts with id 300, which is '.+' to the tokenizer and not special")
+    refused(folder, r"config\.json ends texts with id 300, but the tokenizer's '.+' is no special token")
 
 
 def test_a_tied_head_and_old_rotary_buffers_may_lie_in_the_file(copied):
@@ -174,7 +178,7 @@ def test_a_model_with_code_of_its_own_runs_none_of_it(copied):
     (folder / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
     names = {"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
     edit_json(folder / "config.json", model_type="own", auto_map=names)
-    refused(folder, "no code of a model is run")
+    refused(folder, "which is never run")
     edit_json(folder / "config.json", model_type="qwen3", auto_map=names)
     load_named(ModelTable(path=folder))  # transformers knows this one itself
     edit_json(
@@ -182,7 +186,7 @@ def test_a_model_with_code_of_its_own_runs_none_of_it(copied):
         tokenizer_class="OwnTokenizer",
         auto_map={"AutoTokenizer": ["modeling_own.Own", "modeling_own.Own"]},
     )
-    refused(folder, "tokenizer_class 'OwnTokenizer' brings Python code of its own")
+    refused(folder, "tokenizer_class 'OwnTokenizer' has Python code of its own")
     assert not ran.exists()
 
 

@@ -71,7 +71,9 @@ def test_a_cached_model_is_loaded_without_a_network(
         HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE=True,
     )  # fmt: skip
     assert by_branch == by_commit and by_branch.startswith("Qwen3ForCausalLM")
-    assert other_branch.startswith("model.name 'Qwen/Qwen3-Tiny' at 'v2': it is not whole in the hub's cache")
+    assert other_branch.startswith(
+        "model.name 'Qwen/Qwen3-Tiny' at 'v2': it is incomplete in the hub's cache"
+    )
     assert f"({tmp_path}), and the hub cannot be reached" in unknown
     assert "hf download Qwen/Qwen3-Tinny" in unknown and "model.path" in unknown
     assert "1 of 3 shards are missing" in not_whole
@@ -108,7 +110,7 @@ def test_what_the_hub_refuses_is_told_apart(load: Callable[..., list[str]], hub:
         ("org/none", ""), ("org/gated", ""), HF_HUB_CACHE=str(tmp_path), ENDPOINT=hub, HF_HUB_OFFLINE=False
     )
     assert unknown.startswith("model.name 'org/none': the hub has no such model or revision")
-    assert gated.startswith("model.name 'org/gated': the hub gives it out only to who accepted its terms")
+    assert gated.startswith("model.name 'org/gated': the hub requires that you accept the model's terms")
 
 
 def job_file(tmp_path: Path, model: str) -> Path:

@@ -101,7 +101,7 @@ async def test_a_learner_has_one_run_at_a_time_and_the_next_once_that_has_ended(
     machine = Machine()
     with learner(machine) as url:
         async with orchestrator(url, tmp_path / "one", "one"):
-            words = "this learner works for the run 'one', and it serves one alone"
+            words = "this learner works for the run 'one'; two runs would update"
             await refused(orchestrator(url, tmp_path / "two", "two"), LearnerBusy, words)
             # A later start of the same run holds its lock: the one before is gone.
             async with orchestrator(url, tmp_path / "one", "one") as later:
@@ -120,7 +120,7 @@ async def test_a_learner_that_was_restarted_between_two_calls_is_lost_and_not_ta
     port = int(url.rpartition(":")[2])
     with learner(machine, port=port):
         with pytest.raises(
-            LearnerLost, match="has been restarted, and lacks the state from before this call"
+            LearnerLost, match="has been restarted, and has lost the state from before this call"
         ):
             process.plan_memory(None, [])
         await process.__aexit__(None, None, None)

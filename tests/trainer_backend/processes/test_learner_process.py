@@ -316,7 +316,7 @@ def test_two_orchestrators_on_one_learner_and_a_call_during_another_are_refused(
     with served(host) as connect:
         own = connect()
         thread = asking(own, host)
-        with pytest.raises(LearnerBusy, match=r"works for the run 'run', and it serves one alone"):
+        with pytest.raises(LearnerBusy, match=r"works for the run 'run'; two runs would update"):
             connect(session="other/two").ask("update", [], 1, None)
         second = connect()
         second._number = 1

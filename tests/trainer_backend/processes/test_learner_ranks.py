@@ -147,7 +147,7 @@ def test_a_rank_whose_disk_is_full_ends_the_save_and_nothing_is_left_of_it(
 
 
 def test_a_job_of_another_number_of_ranks_is_refused(runs, group):
-    with pytest.raises(JobError, match="2 ranks, and the job wants 3"):
+    with pytest.raises(JobError, match="2 ranks, but the job has 3"):
         group.connection.ask("open", dump_job(tiny_job(**TABLES, learner__nproc_per_node=3)))
     group.connection.ask("open", dump_job(JOB))
 

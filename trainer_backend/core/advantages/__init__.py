@@ -1,1 +1,1 @@
-"""Advantage estimators, one a file; `trainer_backend.plugins.ESTIMATORS` names them."""
+"""Advantage estimators, one per file; `trainer_backend.plugins.ESTIMATORS` lists them."""

@@ -22,7 +22,7 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class BranchKeys(EstimatorKeys):
-    """How many branches are played."""
+    """Keys of the number of branches."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
     """branch, train_branches: decisions per episode from which others play on"""
@@ -31,24 +31,24 @@ class BranchKeys(EstimatorKeys):
 
 
 def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
-    """The baseline of a decision is the mean return of the branches from the state before it.
+    """Compare a decision's return with the mean return of the branches from the state before it.
 
         A_t = G_t - 1/K * sum_k G^(k)_t        decisions with K >= 1 branches
-        A_t = that of `stepwise`               all others
+        A_t of `stepwise`                      all others
 
     G^(k)_t is the discounted return of the k-th branch: the same policy in the world of s_t. The policy draws
     new random numbers. The world does not: a snapshot restores its generator, so branch and episode share its
-    draws until their actions differ, which usually lowers the variance. The baseline may depend on those
-    draws, because a_t does not. Which decisions have branches is settled before they are made
-    (`branch_turns`), so the policy gradient is unbiased (gamma 1, fixed denominators). Branches are trained
-    only with `train_branches` (`core.forks`).
+    draws until their actions differ, which usually lowers the variance. The baseline may depend on these
+    draws, because a_t does not. The decisions with branches are chosen before they are made (`branch_turns`),
+    so the policy gradient is unbiased (gamma 1, fixed denominators). Branches are trained only with
+    `train_branches` (`core.forks`).
 
     Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
     """
     others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
-    of_episodes = [_of_episode(*row, keys.gamma) for row in rows]
+    of_episodes = [_compare_episode(*row, keys.gamma) for row in rows]
     advantages = [own_T for own_T, _ in of_episodes]
     measured = [
         (own, other)
@@ -66,10 +66,10 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     return Advantages(advantages, diagnostics, _parts(episodes, others, [row_T for _, row_T in of_episodes]))
 
 
-def _of_episode(
+def _compare_episode(
     episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
 ) -> tuple[list[float], list[float | None]]:
-    """[T] advantages and [T] baselines of an episode; those of `stepwise` where it has no branches."""
+    """Return [T] advantages and [T] baselines of an episode; those of `stepwise` for unbranched decisions."""
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -93,7 +93,7 @@ def _of_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """The parts of `stepwise`, with these baselines and the number of branches behind each."""
+    """Return the parts of `stepwise` with these baselines, and the number of branches of each."""
     compared = [
         [
             None if branches else others
@@ -124,19 +124,19 @@ def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -
 
 
 def branch_group(rollout_id: str, turn: int) -> str:
-    """The name of the group that plays on from before a decision of a rollout."""
+    """Return the name of the group of branches from before a decision of a rollout."""
     return f"{rollout_id.replace(':', '.')}/branch-{turn}"
 
 
 def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]]:
-    """Finished branches, by the rollout and the turn before which they left it."""
+    """Group finished branches by their parent rollout and the turn before which they start."""
     found: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in sorted(branches, key=lambda item: item.sibling):
         episode = rollout.trajectory
         if episode is None or episode.parent_rollout_id is None or episode.parent_turn is None:
             continue
-        of_parent = found.setdefault(episode.parent_rollout_id, {})
-        of_parent.setdefault(episode.parent_turn + 1, []).append(rollout)
+        turns = found.setdefault(episode.parent_rollout_id, {})
+        turns.setdefault(episode.parent_turn + 1, []).append(rollout)
     return found
 
 

@@ -1,4 +1,4 @@
-"""How an advantage follows from its parts: equations for checks, and words for people."""
+"""Equations that derive an advantage from its parts, for checks, with words for readers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +53,15 @@ Numbers = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """An estimator's way from the parts of a decision to its advantage."""
+    """An estimator's derivation of an advantage from the parts of a decision."""
 
     equations: tuple[str, ...] = ()
-    """Such as "advantage = return - baseline". The right side holds names of PARTS, `reward` (r_t), + - * /
-    and parentheses; the last equation gives the advantage."""
+    """Such as "advantage = return - baseline". The right side has names of PARTS, `reward` (r_t), + - * / and
+    parentheses; the last equation gives the advantage."""
     words: tuple[tuple[str, str], ...] = ()
     """Pairs of a name and the meaning of its number, such as ("baseline", "mean of {compared} sibling[s]").
-    The part named in braces replaces the braces; [s] is dropped where it is 1. Words are dropped where the
-    decision lacks that part."""
+    The value of the part in braces replaces the braces; [s] is dropped for 1. Words are dropped if the
+    decision lacks the part."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
         """Return each equation whose numbers are all known, with its numbers, and words about them.
@@ -102,7 +102,7 @@ def substitution(equation: str, number: Callable[[str], str]) -> str:
 
 
 def _phrase(words: str, known: Mapping[str, float]) -> str:
-    """Return the words with their counts; "" where a count is unknown."""
+    """Return the words with their counts; "" if a count is unknown."""
     counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
     if None in counts.values():
         return ""

@@ -1,8 +1,8 @@
-"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode.
+"""The inputs and outputs of every estimator, and the shared code for one advantage per episode.
 
 An estimator takes all episodes of the batch, groups in any order, and its keys. It returns an `Advantages`:
-the [T] advantages of each episode, their parts, and counts. It raises an AdvantageError where `siblings`
-does, and for an episode without what its plug says that it needs: state keys, texts, values or branches.
+the [T] advantages of each episode, their parts, and counts. It raises an AdvantageError as `siblings`, and if
+an episode lacks inputs that its plug needs: state keys, texts, values or branches.
 """
 
 import math
@@ -20,12 +20,12 @@ from trainer_backend.errors import AdvantageError, place
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRewards:
-    """One episode as an estimator sees it."""
+    """The inputs of an estimator for one episode."""
 
     rollout_id: str
-    """Named in errors."""
+    """For errors."""
     group_id: str
-    """Episodes with the same one are siblings: same environment, same start."""
+    """Equal for siblings: same environment, same start."""
     rewards_T: Sequence[float]
     """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
@@ -36,36 +36,36 @@ class EpisodeRewards:
     values_T: Sequence[float] = ()
     """[T] V(s_t) of a critic, in reward units."""
     token_values: ByToken | None = None
-    """V of a critic that was trained by token, where each sampled token is predicted."""
+    """V of a critic that was trained by token, at the prediction of each sampled token."""
     branch_returns_T: Sequence[Sequence[float]] = ()
     """[T] discounted returns of the branches from before each decision; most decisions have none."""
     final_score: float | None = None
-    """Score of the whole episode, where it is not the sum of its rewards."""
+    """Score of the whole episode, if it is not the sum of its rewards."""
     truncated: bool = False
-    """Whether a limit cut it short while its policy could have continued."""
+    """Whether a limit cut the episode short while the policy could have continued."""
     value_after: float | None = None
     """V of the state after its last decision, if a limit cut it short; None: unknown."""
 
     @property
     def score(self) -> float:
-        """R: final_score, or else the plain sum of the rewards."""
+        """R: final_score, or the sum of the rewards."""
         return math.fsum(self.rewards_T) if self.final_score is None else self.final_score
 
     @property
     def score_size(self) -> float:
-        """What rounding errors of the score are measured by (`shared_schemas.rounding`)."""
+        """Return the size to which rounding errors of the score are relative (`shared_schemas.rounding`)."""
         return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 
 class EstimatorKeys(Table):
-    """The key of `[algorithm]` that every estimator may read; classes of more keys derive from it."""
+    """The key of `[algorithm]` that every estimator may read; classes with more keys inherit from it."""
 
     gamma: float = Field(default=0.97, ge=0, le=1)
     """discount per decision"""
 
 
 class ScoreKeys(EstimatorKeys):
-    """Of estimators that compare whole episodes."""
+    """Keys of estimators that compare whole episodes."""
 
     episode_score: Literal["rewards", "outcome"] = "rewards"
     """score of a whole episode among siblings: the sum of r_t, or the outcome, which is the score of a reward
@@ -102,7 +102,7 @@ class EstimatorPlug(Generic[Keys]):
 
     compute: Estimator[Keys]
     keys: type[Keys]
-    """The keys that it reads; those that [algorithm] lacks stand in `[algorithm.NAME]`."""
+    """The keys that it reads from [algorithm], or from `[algorithm.NAME]` if [algorithm] lacks them."""
     derivation: Derivation = field(default_factory=Derivation)
     """How its advantages follow from their parts; without equations it reports none."""
     needs_state_keys: bool = False
@@ -110,16 +110,16 @@ class EstimatorPlug(Generic[Keys]):
     needs_texts: bool = False
     """Whether decisions must carry the text of their observation."""
     needs_values: ValueLevel | None = None
-    """What it reads a critic's values of; None: it needs no critic."""
+    """Whether it reads a critic's values by decision or by token; None: it needs no critic."""
     needs_branches: bool = False
-    """Whether rollouts must be played on from before some of the decisions."""
+    """Whether branches must be played from before some of the decisions."""
     divides_by_std: bool = False
     """Whether it divides by a standard deviation, always or with `fnorm = "std"`."""
     compares_siblings: bool = True
     """Whether its advantages depend on the groups of the episodes."""
     bias: str = ""
-    """Why its advantages never give the policy gradient; empty where they do at gamma 1 and with fixed
-    denominators (DESIGN.md 4.6)."""
+    """Why its advantages never give the policy gradient; empty if they do at gamma 1 with fixed denominators
+    (DESIGN.md 4.6)."""
     values: Mapping[str, float | str] = field(default_factory=dict)
     """Defaults from its paper, by dotted key of the job; the job's own values win."""
 
@@ -149,22 +149,22 @@ def refuse_incomplete(
     why: str,
     hint: str | None = None,
 ) -> None:
-    """Refuse an episode whose column lacks an entry for some decision, or has too many.
+    """Refuse an episode whose column has fewer or more entries than decisions.
 
-    `columns` holds one column per episode; errors call the entries `what`, and `why` says who needs them.
+    `columns` holds one column per episode; errors name the entries `what`, and `why` they are needed.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)
         if given != decisions:
-            told = f"{given} {what} for {decisions} decisions; {why}"
-            raise AdvantageError(told, where=place(episode.rollout_id), hint=hint)
+            message = f"{given} {what} for {decisions} decisions; {why}"
+            raise AdvantageError(message, where=place(episode.rollout_id), hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Scores compared with each other: advantage = (score - baseline) / scale.
+    """Scores that were compared with each other: advantage = (score - baseline) / scale.
 
-    Without spread, and so for a single score, each score is its own baseline, and the scale is 1.
+    Without spread, as for a single score, each score is its own baseline, and the scale is 1.
     """
 
     advantages: Sequence[float]
@@ -173,7 +173,7 @@ class Comparison:
 
 
 class Compare(Protocol):
-    """Compares the [G] scores of a group; `size` is that of the largest number in their sums."""
+    """Compares the [G] scores of a group; `size` is the largest of theirs (`shared_schemas.rounding`)."""
 
     def __call__(self, scores: Sequence[float], /, *, size: float) -> Comparison: ...
 
@@ -191,8 +191,8 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
         for index, score, advantage, baseline in rows:
             decisions = len(episodes[index].rewards_T)
             advantages[index] = [advantage] * decisions
-            of_episode = (score, baseline, len(members) - 1.0, compared.scale)
-            for name, value in zip(names, of_episode, strict=True):
+            values = (score, baseline, len(members) - 1.0, compared.scale)
+            for name, value in zip(names, values, strict=True):
                 parts[name][index] = [value] * decisions
     return Advantages(advantages, group_counts(groups, advantages), parts)
 
@@ -202,7 +202,7 @@ def group_counts(
 ) -> dict[str, float]:
     """Count groups, groups of two or more whose advantages are all 0, and lone episodes.
 
-    `advantages` has a row per episode; it is empty from an estimator that compares no siblings.
+    `advantages` has a row per episode; it is empty for estimators that compare no siblings.
     """
     flat = [
         members

@@ -1,4 +1,4 @@
-"""G2PO: how decisions changed the value of their state, compared in that state and over the group."""
+"""G2PO: TD errors of decisions, compared within their state and within the group."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from trainer_backend.core.advantages.state_graph import (
 
 
 def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
-    """Three comparisons: of the episode, and of a decision's TD error on the graph of its group's states.
+    """Compare the episode's score, and a decision's TD error on the graph of its group's states.
 
         A_{i,t} = A_E(i) + w * (A_N(i, t) + A_G(i, t)),     w = step_advantage_w, A_E as in `gigpo`
         V(s)    = mean of G over the group's decisions that were made in s
@@ -23,28 +23,28 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
         A_N     = (d - mean d) / Fnorm,     over the group's decisions in the same state ("node-centric")
         A_G     = (d - mean d) / Fnorm,     over all decisions of the group ("edge-centric")
 
-    G is the return-to-go. A_N says which decision was best in its state, A_G which decisions of the graph
-    changed most. Equal keys of two groups are two states. A_N is 0 in a state that no other decision was made
-    in; without any state met twice after the start, d is 0 but for first decisions. A lone episode, and what
-    has no spread, have 0.
+    G is the return-to-go. A_N shows which decision was best in its state, A_G which decisions of the graph
+    changed the value most. Equal keys of two groups are two states. A_N is 0 in a state with a single
+    decision. If no state after the start repeats, d is 0 except for first decisions. Lone episodes, and
+    values without spread, get 0.
 
-    Source: Wang et al., G2PO, arXiv:2606.22995, by its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
-    equations were read second hand. Where it differs:
-    - rewards stand at the end alone, and V is discounted one decision further: gamma^(T - j + 1) R;
-    - d has no gamma: V(s') - V(s), and R for V(s') at the end; at gamma 1 the two are the same;
-    - A_N compares V(s') less a penalty of invalid actions; in one state that is d, with penalties in r;
+    Source: Wang et al., G2PO, arXiv:2606.22995, from its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
+    equations were read second hand. Differences of the paper:
+    - only the end is rewarded, and V is discounted one decision further: gamma^(T - j + 1) R;
+    - d has no gamma: V(s') - V(s), with R for V(s') at the end; at gamma 1 the two are equal;
+    - A_N compares V(s') minus a penalty of invalid actions; in one state that is d, with penalties in r;
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
     """
     graph = state_graph(episodes, "g2po")
-    of_steps_D, parts_D = _of_steps(episodes, graph, keys)
+    of_steps_D, parts_D = _compare_steps(episodes, graph, keys)
     weights = 1.0, keys.step_advantage_w
     return summed_levels(episodes, keys, of_steps_D, parts_D, graph.sizes, weights=weights, scale=keys.scale)
 
 
-def _of_steps(
+def _compare_steps(
     episodes: Sequence[EpisodeRewards], graph: StateGraph, keys: GraphKeys
 ) -> tuple[list[float], Columns]:
-    """[D] A_N + A_G and their parts."""
+    """Return [D] A_N + A_G and their parts."""
     td_parts_D = graph.td_parts(episodes, keys.gamma)
     td_errors_D, sizes_D = td_parts_D["td_error"], graph.td_sizes(return_sizes(episodes, keys.gamma))
     of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, keys.scale, sizes_D)

@@ -22,14 +22,14 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class LambdaKeys(EstimatorKeys):
-    """Of generalised advantages."""
+    """Keys of generalised advantages."""
 
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """gae, gagpo: weight of longer returns, over decisions"""
 
 
 class GaeKeys(LambdaKeys):
-    """Of `gae`."""
+    """Keys of `gae`."""
 
     bootstrap_truncated: bool = False
     """gae: continue an episode that a limit cut short with the critic's value of its last state, instead of
@@ -37,26 +37,26 @@ class GaeKeys(LambdaKeys):
 
 
 class GaeTokenKeys(GaeKeys):
-    """Of `gae_token`."""
+    """Keys of `gae_token`."""
 
     gae_token_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae_token: the same over the tokens of one decision"""
 
 
 def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
-    """Generalised advantage estimation over decisions, with V(s_t) of a critic.
+    """Compute generalised advantage estimates over decisions, with V(s_t) of a critic.
 
         A_t     = delta_t + gamma * lambda * A_{t+1},          A_T = 0
         delta_t = r_t + gamma * V(s_{t+1}) - V(s_t),           V(s_T) = 0
 
-    The value after the last decision is 0, even if a limit ended the episode: the limit is a rule of the
-    task, and the critic learns what it costs. With bootstrap_truncated, V(s_T) of an episode that a limit cut
-    short is `value_after`, the critic's value of its last state; it stays 0 where that value is unknown,
-    since no decision could have followed in time. Advantages are not standardised, and groups are not read.
+    V(s_T) is 0, even if a limit ended the episode: the limit is a rule of the task, and the critic learns its
+    cost. With bootstrap_truncated, V(s_T) of an episode that a limit cut short is `value_after`, the critic's
+    value of its last state; 0 if unknown, because no decision could have followed in time. Advantages are not
+    standardised, and groups are not read.
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
-    batch, which hides the unit of the rewards; this does not.
+    batch, which hides the unit of the rewards; this code does not.
     """
     counts = _counts(episodes, keys)
     for episode in episodes:
@@ -76,7 +76,7 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
 
 
 def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys) -> dict[str, list[float]]:
-    """[T] parts of one episode, by name."""
+    """Return [T] the parts of one episode, by name."""
     gamma, carried = keys.gamma, keys.gamma * keys.gae_lambda
     next_T = [*episode.values_T[1:], _value_after(episode, keys)]
     columns = zip(episode.rewards_T, next_T, episode.values_T, strict=True)
@@ -90,7 +90,7 @@ def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advantages:
-    """`gae` over sampled tokens: gamma and lambda discount per decision, never per token.
+    """Compute `gae` over sampled tokens; gamma and gae_lambda discount per decision, never per token.
 
     For token j of n in decision t, `next` is the token sampled after it, in this decision or a later one:
 
@@ -100,18 +100,18 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
         at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
         after the last of all             V_next as V(s_T) of `gae`
 
-    Only sampled tokens are entries, so the length of a prompt or observation changes no advantage. At
+    Only sampled tokens count, so the length of a prompt or observation changes no advantage. At
     gae_token_lambda = 1, A_{t,j} is the return of `gae` minus V_{t,j}: long answers get as much credit as
-    short ones. Below 1, tokens of a decision differ by what they do to V. One discount for both levels would
-    make the worth of a reward depend on the length of texts.
+    short ones. Below 1, tokens of a decision differ by their effect on V. With one discount for both levels,
+    the value of a reward would depend on the length of texts.
 
-    The advantage of a decision, and its parts, are means over its tokens; `value` is that of the first token.
+    The advantage of a decision, and its parts, are means over its tokens; `value` is V at the first token.
 
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
     """
     counts = _counts(episodes, keys)
-    of_tokens = [_of_tokens(episode, keys) for episode in episodes]
+    of_tokens = [_token_advantages(episode, keys) for episode in episodes]
     rows = zip(episodes, of_tokens, strict=True)
     parts = _by_name([_parts_of_tokens(*row, keys) for row in rows])
     return Advantages([item.means_T for item in of_tokens], counts, parts, of_tokens)
@@ -120,9 +120,10 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 def _parts_of_tokens(
     episode: EpisodeRewards, of_tokens: ByToken, keys: GaeTokenKeys
 ) -> dict[str, list[float]]:
-    """[T] parts of one episode, by name.
+    """Return [T] the parts of one episode, by name.
 
-    Later decisions count gae_token_lambda^(n - 1 - j) for token j of n; the part is the mean over the tokens.
+    The weight of later decisions is gae_token_lambda^(n - 1 - j) for token j of n; a part is the mean over
+    tokens.
     """
     carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
@@ -135,7 +136,7 @@ def _parts_of_tokens(
 
 
 def _mean_power(base: float, count: int) -> float:
-    """Mean of base^k for k = 0 .. count - 1."""
+    """Compute the mean of base^k for k = 0 .. count - 1."""
     return 1.0 if base == 1.0 else (1.0 - base**count) / (count * (1.0 - base))
 
 
@@ -147,7 +148,7 @@ def generalised_advantages(
     gae_lambda: float,
     value_after: float = 0.0,
 ) -> list[float]:
-    """The recursion of `gae`; `value_after` is that after the last entry."""
+    """Run the recursion of `gae`; `value_after` is V after the last entry."""
     refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
     advantages = [0.0] * len(rewards)
     advantage, next_value = 0.0, value_after
@@ -158,7 +159,7 @@ def generalised_advantages(
     return advantages
 
 
-def _of_tokens(episode: EpisodeRewards, keys: GaeTokenKeys) -> ByToken:
+def _token_advantages(episode: EpisodeRewards, keys: GaeTokenKeys) -> ByToken:
     gamma, inside, between = keys.gamma, keys.gae_token_lambda, keys.gae_lambda
     values = _token_values(episode)
     rows_T: list[list[float]] = [[] for _ in values]
@@ -199,7 +200,7 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
 
 
 def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
-    """V(s_T): 0, except for a truncated episode that is bootstrapped."""
+    """Return V(s_T): 0, except for a truncated episode that is bootstrapped."""
     is_bootstrapped = keys.bootstrap_truncated and episode.truncated
     return episode.value_after if is_bootstrapped and episode.value_after is not None else 0.0
 
@@ -211,8 +212,8 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
     cut = [episode for episode in episodes if episode.truncated]
     for episode in cut:
         if episode.value_after is not None and not math.isfinite(episode.value_after):
-            told = f"the value after its last decision is {episode.value_after}"
-            raise AdvantageError(told, where=place(episode.rollout_id))
+            message = f"the value after its last decision is {episode.value_after}"
+            raise AdvantageError(message, where=place(episode.rollout_id))
     return counts | {
         "advantages/truncated": float(len(cut)),
         "advantages/bootstrapped": float(sum(episode.value_after is not None for episode in cut)),
@@ -220,15 +221,15 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
 
 
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Turn the parts of each episode, by name, into columns over all episodes, by name."""
-    return {name: [of_episode[name] for of_episode in parts] for name in (parts[0] if parts else ())}
+    """Collect each episode's parts into columns over all episodes, by name."""
+    return {name: [row[name] for row in parts] for name in (parts[0] if parts else ())}
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
-    """Compare the critic's predictions with what was earned, before it learns from it.
+    """Compare the critic's predictions with the returns, before it learns from them.
 
-    Means of V(s_t) and G_t, and the share of the spread of G_t that V explains. G_t are the returns, not the
-    targets of `gae`, which partly consist of the values themselves.
+    Returns the means of V(s_t) and G_t, and the share of the variance of G_t that V explains. G_t are
+    returns, not the targets of `gae`, which partly consist of the values themselves.
     """
     values = [value for episode in episodes for value in episode.values_T]
     returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]

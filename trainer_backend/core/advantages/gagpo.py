@@ -17,28 +17,28 @@ from trainer_backend.core.advantages.state_graph import return_sizes, state_grap
 
 
 class GagpoKeys(LambdaKeys, StateKeys):
-    """Of `gagpo`."""
+    """Keys of `gagpo`."""
 
 
 def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
-    """`gae` over decisions, with values that are means of the group, then relative to the group.
+    """Compute `gae` with mean returns of states as values, relative to the group.
 
         A_{i,t} = (B_{i,t} - mean B) / Fnorm,       over all decisions of the group
         B_{i,t} = d_{i,t} + gamma * lambda * B_{i,t+1},                  B = 0 after the last decision
         d_{i,t} = r_{i,t} + gamma * V(s_{i,t+1}) - V(s_{i,t}),           V = 0 after the last decision
         V(s)    = mean of G over the group's decisions that were made in s
 
-    G is the return-to-go. At lambda 1, B is G - V, the step's advantage of `gigpo` with fnorm "one"; below 1,
-    what others earned from the next state counts too, not only what this episode earned. No score of a whole
-    episode is added. Equal keys of two groups are two states. If no state after the start is met twice, d is
-    0 except at first decisions, for every lambda. A lone episode, and a group without spread, have 0.
+    G is the return-to-go. At lambda 1, B is G - V, the step's advantage of `gigpo` with fnorm "one". Below 1,
+    the other episodes' returns from the next state count too. No score of a whole episode is added. Equal
+    keys of two groups are two states. If no state after the start repeats, d is 0 except at first decisions,
+    for every lambda. Lone episodes, and groups without spread, get 0.
 
     Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
     text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of
-    the group (one task), and not over those of one state. Where it differs:
-    - rewards stand at the end alone;
-    - an epsilon in the std, if it has one, is not added;
-    - its ratio by whole actions is algorithm.ratio_level = "decision", which the job sets.
+    the group (one task), not over those of one state. Differences of the paper:
+    - only the end is rewarded;
+    - it may add an epsilon to the std; this code adds none;
+    - its ratio over whole actions is algorithm.ratio_level = "decision", which the job sets.
     """
     graph = state_graph(episodes, "gagpo")
     td_parts_D = graph.td_parts(episodes, keys.gamma)

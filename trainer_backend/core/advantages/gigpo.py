@@ -1,4 +1,4 @@
-"""GiGPO: whole episodes against their siblings, and decisions against others made in the same state."""
+"""GiGPO: compares whole episodes with their siblings, and decisions with others in the same state."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
@@ -50,17 +50,17 @@ class GigpoAdditiveKeys(AnchorKeys, AdditiveKeys):
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
-    """Group-in-group advantages, joined as a convex sum.
+    """Compute group-in-group advantages, as a convex sum.
 
         A_{i,t} = omega * A_E(i) + (1 - omega) * A_S(i, t)
         A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i = sum_t r_{i,t}, over the siblings j
         A_S(i, t) = (G_{i,t} - mean G) / Fnorm,         over the group's decisions with the same state key
 
-    G is the return-to-go of r + default_step_reward. Decisions are compared only inside their group: equal
+    G is the return-to-go of r + default_step_reward. Decisions are compared only within their group: equal
     keys of two groups are two states. A single score, a single decision in a state, and values without spread
-    give 0. Fnorm is the sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean over k = 0..K,
-    weighted by (k + 1)^alpha, of the A_S,k that are not 0; A_S,k compares decisions whose last k + 1 states
-    are equal. A_S then has no parts.
+    give 0. Fnorm is the sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of those
+    A_S,k, k = 0..K, that are not 0, weighted by (k + 1)^alpha; A_S,k compares decisions whose last k + 1
+    states are equal. A_S then has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
@@ -69,9 +69,9 @@ def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
 
 
 def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) -> Advantages:
-    """The paper's sum: A_{i,t} = A_E(i) + w * A_S(i, t), with w = step_advantage_w.
+    """Compute the paper's sum: A_{i,t} = A_E(i) + w * A_S(i, t), with w = step_advantage_w.
 
-    All else as in `gigpo`, which is omega times this one at w = (1 - omega) / omega.
+    The rest is as in `gigpo`, which equals omega times this sum for w = (1 - omega) / omega.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 8.
     """
@@ -79,7 +79,7 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) 
 
 
 def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
-    """The weighted sum; `weights` are those of A_E and A_S."""
+    """Compute the sum with these weights of A_E and A_S."""
     siblings(episodes)  # refuses rewards that are not finite
     refuse_missing_keys(episodes, "gigpo")
     extra = keys.default_step_reward
@@ -90,15 +90,15 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
         for episode in episodes
     ]
     met = anchors(episodes)
-    of_steps_D, parts_D = _of_steps(rewarded, met, keys)
+    of_steps_D, parts_D = _compare_steps(rewarded, met, keys)
     sizes = anchor_sizes(met, first_decisions(episodes))
     return summed_levels(episodes, keys, of_steps_D, parts_D, sizes, weights=weights, scale=keys.scale)
 
 
-def _of_steps(
+def _compare_steps(
     episodes: Sequence[EpisodeRewards], met: Sequence[Sequence[int]], keys: AnchorKeys
 ) -> tuple[list[float], Columns]:
-    """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
+    """Return [D] A_S and its parts; `met` are the anchors of the current state only, k = 0."""
     scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
     sizes_D = return_sizes(episodes, keys.gamma)
     own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
@@ -109,11 +109,11 @@ def _of_steps(
         for depth in range(1, keys.context_depth + 1)
     ]
     weights = [(depth + 1) ** keys.context_alpha for depth in range(len(depths))]
-    return [_weighted_mean(values, weights) for values in zip(*depths, strict=True)], {}
+    return [_mean_of_nonzero(values, weights) for values in zip(*depths, strict=True)], {}
 
 
-def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Over the values that are not 0; 0 if all are."""
+def _mean_of_nonzero(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Compute the weighted mean over the values that are not 0; 0 if all are 0."""
     total = math.fsum(weight for value, weight in zip(values, weights, strict=True) if value)
     weighted = math.fsum(weight * value for value, weight in zip(values, weights, strict=True))
     return weighted / total if total else 0.0
@@ -129,30 +129,30 @@ def system_apply_gigpo_to_batch_steps(
     *,
     group_keys: Sequence[Any] | None = None,
 ) -> list[list[Any]]:
-    """`gigpo` for `StepData`, or any objects with its published attributes, as source 2 publishes it.
+    """Apply `gigpo` to `StepData`, or to objects with its published attributes (source 2's interface).
 
     A_E comes from the final scores. G_k is the discounted sum of the steps' base_reward. If any step of a
-    group lacks one, default_step_reward replaces missing ones, and every sibling's final score is added at
-    its last step, so that all siblings have returns of one kind.
+    group lacks base_reward, default_step_reward replaces the missing ones, and every sibling's final score is
+    added at its last step, so that all siblings have returns of one kind.
 
     Args:
-        batch_of_step_data_lists: the steps of each rollout, in order. Read are observation_data and, where a
-            step has them, base_reward and policy_value_estimate.
-        final_scores_for_rollouts: of each rollout.
-        omega: share of A_E, in [0, 1]; A_S has the rest.
+        batch_of_step_data_lists: the steps of each rollout, in order. Reads observation_data and, if present,
+            base_reward and policy_value_estimate.
+        final_scores_for_rollouts: the score of each rollout.
+        omega: weight of A_E, in [0, 1]; A_S has the rest.
         gamma: discount per decision, in [0, 1].
-        state_hashing_function: of a step's observation_data; equal results are one state, lists and dicts
-            too.
+        state_hashing_function: maps a step's observation_data to a key; equal keys, also lists and dicts, are
+            one state.
         default_step_reward: such as a small cost of time.
-        group_keys: of each rollout, equal ones for siblings; None: all are siblings.
+        group_keys: the key of each rollout, equal for siblings; None: all are siblings.
 
     Returns:
-        Copies of the steps with `advantage` and `return_to_go`, both float: G_k, or advantage plus value
-        where the policy has one. The steps given stay as they were.
+        Copies of the steps with float `advantage` and `return_to_go`: G_k, or advantage plus value if the
+        policy has a value. The given steps are not changed.
 
     Raises:
-        AdvantageError: not one score, or key, a rollout; a step without observation_data, or that takes no
-            attribute; a key that cannot be compared; see `siblings`.
+        AdvantageError: scores or keys and rollouts differ in number; a step has no observation_data, or takes
+            no attributes; a key cannot be compared; see `siblings`.
         ValueError: omega or gamma outside [0, 1].
 
     Source: source 2, Task 2.4.
@@ -175,7 +175,7 @@ def system_apply_gigpo_to_batch_steps(
         episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
     advantages = gigpo(episodes, GigpoKeys(gamma=float(gamma), omega=float(omega))).per_episode
     return [
-        _populated(steps, row_T, discounted_returns(episode.rewards_T, float(gamma)), episode.rollout_id)
+        _fill_in(steps, row_T, discounted_returns(episode.rewards_T, float(gamma)), episode.rollout_id)
         for steps, episode, row_T in zip(batch, episodes, advantages, strict=True)
     ]
 
@@ -185,14 +185,17 @@ def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
     try:
         return names.setdefault(_hashable(value), str(len(names)))
     except TypeError as error:
-        told = f"a {type(value).__name__} cannot be compared as a key: {error}"
-        raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
+        message = f"a {type(value).__name__} cannot be compared as a key: {error}"
+        raise AdvantageError(message, where=where, hint="Return a text, a number or a tuple.") from error
 
 
 def _hashable(value: Any) -> Hashable:
-    """Equal for equal values (1, 1.0, True meet); lists, dicts, sets, models, arrays by type and content."""
+    """Convert a value to a hashable key: lists, dicts, sets, models and arrays by type and content.
+
+    Keys of equal values are equal, such as 1, 1.0 and True.
+    """
     kind = type(value).__name__
-    if isinstance(value, ObservationData):  # of a conversation its fields have only what is new
+    if isinstance(value, ObservationData):  # its fields hold only the new messages of a conversation
         return kind, _hashable(value.model_dump()), _hashable(value.prompt)
     if isinstance(value, BaseModel):
         return kind, _hashable(value.model_dump())
@@ -210,17 +213,17 @@ def _hashable(value: Any) -> Hashable:
 
 def _observation(step: Any, rollout: str, t: int) -> Any:
     if not hasattr(step, "observation_data"):
-        told = f"a {type(step).__name__} has no observation_data"
-        raise AdvantageError(told, where=place(rollout, t + 1))
+        message = f"a {type(step).__name__} has no observation_data"
+        raise AdvantageError(message, where=place(rollout, t + 1))
     return step.observation_data
 
 
-def _populated(
+def _fill_in(
     steps: Sequence[Any], advantages_T: Sequence[float], returns_T: Sequence[float], rollout: str
 ) -> list[Any]:
-    """Copies of a rollout's steps, with advantage and return filled in."""
+    """Return copies of a rollout's steps with advantage and return."""
     return [
-        _with(
+        _copy_with(
             step,
             place(rollout, t + 1),
             advantage=advantage,
@@ -230,8 +233,8 @@ def _populated(
     ]
 
 
-def _with(step: Any, where: str, **values: float) -> Any:
-    """A copy with these attributes, even of a frozen step."""
+def _copy_with(step: Any, where: str, **values: float) -> Any:
+    """Return a copy with these attributes, even of a frozen step."""
     if isinstance(step, BaseModel):
         return step.model_copy(update=values)
     copied = copy(step)
@@ -239,9 +242,9 @@ def _with(step: Any, where: str, **values: float) -> Any:
         for name, value in values.items():
             object.__setattr__(copied, name, value)
     except AttributeError as error:
-        told = f"a {type(step).__name__} takes no attribute: {error}"
+        message = f"a {type(step).__name__} takes no attribute: {error}"
         hint = "Give it the fields advantage and return_to_go."
-        raise AdvantageError(told, where=where, hint=hint) from error
+        raise AdvantageError(message, where=where, hint=hint) from error
     return copied
 
 
@@ -254,7 +257,7 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
 def _base_rewards(
     batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
 ) -> list[list[float]]:
-    """[T] rewards of each rollout; a group without all step rewards gets its final scores too."""
+    """Return [T] the rewards of each rollout; final scores are added in groups that lack a step reward."""
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]
     sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}

@@ -24,8 +24,8 @@ from trainer_backend.core.advantages.state_graph import StateGraph, return_sizes
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
-_MOST_TERMS = 1024  # the most frequent ones of a group, which bounds the time for long texts
-_ROWS = 1024  # texts whose similarities to all others are in memory at once
+_MOST_TERMS = 1024  # only the most frequent terms of a group count, to bound the time for long texts
+_ROWS = 1024  # number of texts whose similarities to all others are in memory at once
 
 
 class SoftKeys(AdditiveKeys):
@@ -36,7 +36,7 @@ class SoftKeys(AdditiveKeys):
 
 
 def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages:
-    """`gigpo_additive` with Fnorm 1, and a baseline that is a mean weighted by the similarity of states.
+    """Compute `gigpo_additive` with Fnorm 1 and a baseline weighted by the similarity of states.
 
         A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
         A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, also d
@@ -44,16 +44,17 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
         x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
 
     G is the return-to-go. x_d describes the observation's text: tf counts a term in it (a run of letters,
-    digits and _, in lower case); df of the group's D decisions have the term; the group's 1,024 most frequent
-    terms count. At similarity_temperature 0, equal texts count 1 and others 0, so A_S is that of `gigpo` with
-    texts for state keys. A higher temperature moves the baseline towards the mean of the whole group. A lone
-    episode has 0. `compared` is the effective number of others: 1 / sum of squared shares, minus 1.
+    digits and _, in lower case); df of the group's D decisions contain the term; only the group's 1,024 most
+    frequent terms count. At similarity_temperature 0, k is 1 for equal texts and 0 for others, so A_S is that
+    of `gigpo` with texts as state keys. A higher temperature moves the baseline towards the mean of the
+    group. A lone episode gets 0. `compared` is the effective number of others: 1 / sum of squared shares,
+    minus 1.
 
-    Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
-    proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:
+    Source: Fang et al., ProxMO, arXiv:2602.19225, from its authors' code (GithubX-F/ProxMO-RL,
+    proxmo/core_proxmo.py), its soft aggregation. Differences here:
     - its other half, a weight of A_E by the success rate, needs scores of 0 and 1 and is left out;
-    - df is counted in the group and not in the batch, so that no group changes another one's credit;
-    - terms of one character count: in a game's compact text they are numbers.
+    - df is counted per group, not per batch, so that groups do not affect each other's credit;
+    - terms of one character count, because in a game's compact text they are numbers.
     """
     why = "gigpo_soft compares them by their observations"
     refuse_incomplete(episodes, [episode.texts_T for episode in episodes], "texts", why)
@@ -76,13 +77,13 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
 def _soft_baselines(
     graph: StateGraph, texts_D: Sequence[str], returns_D: Sequence[float], temperature: float
 ) -> dict[str, list[float]]:
-    """[D] the baseline of each decision, and the effective number of others that it is the mean of."""
+    """Return [D] the baseline of each decision, and its effective number of other decisions."""
     baselines_D, compared_D = list(returns_D), [0.0] * len(returns_D)
     for group in graph.groups:
         decisions: dict[str, list[int]] = {}
         for d in group:
             decisions.setdefault(texts_D[d], []).append(d)
-        texts = sorted(decisions)  # so that the order of the episodes changes no bit
+        texts = sorted(decisions)  # so that the result does not depend on the order of episodes
         counts_U = np.array([len(decisions[text]) for text in texts], dtype=np.float64)
         sums_U = np.array([math.fsum(returns_D[d] for d in decisions[text]) for text in texts])
         baselines_U, others_U = _soft_means(texts, counts_U, sums_U, temperature)
@@ -95,9 +96,9 @@ def _soft_baselines(
 def _soft_means(
     texts: Sequence[str], counts_U: Matrix, sums_U: Matrix, temperature: float
 ) -> tuple[Matrix, Matrix]:
-    """For each of U different texts the mean by similarity, and the effective number of others.
+    """Compute for U distinct texts the mean weighted by similarity, and the effective number of others.
 
-    `counts_U` decisions have each text, and `sums_U` is the sum of their returns.
+    `counts_U` is the number of decisions with each text, `sums_U` the sum of their returns.
     """
     if temperature == 0.0:
         return sums_U / counts_U, counts_U - 1.0
@@ -106,7 +107,7 @@ def _soft_means(
     for first in range(0, len(texts), _ROWS):
         cosines = vectors[first : first + _ROWS] @ vectors.T
         own = np.arange(len(cosines))
-        cosines[own, first + own] = 1.0  # also where a text has no terms
+        cosines[own, first + own] = 1.0  # also for a text without terms
         kernel = np.exp((np.minimum(cosines, 1.0) - 1.0) / temperature)
         total = kernel @ counts_U
         means.append((kernel @ sums_U) / total)
@@ -115,7 +116,7 @@ def _soft_means(
 
 
 def _vectors(texts: Sequence[str], counts_U: Matrix) -> NDArray[Any]:
-    """[U, terms] of length 1, or 0 for a text without terms."""
+    """Return [U, terms] vectors of length 1, or 0 for a text without terms."""
     terms_U = [Counter(_TERM.findall(text.lower())) for text in texts]
     frequency, documents = Counter[str](), Counter[str]()
     for terms, count in zip(terms_U, counts_U, strict=True):

@@ -1,4 +1,4 @@
-"""GraphGPO: how near to the goal a decision led, against the others of its state."""
+"""GraphGPO: compares how near to the goal the decisions of a state led."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -13,7 +13,7 @@ from trainer_backend.core.advantages.state_graph import Columns, StateGraph, rel
 
 
 class GraphgpoKeys(GraphKeys):
-    """Of `graphgpo`."""
+    """Keys of `graphgpo`."""
 
     distance_discount: float = Field(default=0.1, gt=0, lt=1)
     """graphgpo: discount per decision between a state and the goal"""
@@ -22,27 +22,27 @@ class GraphgpoKeys(GraphKeys):
 
 
 def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantages:
-    """Scores of whole episodes, and distances to the goal on the graph of the group's states.
+    """Compare scores of whole episodes, and distances to the goal on the graph of the group's states.
 
         A_{i,t} = A_E(i) + w * A_S(i, t),       w = step_advantage_w, A_E as in `gigpo`
         A_S     = (C - mean C) / Fnorm,         over the group's decisions in the same state
         C_{i,t} = distance_discount^D(s_{i,t+1})
         D(s)    = 1 + min D(s') over the states s' that a decision of the group led to from s
 
-    The goal, D = 0, comes after the last decision of the episodes that reached it: those whose score is at
-    least goal_score, or without that key the best of the group, if scores differ. A state without a path to
-    the goal is one decision farther than the farthest state with one, and so is the end of an episode that
-    missed it. Where a limit cut an episode short, it is unknown where its last decision led: that decision
-    has A_S = 0 and is not compared.
+    The goal, D = 0, follows the last decision of the episodes that reached it: those whose score is at least
+    goal_score, or without that key the group's best, if scores differ. A state without a path to the goal is
+    one decision farther than the farthest state with a path, as is the end of an episode that missed the
+    goal. If a limit cut an episode short, it is unknown where its last decision led: A_S is 0, and the
+    decision is not compared.
 
     Rewards only decide which episodes reached the goal, so a good decision of a failed episode gets as much
-    credit as in the best one. A_S is 0 in a state with a single decision, in a group without a goal, for a
-    lone episode, and without spread. A distance is a number of decisions, so all decisions cost the same.
+    credit as in the best episode. A_S is 0 in a state with a single decision, in a group without a goal, for
+    a lone episode, and without spread. A distance is a number of decisions, so all decisions cost the same.
     Metrics count the groups that reached the goal, and the share of decisions with a path to it.
 
-    Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
-    recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
-    - success is told by the environment and worth 10: a factor of C, which a std takes out again;
+    Source: Cheng et al., GraphGPO, arXiv:2605.26684, from a copy of its authors' code (verl-agent,
+    recipe/GraphGPO/core_graph.py); its equations were read second hand. Differences of the paper:
+    - the environment reports success, which scales C by 10; a std removes the factor;
     - its equation has C = 10 omega^(D + 1), its code 10 omega^D, as here;
     - the last decision of a failed episode leads to the observation after it, which is not stored here;
     - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
@@ -54,10 +54,10 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         ends[index]
         for members in groups.values()
         if len(members) > 1
-        for index in _at_the_goal(episodes, members, keys.goal_score)
+        for index in _find_successes(episodes, members, keys.goal_score)
     }
     unknown = {end for end, episode in zip(ends, episodes, strict=True) if episode.truncated} - goals
-    of_steps_D, parts_D, paths = _of_steps(graph, goals, unknown, keys)
+    of_steps_D, parts_D, paths = _compare_steps(graph, goals, unknown, keys)
     met = {
         "graph/groups_with_goal": float(sum(not goals.isdisjoint(group) for group in graph.groups)),
         "graph/path_frac": paths / max(len(graph.next_D), 1),
@@ -66,7 +66,7 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     return summed_levels(episodes, keys, of_steps_D, parts_D, met, weights=weights, scale=keys.scale)
 
 
-def _at_the_goal(
+def _find_successes(
     episodes: Sequence[EpisodeRewards], members: Sequence[int], goal_score: float | None
 ) -> list[int]:
     scores_G = [episodes[index].score for index in members]
@@ -78,12 +78,12 @@ def _at_the_goal(
     return [index for index, score in zip(members, scores_G, strict=True) if score >= goal_score]
 
 
-def _of_steps(
+def _compare_steps(
     graph: StateGraph, goals: Set[int], unknown: Set[int], keys: GraphgpoKeys
 ) -> tuple[list[float], Columns, int]:
-    """[D] A_S and its parts, and how many decisions had a path to the goal.
+    """Return [D] A_S, its parts, and the number of decisions with a path to the goal.
 
-    `goals` are the decisions that led to it; where the `unknown` ones led is not known.
+    `goals` are the decisions that led to the goal; `unknown` are those of which this is not known.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)
@@ -113,7 +113,7 @@ def _of_steps(
 def _distances(
     graph: StateGraph, state_D: Sequence[int], group: Sequence[int], goals: Set[int]
 ) -> dict[int, float]:
-    """Decisions from each state of a group to the goal, if it has a path: breadth-first, backwards."""
+    """Count decisions from the states of a group to the goal, by backward breadth-first search."""
     before: dict[int, list[int]] = {}
     for d in group:
         after = graph.next_D[d]

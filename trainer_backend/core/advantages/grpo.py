@@ -1,4 +1,4 @@
-"""GRPO: the score of a whole episode against those of its siblings."""
+"""GRPO: compares the score of a whole episode with those of its siblings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +16,14 @@ from trainer_backend.core.advantages.spread import relative, standardised, unsca
 
 
 def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Group-relative advantage of whole episodes, scaled by the group's spread.
+    """Compute group-relative advantages of whole episodes, scaled by the group's spread.
 
         A_{i,t} = (R_i - mean_j R_j) / std_j R_j      for every decision t of episode i
         R_i     = sum_t r_{i,t}
 
-    The mean runs over all G siblings (i included), the std is the sample std (G - 1). A group without
-    spread and an episode without siblings have advantage 0. No epsilon is added to the std, so the
-    unit of the rewards does not matter; gamma is not used: a score is a plain sum.
+    The mean includes episode i; the std is the sample std (G - 1). A group without spread and an episode
+    without siblings have advantage 0. No epsilon is added to the std, so the unit of the rewards does not
+    matter. gamma is not used: a score is a plain sum.
 
     Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
     verl adds 1e-6 to the std, and gives an episode without siblings its raw score.
@@ -32,10 +32,10 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
 
 
 def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Group-relative advantage of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
+    """Compute group-relative advantages of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
 
-    `dr_grpo` on the plug board is this with the paper's constant
-    denominator (training.aggregation = "constant"), where the job names no other.
+    `dr_grpo` on the plug board adds the paper's constant denominator as a default (training.aggregation =
+    "constant").
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """

@@ -1,4 +1,4 @@
-"""Two levels of credit, weighted and summed: that of a whole episode, and that of each decision."""
+"""Two levels of credit, of whole episodes and of decisions, as a weighted sum."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Number = TypeVar("Number", float, float | None)
 
 
 class StateKeys(EstimatorKeys):
-    """Of estimators that compare the decisions made in one state."""
+    """Keys of estimators that compare the decisions of a state."""
 
     state_hashing_function: str = "default"
     """gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states (docs/configuration.md)"""
@@ -31,26 +31,26 @@ class StateKeys(EstimatorKeys):
 
     @property
     def scale(self) -> Scale:
-        """The divisor that fnorm names."""
+        """Return the divisor that fnorm names."""
         return SCALES[self.fnorm]
 
 
 class LevelKeys(ScoreKeys):
-    """Of estimators that add the credit of a decision to that of its episode."""
+    """Keys of estimators that add the credit of a decision to that of its episode."""
 
     episode_baseline: Literal["trajectory", "step"] = "trajectory"
     """gigpo, gigpo_soft, g2po, graphgpo: the unit of the mean of a group's scores"""
 
 
 class AdditiveKeys(LevelKeys):
-    """Of those whose episode's advantage has the weight 1."""
+    """Keys of such estimators with weight 1 for the episode's advantage."""
 
     step_advantage_w: float = Field(default=1.0, ge=0)
     """gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage"""
 
 
 class GraphKeys(AdditiveKeys, StateKeys):
-    """Of estimators on the graph of a group's states, with two levels."""
+    """Keys of estimators with two levels on the graph of a group's states."""
 
 
 def summed_levels(
@@ -63,24 +63,23 @@ def summed_levels(
     weights: tuple[float, float],
     scale: Scale = unscaled,
 ) -> Advantages:
-    """A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), with their parts.
+    """Compute A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), and the parts.
 
         A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
 
-    `of_steps_D` are A_S of all decisions, one episode after the other, and `parts_D` their parts; `met` are
-    metrics of how often states were met, and `scale` is the Fnorm of the scores.
+    `of_steps_D` are A_S of all decisions, episode after episode, and `parts_D` their parts; `met` are metrics
+    of repeated states; `scale` is the Fnorm of the scores.
     """
     groups = siblings(episodes)
-    of_episodes = _of_episodes(episodes, groups, keys.episode_baseline, scale)
+    of_episodes = _compare_episodes(episodes, groups, keys.episode_baseline, scale)
     of_steps = by_episode(of_steps_D, episodes)
     own_weight, step_weight = weights
     advantages = [
         [own_weight * own["episode_advantage"] + step_weight * step for step in steps_T]
         for own, steps_T in zip(of_episodes, of_steps, strict=True)
     ]
-    same_T = [
-        own | {"episode_weight": own_weight, "step_weight": step_weight} for own in of_episodes
-    ]  # whatever the decision
+    # Parts that are the same for all decisions of an episode.
+    same_T = [own | {"episode_weight": own_weight, "step_weight": step_weight} for own in of_episodes]
     parts = {
         name: [[own[name]] * len(steps_T) for own, steps_T in zip(same_T, of_steps, strict=True)]
         for name in (same_T[0] if same_T else ())
@@ -92,22 +91,22 @@ def summed_levels(
 
 
 def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -> list[list[Number]]:
-    """[T] of each episode, from those of all decisions."""
+    """Split [D] numbers of all decisions into [T] of each episode."""
     ends = accumulate(len(episode.rewards_T) for episode in episodes)
-    numbers_D = list(values_D)  # a slice of a list is a list already
+    numbers_D = list(values_D)  # so that slices are lists
     return [
         numbers_D[end - len(episode.rewards_T) : end] for end, episode in zip(ends, episodes, strict=True)
     ]
 
 
-def _of_episodes(
+def _compare_episodes(
     episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
 ) -> list[dict[str, float]]:
-    """A_E of each episode with its parts."""
+    """Return A_E of each episode with its parts."""
     rows: list[dict[str, float]] = [{}] * len(episodes)
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
-        # Counted by step, a score stands in the mean and the std once for every decision of its episode.
+        # With "step", a score counts in mean and std once for every decision of its episode.
         times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
         counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
         size = max(episodes[index].score_size for index in members)
@@ -125,7 +124,7 @@ def _of_episodes(
 def _agreement(
     of_episodes: Sequence[Mapping[str, float]], of_steps: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Metrics: mean sizes of A_E and A_S, and how often their signs agree where neither is 0."""
+    """Compute the mean sizes of A_E and A_S, and how often their signs agree if neither is 0."""
     sizes = [
         abs(own["episode_advantage"]) * len(row_T) for own, row_T in zip(of_episodes, of_steps, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""REINFORCE++: returns compared with the whole batch instead of siblings."""
+"""REINFORCE++: compares returns with the whole batch instead of siblings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,20 +21,20 @@ from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
-    """Return-to-go, standardised over all decisions of the batch.
+    """Standardise returns-to-go over all decisions of the batch.
 
         A_{i,t} = (G_{i,t} - mean G) / std G
 
-    The mean and the sample std are over all decisions of the batch, each counting once. Others take them over
-    tokens, so that long answers count more. A batch without spread has advantage 0. Groups are not compared:
-    worlds of different difficulty share one baseline.
+    Each decision counts once in mean and sample std. Other code counts tokens, so that long answers count
+    more. A batch without spread has advantage 0. Groups are not compared: worlds of different difficulty
+    share one baseline.
 
-    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term, a
-    part of the reward there, is training.kl_reward_coef.
+    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions instead of tokens; the KL
+    term of its reward is training.kl_reward_coef.
     """
     returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
     sizes = [size for episode in episodes for size in discounted_sizes(episode.rewards_T, keys.gamma)]
-    found, baseline = _standardised_over_the_batch(episodes, returns, size=max(sizes, default=0.0))
+    found, baseline = _standardise_batch(episodes, returns, size=max(sizes, default=0.0))
     others = sum(map(len, returns)) - 1.0
     parts = {
         "return": returns,
@@ -46,25 +46,25 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
 
 def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Scores minus their group's mean, then standardised over all decisions of the batch.
+    """Subtract the group's mean from scores, then standardise over all decisions of the batch.
 
         A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
 
-    gamma is not used. All else as in `reinforce_pp`; so a lone episode, whose B is 0, gets -mean B / std B.
+    gamma is not used. A lone episode has B = 0, and so -mean B / std B.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """
     centred = against_siblings(episodes, partial(relative, scale=unscaled))
-    # Groups without spread are 0 here already, and those with one have it in the batch too.
+    # Groups without spread are 0 already; any other group gives the batch a spread.
     size = largest(value for row_T in centred.per_episode for value in row_T)
-    found, baseline = _standardised_over_the_batch(episodes, centred.per_episode, size=size)
+    found, baseline = _standardise_batch(episodes, centred.per_episode, size=size)
     return replace(found, parts={**centred.parts, **found.parts, "batch_baseline": baseline})
 
 
-def _standardised_over_the_batch(
+def _standardise_batch(
     episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]], *, size: float
 ) -> tuple[Advantages, list[list[float]]]:
-    """The advantages, with the part `scale`, and the baseline of each decision; `size` as in `relative`."""
+    """Return the advantages, with the part `scale`, and each decision's baseline; `size` as in `relative`."""
     compared = relative([value for row_T in values for value in row_T], standardised, size=size)
     of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]

@@ -1,4 +1,4 @@
-"""RLOO: the score of a whole episode minus the mean of its siblings' scores."""
+"""RLOO: compares the score of a whole episode with the mean of its siblings' scores."""
 
 from collections.abc import Sequence
 
@@ -14,17 +14,17 @@ from trainer_backend.core.advantages.spread import leave_one_out
 
 
 def rloo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Leave-one-out advantage of whole episodes.
+    """Compute leave-one-out advantages of whole episodes.
 
         A_{i,t} = R_i - 1/(G-1) * sum_{j != i} R_j      for every decision t of episode i
         R_i     = sum_t r_{i,t}
 
     The baseline does not depend on episode i, so the policy gradient is unbiased (fixed denominators, groups
-    not filtered by outcome). An episode without siblings has no baseline: its advantage is 0, and it is
-    counted. gamma is not used: a score is a plain sum.
+    not filtered by outcome). An episode without siblings has no baseline, so its advantage is 0; metrics
+    count it. gamma is not used: a score is a plain sum.
 
-    Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. An episode without
-    siblings has its raw score in one of verl's two forms and 0 in the other, as here.
+    Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. For an episode
+    without siblings, one of verl's two forms gives its raw score, the other 0, as here.
     """
     return against_siblings(episodes, leave_one_out)
 

@@ -1,4 +1,4 @@
-"""The shared arithmetic of group-relative estimators: deviations, their divisors, and flat groups."""
+"""Shared arithmetic of group-relative estimators: deviations, their divisors, and flat groups."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ Scale = Callable[[Sequence[float]], float]
 
 
 def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Comparison:
-    """Scaled deviations of scores from their mean; all 0 without spread, and so for one score.
+    """Compute the scaled deviations of scores from their mean; all 0 without spread, as for a single score.
 
-    fsum: the order of the scores changes no bit. `size` is that of `shared_schemas.rounding.has_spread`.
+    `fsum` makes the result independent of the order. `size` as in `shared_schemas.rounding.has_spread`.
     """
     if not has_spread(scores, size=size):
         return Comparison([0.0] * len(scores), scores)
@@ -24,7 +24,7 @@ def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Compariso
 
 
 def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
-    """Each score minus the mean of the others; 0 where all are equal, up to rounding, and for one.
+    """Subtract from each score the mean of the others; 0 for equal scores, up to rounding, and for one.
 
     `size` as in `relative`.
     """
@@ -38,13 +38,13 @@ def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
 
 
 def unscaled(deviations: Sequence[float]) -> float:
-    """Leave the deviations as they are: Fnorm = 1."""
+    """Return 1: deviations are not scaled."""
     return 1.0
 
 
 def standardised(deviations: Sequence[float]) -> float:
-    """Their sample std (n - 1); no epsilon, so the unit of the scores does not matter."""
-    # hypot, not a sum of squares: squares of tiny rewards underflow to 0.
+    """Return the sample std (n - 1), without epsilon, so that the unit of the scores does not matter."""
+    # hypot, because squares of tiny rewards underflow to 0.
     return math.hypot(*deviations) / math.sqrt(len(deviations) - 1)
 
 
@@ -55,11 +55,10 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     """Return the groups whose advantages, and so gradients, are all 0, in order of first appearance.
 
     The advantages decide, not the scores: equal scores earned at different decisions have spread for
-    `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up to rounding
-    (`shared_schemas.rounding`), since a mean of equal floats can miss them by the last bit. The size is the
-    largest advantage of the batch, or the group's largest sum of |r_t| or score, which counts as 1 at most:
-    advantages may be in standard deviations, whatever the unit of the rewards. `advantages` are by decision
-    or by token.
+    `stepwise` and none for `grpo`. "0" means up to rounding (`shared_schemas.rounding`), because a mean of
+    equal floats can differ from them in the last bit. The size is the larger of the batch's largest
+    advantage, and the group's largest sum of |r_t| or score, at most 1: advantages may be in standard
+    deviations, whatever the unit of the rewards. `advantages` are by decision or by token.
 
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """

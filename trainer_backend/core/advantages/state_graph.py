@@ -1,6 +1,6 @@
-"""The graph of a group's states: a node is a state that decisions were made in, an edge is a decision.
+"""The graph of a group's states: nodes are states in which decisions were made, edges are decisions.
 
-Decisions are numbered through the batch, one episode after the other: [D].
+Decisions are numbered over the batch, episode after episode: [D].
 """
 
 import math
@@ -12,21 +12,21 @@ from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_inco
 from trainer_backend.core.advantages.spread import Scale, relative
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
-# [D] numbers of all decisions of the batch, by the name of the part; None where a decision has no such part.
+# [D] numbers of all decisions of the batch, by the name of the part; None if a decision lacks the part.
 Columns = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class StateGraph:
-    """The graphs of all groups of a batch. They are separate: equal keys of two groups are two states.
+    """The graphs of all groups of a batch. Equal keys of two groups are two states.
 
-    A lone episode has no siblings to compare with, so each of its decisions is a state of its own.
+    Each decision of a lone episode is a state of its own, because there are no siblings to compare with.
     """
 
     anchors: Sequence[Sequence[int]]
     """[S] the decisions made in each state."""
     next_D: Sequence[int | None]
-    """The decision that follows in the episode; None after its last one."""
+    """The next decision of the episode; None after the last."""
     starts: Set[int]
     """The first decision of each episode."""
     groups: Sequence[Sequence[int]]
@@ -34,7 +34,7 @@ class StateGraph:
 
     @property
     def state_D(self) -> list[int]:
-        """The state of each decision, as an index of `anchors`."""
+        """Return the state of each decision, as an index of `anchors`."""
         state_D = [0] * len(self.next_D)
         for state, anchor in enumerate(self.anchors):
             for d in anchor:
@@ -43,7 +43,7 @@ class StateGraph:
 
     @property
     def others_D(self) -> list[float]:
-        """How many other decisions were made in the same state."""
+        """Number of other decisions in the same state."""
         return [len(self.anchors[state]) - 1.0 for state in self.state_D]
 
     @property
@@ -54,16 +54,16 @@ class StateGraph:
     def relative(
         self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """[D] each value against those of all decisions of its group, as `relative_at` in a state."""
+        """Compare [D] each value with those of all decisions of its group, as `relative_at` in a state."""
         advantages_D, parts_D = relative_at(self.groups, values_D, scale, sizes_D)
         return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
-        """[D] mean of the values over the same state; fsum: the order of its decisions changes no bit."""
+        """Compute [D] the mean of the values of each state's decisions, independently of their order."""
         return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
 
     def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
-        """[D] one number of the values over the same state."""
+        """Reduce [D] the values of each state's decisions to one number."""
         reduced_D = [0.0] * len(values_D)
         for anchor in self.anchors:
             number = reduce([values_D[d] for d in anchor])
@@ -72,19 +72,16 @@ class StateGraph:
         return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
-        """[D] the sizes by which rounding errors of r + gamma * V(s') - V(s) are measured, V being `means`.
-
-        `sizes_D` are the sizes of the returns.
-        """
+        """Compute [D] the sizes to which rounding errors of TD errors are relative, from those of returns."""
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
-        """[D] the value of the decision that follows; 0 after the last one of an episode."""
+        """Return [D] the value of the next decision; 0 after the last of an episode."""
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
     def td_parts(self, episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, list[float]]:
-        """[D] r + gamma * V(s') - V(s), where V is the mean return of a state, and its parts."""
+        """Compute [D] r + gamma * V(s') - V(s), with V the mean return of a state, and its parts."""
         values_D = self.means(returns_to_go(episodes, gamma))
         next_D = self.after(values_D)
         rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
@@ -103,7 +100,7 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """Build the graph of the batch from the episodes' state keys; errors name the estimator `reader`."""
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
-    decisions, next_D = list[range](), list[int | None]()  # of each episode, and what follows each decision
+    decisions, next_D = list[range](), list[int | None]()  # of each episode, and the next of each decision
     for episode in episodes:
         first, end = len(next_D), len(next_D) + len(episode.rewards_T)
         decisions.append(range(first, end))
@@ -120,7 +117,7 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
-    """Decisions of a group that share their state and the `depth` states before it."""
+    """Collect the decisions of a group that share their state and the `depth` states before it."""
     groups: dict[str, dict[object, list[int]]] = {}
     start = 0
     for episode in episodes:
@@ -135,9 +132,9 @@ def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int
 def relative_at(
     anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """[D] each value relative to those of the decisions in the same state, and the parts of that.
+    """Compare [D] each value with those of the decisions in the same state; return advantages and parts.
 
-    A decision alone in its state is its own baseline. `sizes_D` are the sizes of `relative`, by value.
+    The only decision of a state is its own baseline. `sizes_D` are the `size` of `relative`, by value.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -155,17 +152,17 @@ def relative_at(
 
 
 def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
-    """[D] discounted returns-to-go."""
+    """Compute [D] discounted returns-to-go."""
     return list(chain.from_iterable(discounted_returns(episode.rewards_T, gamma) for episode in episodes))
 
 
 def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
-    """[D] discounted sums of |r_t|, the sizes by which rounding errors of returns are measured."""
+    """Compute [D] discounted sums of |r_t|: rounding errors of returns are relative to them."""
     return list(chain.from_iterable(discounted_sizes(episode.rewards_T, gamma) for episode in episodes))
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
-    """Metrics of how often states were met. Siblings share their first state, so later ones count apart.
+    """Compute metrics of repeated states; later ones also separately, because siblings share the first.
 
     `starts` are the first decisions of all episodes.
     """
@@ -183,7 +180,7 @@ def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str
 
 
 def first_decisions(episodes: Sequence[EpisodeRewards]) -> set[int]:
-    """Numbers of the first decisions of all episodes."""
+    """Return the indices of the first decisions of all episodes."""
     return {*accumulate((len(episode.rewards_T) for episode in episodes[:-1]), initial=0)}
 
 

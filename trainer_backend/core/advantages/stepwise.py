@@ -1,4 +1,4 @@
-"""Stepwise: the return-to-go of a decision minus the mean of its siblings' at the same t."""
+"""Stepwise: compares the return-to-go of a decision with the mean of its siblings' at the same t."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
 def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
-    """Leave-one-out advantage of every decision, over the siblings' returns-to-go at the same t.
+    """Compute leave-one-out advantages of decisions, over the siblings' returns-to-go at the same t.
 
         A_{i,t} = G_{i,t} - 1/(G-1) * sum_{j != i} G_{j,t},     G_{j,t} = 0 once j has finished
 
     The baseline depends only on other episodes, and not on when episode i stops, so the policy gradient
     is unbiased (gamma 1, fixed denominators, groups not filtered by outcome). If all siblings have
     finished, the advantage is the return. An episode without siblings has no baseline: its advantages are
-    0, and its decisions are counted.
+    0, and metrics count its decisions.
 
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
@@ -36,7 +36,7 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
     for members in groups.values():
         for t in range(max(len(returns[index]) for index in members)):
             alive = [index for index in members if t < len(returns[index])]
-            # Those that have finished count as 0, after all others.
+            # Finished siblings count as 0, at the end of the list.
             returns_G = [returns[index][t] for index in alive] + [0.0] * (len(members) - len(alive))
             found = leave_one_out(returns_G, size=max(sizes[index][t] for index in alive))
             for index, advantage, baseline in zip(alive, found.advantages, found.baselines, strict=False):

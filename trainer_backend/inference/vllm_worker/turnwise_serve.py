@@ -1,8 +1,8 @@
-"""Starts vLLM's server for the run that is its parent: `python -m turnwise_serve --model FOLDER ...`.
+"""Start vLLM's server for the run that is its parent: `python -m turnwise_serve --model FOLDER ...`.
 
 This file runs in vLLM's own environment and imports nothing of Turnwise. Standard input is a pipe that only
-the parent holds: it closes however the parent ends, and then the server and its engine processes are killed,
-which would otherwise keep the memory of a GPU.
+the parent holds, so the pipe closes however the parent ends. Then this process kills the server and its
+engine processes, which would otherwise keep the memory of a GPU.
 """
 
 import os
@@ -12,7 +12,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Kill this process and those that it has started once standard input closes."""
+    """Kill this process and its child processes once standard input closes."""
 
     def watch() -> None:
         while os.read(0, 65_536):

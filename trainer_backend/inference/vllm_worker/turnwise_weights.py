@@ -1,9 +1,9 @@
-"""The weights of a version: a model folder's, or a base's with the adapters of a folder merged into them.
+"""Read the weights of a version: a model folder, or a base with the adapters of a folder merged into it.
 
     W = W_0 + (alpha / rank) * B A        A [rank, in], B [out, rank]
 
-The sum is float32; the caller rounds it once. This file runs in vLLM's own environment and
-imports nothing of Turnwise, nor vLLM. Adapters are in peft's layout.
+The sum is float32; the caller rounds it once. This file runs in vLLM's own environment and imports nothing of
+Turnwise or vLLM. Adapters are in peft's layout.
 """
 
 import json
@@ -18,9 +18,12 @@ _OF_THE_WRAPPER, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.we
 
 
 def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each weight of the folder's `files`, one at a time; no other file is read.
+    """Yield name and value of each weight of the folder's `files`; no other file is read.
 
-    `adapter` is the folder of adapters, or None. ValueError: they are of a layer that the folder has not.
+    `adapter` is the folder of adapters, or None.
+
+    Raises:
+        ValueError: an adapter belongs to a weight that the folder does not have.
     """
     deltas = {} if adapter is None else _deltas(adapter)
     for file in files:
@@ -36,7 +39,7 @@ def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> 
 
 
 def _deltas(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """A, B and the scale of each adapted weight, by its name in the model."""
+    """Return A, B and the scale of each adapted weight, by its name in the model."""
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     stored = load_file(folder / "adapter_model.safetensors")
     names = [name.removesuffix(_DOWN) for name in stored if name.endswith(_DOWN)]
