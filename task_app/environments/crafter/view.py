@@ -19,7 +19,7 @@ class LocalView(NamedTuple):
     """The visible cells as names, with no more information than the screen shows."""
 
     rows: tuple[tuple[str, ...], ...]
-    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 the left edge. A name is that of the
+    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left. A name is that of the
     thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'), or else of its
     material; 'void' is outside the world."""
     materials: tuple[tuple[str, ...], ...]
