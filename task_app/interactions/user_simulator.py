@@ -73,7 +73,7 @@ class UserSimulatorInteraction(BaseInteraction):
         self._read_key()
 
     def connect(self, context: PolicyContext) -> None:
-        """Use the service's HTTP client, without the rollout's id: these calls are not in its conversation."""
+        """Use the service's HTTP client, without the rollout's id: the calls are not in its conversation."""
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
         context = replace(context, rollout_id=None, inference_key=self._read_key())
         self._user = POLICIES["openai"].build(own, context)

@@ -109,7 +109,7 @@ class Replay:
     """With a snapshot: seed of its further draws; None: the snapshot's own generator."""
 
     def every(self, at_most: int) -> int:
-        """Return the smallest n with which the start, every n-th decision and the last fit `at_most` frames."""
+        """Return the smallest n with which the start, every n-th decision and the last fit `at_most`."""
         return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:

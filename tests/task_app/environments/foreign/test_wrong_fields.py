@@ -158,7 +158,7 @@ async def test_a_wrong_field_of_an_mcp_process_fails_the_episode_and_is_named(me
         peer._link = link = ProcessLink("mcp:child", McpServer(command=str(program)), reach)
         asks: dict[str, Callable[[], Any]] = {
             "initialize": lambda: typed(_Initialized, peer._request(method, {}), peer._where(method)),
-            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._described()],
+            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._list_tools()],
             "tools/call": lambda: [*peer.carry_out([Call("step", {"move": 1})])],
         }
 
