@@ -17,11 +17,7 @@ from service_kit.connections import Posts
 from service_kit.gate import Deadline, Gate
 from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import RequestObserver
-from service_kit.problems import (
-    describe,
-    install_problem_handlers,
-    internal_error_response,
-)
+from service_kit.problems import describe, install_problem_handlers, internal_error_response
 from service_kit.release import version
 from task_app.captures.call_errors import CallErrors
 from task_app.captures.door import CaptureDoor
@@ -100,11 +96,7 @@ def create_app(
     boards = replace(boards or default_plug_boards(), reach=settings)
     services = Services(settings, boards, keys, spans or Spans())
     app = TaskApp(
-        title="Turnwise task app",
-        version=version(),
-        docs_url=None,
-        redoc_url=None,
-        lifespan=_lifespan,
+        title="Turnwise task app", version=version(), docs_url=None, redoc_url=None, lifespan=_lifespan
     )
     app.state.services = services
     # Draw one picture at a time, so that episodes can use the threads.

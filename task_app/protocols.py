@@ -207,7 +207,7 @@ class Environment(Protocol):
 
 
 def steps_quickly(environment: Environment) -> bool:
-    """Tell whether the environment promises steps of microseconds, which may run on the event loop."""
+    """Whether the environment promises steps of microseconds, which may run on the event loop."""
     return bool(getattr(environment, "quick_step", False))
 
 
@@ -296,7 +296,7 @@ class ConversationalEnvironment(AnsweredEnvironment, Protocol):
 
 
 def takes_answers(environment: Environment) -> bool:
-    """Tell whether text without a call counts in the environment's conversation."""
+    """Whether text without a call counts in the environment's conversation."""
     return bool(getattr(environment, "takes_answers", True))
 
 

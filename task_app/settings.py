@@ -132,9 +132,7 @@ class Settings(Reach, ServiceSettings):
     port: Port = 8001
     api_keys: Annotated[tuple[SecretStr, ...], _Keys(TASK_APP_KEY)] = Field(default=(), repr=False)
     allowed_inference_hosts: Annotated[
-        tuple[Host, ...],
-        Flag("--allow-inference-host"),
-        Variable("TURNWISE_ALLOWED_INFERENCE_HOSTS"),
+        tuple[Host, ...], Flag("--allow-inference-host"), Variable("TURNWISE_ALLOWED_INFERENCE_HOSTS")
     ] = Field(
         default=LOOPBACK,
         description="host or host:port that an inference_url may name, as those of "
@@ -162,8 +160,7 @@ class Settings(Reach, ServiceSettings):
         default=False, description="end when standard input closes"
     )
     inference_url: InferenceUrl | None = Field(
-        default=None,
-        description="for policies that name none; /info shows it as inference.base_url",
+        default=None, description="for policies that name none; /info shows it as inference.base_url"
     )
     inference_model: str | None = Field(
         default=None, min_length=1, max_length=500, description="its model; /info: inference.default_model"

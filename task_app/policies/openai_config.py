@@ -92,7 +92,7 @@ class OpenAIConfig(SamplingKeys):
 
     @property
     def asks_gateway_of_ours(self) -> bool:
-        """Tell whether the server is our gateway, which keeps a conversation's ids and knows more keys."""
+        """Whether the server is our gateway, which keeps a conversation's ids and knows more keys."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
 

@@ -224,7 +224,7 @@ def _resolve_reference(reference: str, root: Schema) -> Schema:
 
 
 def _may_not_fit(schema: Schema) -> bool:
-    """Tell whether a draw may not fit the schema."""
+    """Whether a draw may not fit the schema."""
     if not isinstance(schema, Mapping):
         return schema is False
     if not schema.keys() <= _DRAWN:
@@ -238,7 +238,7 @@ def _may_not_fit(schema: Schema) -> bool:
 
 
 def _fits_schema(value: Any, schema: Schema) -> bool:
-    """Tell whether the value fits the schema; a schema that cannot be applied accepts every value."""
+    """Whether the value fits the schema; a schema that cannot be applied accepts every value."""
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 

@@ -21,13 +21,7 @@ from task_app.episode.decisions import NO_METADATA
 from task_app.episode.prompts import FreshPrompts, Prompts
 from task_app.episode.state_keys import EpisodeStateKeys, keys_by_name, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
-from task_app.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    SnapshotRefused,
-    boundary,
-    refuse_used,
-)
+from task_app.errors import DeadlineExceeded, InvalidRequest, SnapshotRefused, boundary, refuse_used
 from task_app.interactions.service import Interactions
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext

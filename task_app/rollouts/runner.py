@@ -150,7 +150,7 @@ class RolloutRunner:
         return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Tell whether unfinished rollouts of the run end because the service stops, not by an abort."""
+        """Whether unfinished rollouts of the run end because the service stops, not by an abort."""
         return self._is_draining and self.runs.get(run_id).aborted_at is None
 
     def unfinished(self) -> dict[str, int]:

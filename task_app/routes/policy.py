@@ -17,13 +17,7 @@ from task_app.complaints import validated
 from task_app.episode.decisions import NO_METADATA
 from task_app.episode.worker import decide
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
-from task_app.protocols import (
-    Environment,
-    Observation,
-    PolicyObservation,
-    RestorablePolicy,
-    policy_name,
-)
+from task_app.protocols import Environment, Observation, PolicyObservation, RestorablePolicy, policy_name
 from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, Router
 from task_app.services import Services, get_services
 from task_app.sessions.sessions import PolicySession

@@ -4,12 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any
 
 from fastapi import Query, Request
-from prometheus_client.core import (
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 from starlette.responses import Response

@@ -105,7 +105,7 @@ class EnvironmentSession:
 
     @property
     def steps_at_once(self) -> bool:
-        """Tell whether a step is quick and the lock is free; then `take` needs no lock until an await."""
+        """Whether a step is quick and the lock is free; then `take` needs no lock until an await."""
         return steps_quickly(self.environment) and not self.lock.locked()
 
     async def reset(self, seed: int) -> Observation:

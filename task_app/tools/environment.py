@@ -39,7 +39,7 @@ class OneCallEnvironment:
         self._ran: list[tuple[str, float]] = []  # env steps of the present decision, with their rewards
 
     def over(self) -> bool:
-        """Tell whether the task itself has ended in this state."""
+        """Whether the task itself has ended in this state."""
         raise NotImplementedError
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -69,7 +69,7 @@ class OneCallEnvironment:
         )
 
     def _is_cut(self) -> bool:
-        """Tell whether a limit of env steps is reached."""
+        """Whether a limit of env steps is reached."""
         return False
 
     def _state_before(self) -> Any:

@@ -72,11 +72,7 @@ class Head(Body, allow_inf_nan=False):
 
 
 def pack(
-    engine: CrafterEngine,
-    *,
-    reward: float,
-    news: Mapping[str, Any],
-    memory: Mapping[str, Any] | None = None,
+    engine: CrafterEngine, *, reward: float, news: Mapping[str, Any], memory: Mapping[str, Any] | None = None
 ) -> bytes:
     """Convert the game of `engine` to bytes. Raises NotReset without a game.
 
