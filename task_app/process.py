@@ -69,7 +69,7 @@ def build_server(app: TaskApp, *, ready: Callable[[], None]) -> Server:
     settings = services.settings
 
     async def drain(orphaned: bool) -> None:
-        # If the parent has ended, nobody fetches further results.
+        # If the parent has ended, no further results are fetched.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
     return Server(

@@ -26,8 +26,8 @@ class Threads:
     """Runs up to `most` calls at once, in the order of the requests.
 
     A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call that runs longer
-    than `stuck_after_s`, or that nobody awaits any more, gives its place to the next one; its daemon thread
-    goes on. Once `most` calls hang, no more calls start.
+    than `stuck_after_s`, or that no caller awaits any more, gives its place to the next one; its daemon
+    thread goes on. Once `most` calls hang, no more calls start.
     """
 
     def __init__(self, *, most: int, stuck_after_s: float) -> None:

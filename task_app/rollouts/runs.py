@@ -26,7 +26,7 @@ class RunAborted(Conflict):
 class RunLife:
     """One run. `ended_counts` counts its ended rollouts by status, `stopped` those that an abort ended.
 
-    Whenever a rollout ends, `change` is set and replaced, so nobody who waits has to ask again and again.
+    Whenever a rollout ends, `change` is set and replaced, so a waiting request need not poll.
     """
 
     started_at: datetime | None = None

@@ -74,7 +74,7 @@ def require_reseedable(environment: Environment, *, where: str) -> None:
 
 
 def reseed(environment: Environment, seed: int) -> None:
-    """Seed the environment's random generator anew, so that it draws other numbers from here on."""
+    """Give the environment's random generator another seed, for all draws from here on."""
     assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
     with boundary("environment.reseed"):  # without a thread, because this takes microseconds
         environment.reseed(seed)

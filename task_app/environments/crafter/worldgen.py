@@ -25,7 +25,7 @@ Materials = npt.NDArray[np.uint8]
 
 GRASS, PATH, TREE = MATERIAL_IDS["grass"], MATERIAL_IDS["path"], MATERIAL_IDS["tree"]
 COAL, IRON, DIAMOND = MATERIAL_IDS["coal"], MATERIAL_IDS["iron"], MATERIAL_IDS["diamond"]
-# Bits of what a cell may become by a draw; with several bits, the first success in this order counts.
+# A bit for each thing that a draw may put on a cell; of several, the first success in this order counts.
 MAY_BE_COAL, MAY_BE_IRON, MAY_BE_DIAMOND, MAY_BE_TREE = 1, 2, 4, 8
 MAY_HOLD_COW, MAY_HOLD_ZOMBIE, MAY_HOLD_SKELETON = 1, 2, 4
 BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
