@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -84,6 +85,12 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
         package = point.dist.name if point.dist is not None else "a package"
         place = f"{package}, entry point {point.name!r} of {group!r}"
         yield PackagePlug(point.name, point.value, _run(point.load, place), place)
+
+
+def built_in_environments() -> list[str]:
+    """List the environments that come with Turnwise, by the files of task_app/environments; imports none."""
+    folder = Path(__file__).parents[1] / "task_app/environments"
+    return sorted(module.name for module in iter_modules([str(folder)]) if module.name != "foreign")
 
 
 def find_entry_points(group: str) -> EntryPoints:

@@ -136,13 +136,18 @@ Penalty = Annotated[float, Field(le=0.0)]
 TerminationTarget = Literal["raw", "text"]
 
 
-class LimitKeys(Body):
-    """How an episode ends, and what a refused decision costs: keys of [rollout], a request and a task."""
+class CostKeys(Body):
+    """The costs of decisions; they are no part of a task, and agents with their own prompts pay none."""
 
-    max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
     )
+
+
+class LimitKeys(CostKeys):
+    """How an episode ends, and what decisions cost: keys of [rollout], a request and a task."""
+
+    max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")
     termination_regex: Pattern | None = Field(
         default=None,

@@ -20,7 +20,8 @@ OF_EVERY_ENVIRONMENT: Mapping[str, str] = {
     "text_history": "all observations of the episode; in a conversation all prompts so far, which differ "
     "from `text` only after an edit of the context",
 }
-# Keys of the built-in environments; only the task app knows the keys of a plug-in.
+# Keys of the environments that come with Turnwise; only the task app knows those of a plug-in, or of an
+# environment that is not listed here.
 OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "babyai": {
         "grid": "the whole grid, the agent, what it carries and the mission's progress; BabyAI's default",

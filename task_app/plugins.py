@@ -1,8 +1,12 @@
-"""The plug boards: the names that requests may use, and how to build them. Add new plug-ins here."""
+"""The plug boards: the names that requests may use, and how to build them.
+
+A new policy is an entry here, a new environment a file in `environments/`.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import AliasChoices, SecretStr
 
 from service_kit.http_client import HttpClient
+from service_kit.plugin_file import built_in_environments
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
@@ -155,17 +160,13 @@ def _load_crafter() -> EnvironmentPlugin[Any]:
     )
 
 
-def _load_environment(
-    name: str, classes: str, *, keys: str | None = None, needs: str | None = None
-) -> Callable[[], EnvironmentPlugin[Any]]:
-    """Make the loader of an environment from the names of its module, its classes and its state keys."""
-
-    def load() -> EnvironmentPlugin[Any]:
-        module = import_module(f"task_app.environments.{name}.environment")
-        config, build = (getattr(module, classes + part) for part in ("Config", "Environment"))
-        return EnvironmentPlugin(config, build, getattr(module, keys) if keys else {}, needs=needs)
-
-    return load
+def _load_environment(name: str) -> EnvironmentPlugin[Any]:
+    """Return the `PLUGIN` of an environment's file; in a folder this is `environment.py`."""
+    module = import_module(f"task_app.environments.{name}")
+    if hasattr(module, "__path__"):
+        module = import_module(f"{module.__name__}.environment")
+    plugin: EnvironmentPlugin[Any] = module.PLUGIN
+    return plugin
 
 
 def _load_openai() -> PolicyPlugin[Any]:
@@ -204,15 +205,10 @@ def _load_policy(module: str, config: str, policy: str) -> Callable[[], PolicyPl
     return load
 
 
+# The first is that of requests which name none.
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
-    {
-        "crafter": _load_crafter,
-        "babyai": _load_environment("babyai", "BabyAI", keys="BABYAI_STATE_KEYS", needs="minigrid"),
-        "dialogue": _load_environment("dialogue", "Dialogue"),
-        "documents": _load_environment("documents", "Documents"),
-        "orders": _load_environment("orders", "Orders", keys="ORDERS_STATE_KEYS"),
-        "sokoban": _load_environment("sokoban", "Sokoban", keys="SOKOBAN_STATE_KEYS"),
-    }
+    {"crafter": _load_crafter}
+    | {name: partial(_load_environment, name) for name in built_in_environments() if name != "crafter"}
 )
 
 POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(

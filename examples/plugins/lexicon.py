@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.environments.dialogue import DialogueConfig, DialogueEnvironment
 from task_app.plugins import EnvironmentPlugin
 from task_app.tools import Toolbox, function_tool
 

@@ -10,7 +10,7 @@ from service_kit.process import name_exit
 from service_kit.tasks import racing
 from shared_schemas.messages import Message
 from shared_schemas.plain_text import encodable
-from shared_schemas.rollouts import MultiTurn, RolloutRequest
+from shared_schemas.rollouts import CostKeys, MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, start_agent
 from task_app.captures.door import Captures
@@ -117,7 +117,7 @@ def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment
         "snapshot_turns": bool(request.snapshot_turns),
         "start.snapshot": request.start.snapshot is not None,
         "limits.termination_regex": request.limits.termination_regex is not None,
-        "limits.invalid_action_penalty": request.limits.invalid_action_penalty != 0,
+        **{f"limits.{name}": getattr(request.limits, name) != 0 for name in CostKeys.model_fields},
         "final_view": request.final_view,
     }
     refuse_used(parts, f"on {environment.name}, which makes its own prompts and state", where=where)

@@ -8,6 +8,7 @@ from shared_schemas.base import finite as finite
 from shared_schemas.json_text import encodable_json
 from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import CostKeys
 from shared_schemas.trajectory import (
     ObservationData,
     PolicyLogprobs,
@@ -61,11 +62,11 @@ def observation_data(observation: Observation, decision: Decision | None = None)
 
 
 def step_data(
-    decision: Decision, *, policy_name: str, step_rewards: StepRewards, invalid_action_penalty: float = 0.0
+    decision: Decision, *, policy_name: str, step_rewards: StepRewards, costs: CostKeys | None = None
 ) -> StepData:
-    """Make the record of a decision; a refused decision gets the `invalid_action_penalty`."""
+    """Make the record of a decision; `costs` has the penalty of a refused one."""
     choice, outcome = decision.choice, decision.effect.outcome
-    penalty = 0.0 if outcome.invalid_reason is None else invalid_action_penalty
+    penalty = costs.invalid_action_penalty if costs and outcome.invalid_reason is not None else 0.0
     was, now = decision.before.achievements_counts, outcome.observation.achievements_counts
     action = dict(choice.action)
     if "name" in action:

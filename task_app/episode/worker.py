@@ -375,7 +375,7 @@ class RLRolloutWorker:
                 decision,
                 policy_name=self._policy_name,
                 step_rewards=self._step_rewards,
-                invalid_action_penalty=self._limits.invalid_action_penalty,
+                costs=self._limits,
             )
         self._prompts.remember(step, self._steps[-1] if self._steps else None)
         self._steps.append(step)

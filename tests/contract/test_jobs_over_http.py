@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -24,14 +23,13 @@ from trainer_backend.rundir.state import read_status
 from trainer_backend.terminal.jobs_client import JobsClient
 
 KEY = "a-key-of-the-contract-tests"
-PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
-ESTIMATOR = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
+ESTIMATOR = (ROOT / "examples/plugins/medians.py").read_text(encoding="utf-8")
 KEYS = {"TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": "k"}
 
 
 @contextmanager
 def trainer(folder: Path, data_dir: str = "runs") -> Iterator[tuple["subprocess.Popen[str]", JobsClient]]:
-    """`turnwise trainer` as a process, with the estimator of docs/plugins.md, and a client of it."""
+    """`turnwise trainer` as a process, with the estimator of medians.py, and a client of it."""
     (folder / "medians.py").write_text(ESTIMATOR, encoding="utf-8")
     words = ("trainer", "--port", "0", "--data-dir", data_dir, "--plugins", "medians.py")
     with (

@@ -1,6 +1,5 @@
 """The recipes of docs/cluster.md, as far as they can be held without a cluster: names, ports, flags."""
 
-import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "docker" / "kubernetes"
 EXTERNAL = list(yaml.safe_load_all((KUBERNETES / "external.yaml").read_text()))
 RANKS = yaml.safe_load((ROOT / "docker-compose.ranks.yml").read_text())["services"]
-PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
 def one(kind: str, name: str) -> dict[str, Any]:
@@ -35,12 +33,9 @@ def words_of(arguments: list[str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def kubernetes_job(tmp_path: Path) -> JobConfig:
-    """The TOML that the page gives to `external.yaml`."""
-    section = PAGE.split("## Kubernetes")[1]
-    path = tmp_path / "job.toml"
-    path.write_text(re.findall(r"```toml\n(.*?)```", section, re.S)[0])
-    return load_job(path).config
+def kubernetes_job() -> JobConfig:
+    """The job that docs/cluster.md gives to `external.yaml`."""
+    return load_job(KUBERNETES / "job.toml").config
 
 
 def test_the_addresses_of_the_job_are_services_of_the_manifests(kubernetes_job: JobConfig):

@@ -73,8 +73,13 @@ def test_toml_blocks_load(page: str, block: str, tmp_path: Path):
     assert load_job(path).warnings == ()
 
 
-@pytest.mark.parametrize(("page", "block"), blocks("python"))
-def test_python_blocks_run(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+EXAMPLE = ("by_hand.py", text_of("examples/by_hand.py"))
+
+
+@pytest.mark.parametrize(("page", "block"), [*blocks("python"), EXAMPLE])
+def test_python_blocks_and_the_example_run(
+    page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
     file = tmp_path / f"{page}.py"
     file.write_text(block)

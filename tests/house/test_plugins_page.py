@@ -31,13 +31,15 @@ NAMES = [
     "halver.py",
     "lexicon.py",
     "medians.py",
+    "pulses.py",
     "riddles.py",
     "roots.py",
     "safe.py",
     "thrifty.py",
+    "words.py",
 ]
-# An interaction has a file of its own, and estimators and aggregations are the trainer's.
-OTHERS = {"medians.py", "riddles.py", "roots.py"}
+# An interaction has a file of its own; estimators, aggregations and schedules are the trainer's.
+OTHERS = {"medians.py", "pulses.py", "riddles.py", "roots.py"}
 # What an environment of the page needs beyond its defaults.
 CONFIGS = {"lexicon": {"prompt": "How many is a gross?"}}
 

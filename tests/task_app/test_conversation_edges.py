@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
-from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.environments.dialogue import DialogueConfig, DialogueEnvironment
 from task_app.episode.actions import Choice, read_action
 from task_app.episode.context_tools import Budget
 from task_app.episode.conversation import Conversation

@@ -43,10 +43,7 @@ def test_the_defaults_are_those_of_a_request():
         ({"max_episode_steps": 0}, "max_episode_steps"),
         ({"termination_regex": "("}, "termination_regex"),
         ({"timeout_s": 0}, "timeout_s"),
-        *(
-            ({"ground_truth": value}, "ground_truth")
-            for value in (float("nan"), "x" * 100_000, object(), b"x")
-        ),
+        *(({"ground_truth": value}, "ground_truth") for value in NO_TRUTHS),
     ],
 )
 def test_a_fact_of_another_name_or_bound_is_refused(facts, words):

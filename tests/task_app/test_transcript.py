@@ -4,7 +4,7 @@ from shared_schemas.trajectory import StopReason, transcript
 from task_app.dialects.one_call.plan import plan_rollout
 from task_app.dialects.one_call.reply import Cast, Episode, Result, reply
 from task_app.dialects.one_call.request import LegacyEnv, LegacyPolicy, LegacyRollout, Stepwise
-from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.environments.dialogue import DialogueConfig, DialogueEnvironment
 from task_app.plugins import default_plug_boards
 from task_app.policies.scripted import RandomPolicy
 from task_app.protocols import Observation

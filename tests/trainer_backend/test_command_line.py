@@ -92,7 +92,7 @@ def test_what_check_prints_is_a_job_whose_files_may_still_change():
 
 def test_info_lists_the_prefixes_and_how_modules_are_named(tmp_path: Path):
     told = turnwise("info", cwd=tmp_path).stdout
-    assert "built in: babyai, crafter, " in told
+    assert "built in: babyai, " in told
     assert all(f"\n{name}:{prefix.argument}: {prefix.plays}\n" in told for name, prefix in PREFIXES.items())
     assert 'services.gymnasium_modules = ["module"]' in told
 

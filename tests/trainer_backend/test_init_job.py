@@ -16,7 +16,6 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_schemas.state_keys import OF_ENVIRONMENT
 from tests.conftest import TASK_APP_KEY, task_app
 from tests.task_app.environments.foreign.processes import served
 from tests.task_app.environments.foreign.test_bad_servers import openenv, paid, says
@@ -63,7 +62,7 @@ CHOICES = [
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch):
     """Let packages with the environments `maze` and `lake` be installed."""
-    names = frozenset({*OF_ENVIRONMENT, "maze", "lake"})
+    names = frozenset({*CONFIGS, "maze", "lake"})
     monkeypatch.setattr("trainer_backend.terminal.templates.environment_names", lambda: names)
 
 
@@ -137,7 +136,7 @@ def test_a_fresh_preset_begins_with_a_warm_up_and_a_trained_model_does_not(tmp_p
         fresh = write_job(tmp_path / f"{number}.toml", Choices(env)).config
         assert fresh.model.preset == "tiny-0.3m"
         assert fresh.warmup is not None
-        assert env in OF_ENVIRONMENT or fresh.warmup.policy_name == "random"
+        assert (env in CONFIGS and ":" not in env) or fresh.warmup.policy_name == "random"
     (tmp_path / "m").mkdir()
     trained = write_job(tmp_path / "b.toml", Choices(model=str(tmp_path / "m"))).config
     assert (trained.model.path, trained.warmup) == (tmp_path / "m", None)
@@ -147,8 +146,7 @@ def test_a_fresh_preset_begins_with_a_warm_up_and_a_trained_model_does_not(tmp_p
 
 def test_every_environment_that_the_command_knows_is_in_these_tests():
     kinds = {env.partition(":")[0] + ":" for env in TRAINED if ":" in env}
-    assert set(JOBS) == {*OF_ENVIRONMENT, *kinds, *(env for env in CONFIGS if ":" in env)}
-    assert set(OF_ENVIRONMENT) == {env for env in CONFIGS if ":" not in env}
+    assert set(JOBS) == {*kinds, *CONFIGS}
 
 
 @pytest.mark.parametrize(("env", "config"), CONFIGS.items())

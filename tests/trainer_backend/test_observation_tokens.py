@@ -63,7 +63,7 @@ def take_step(estimator, aggregation, spans, level="token"):
         )
         for name, found in values.items()
     ]  # fmt: skip
-    found = plug.compute(episodes, CONFIG)
+    found = plug.compute(episodes, CONFIG.read(plug.keys, estimator))
     trained = dict(zip(ANSWERS, found.per_token or found.per_episode, strict=True))
     batch = collate(
         parts,

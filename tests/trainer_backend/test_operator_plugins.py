@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -35,8 +34,7 @@ from trainer_backend.plugins import aggregation, estimator, policy_loss
 from trainer_backend.terminal.check_command import own_choices, whole_job
 
 pytestmark = pytest.mark.usefixtures("own_boards")
-PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
-OF_THE_PAGE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
+OF_THE_PAGE = (Path(__file__).parents[2] / "examples/plugins/medians.py").read_text(encoding="utf-8")
 HEAD = (
     "from trainer_backend.core.advantages.episodes import Advantages\n"
     "from trainer_backend.core.advantages.gigpo import GigpoKeys\n"

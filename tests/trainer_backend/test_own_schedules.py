@@ -17,13 +17,8 @@ from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.plugins import AGGREGATIONS, aggregation
 
 pytestmark = pytest.mark.usefixtures("own_boards")
-DOCS = Path(__file__).parents[2] / "docs"
-PULSES, ROOTS = (
-    next(
-        block for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S) if name in block
-    )
-    for page, name in ((DOCS / "mixture.md", "pulses.py"), (DOCS / "plugins.md", "roots.py"))
-)
+TREE = Path(__file__).parents[2]
+PULSES, ROOTS = ((TREE / "examples/plugins" / name).read_text("utf-8") for name in ("pulses.py", "roots.py"))
 HEAD = """\
 from dataclasses import dataclass
 import random

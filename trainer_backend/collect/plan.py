@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
-from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
+from shared_schemas.rollouts import (
+    CostKeys,
+    EnvSpec,
+    PolicySpec,
+    Rollout,
+    RolloutLimits,
+    RolloutRequest,
+    Start,
+)
 from shared_schemas.trajectory import exact_tokens
 from trainer_backend.collect.sources import (
     Allocation,
@@ -37,7 +45,7 @@ _LEAST_TIMEOUT_S = 1.0
 # The fields of a request that define its task, without its player and without what else is stored.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
-    "limits": RolloutLimits.model_fields.keys() - {"timeout_s", "invalid_action_penalty"},
+    "limits": RolloutLimits.model_fields.keys() - {"timeout_s"} - CostKeys.model_fields.keys(),
 }
 
 

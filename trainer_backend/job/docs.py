@@ -20,7 +20,7 @@ from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LossPlug
-from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
 from trainer_backend.job.plug_table import own_tables
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
@@ -31,23 +31,21 @@ _HEAD = """\
 
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
-- **Look up**: `turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its
-  default filled in. An unknown key is an error with a suggestion.
-- **Required** is `[model]` alone. Without `[warmup]` there is no warm-up, without `[data]` the environment
-  makes its own worlds, without `[rollout_only]` the actor samples everything; several fixed policies are
-  several `[[rollout_only]]`. The task app checks `env_config` and `policy_config`.
-- **Override**: `--set table.key=value`. Several files are merged key by key; a later file overrides an
-  earlier one, and `--set` all of them.
-- **Remove**: an empty table inside a table removes what is below it (`--set
-  model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, `--set
-  'training.kl_coef={}'` a key, which then has its default.
+- **Look up**: `turnwise check JOB.toml` prints what a job changes, and with `--all` every key. Only
+  `[model]` is required. An unknown key is an error with a suggestion.
+- **Absent tables**: no `[warmup]`, no warm-up; without `[data]` the environment makes its own worlds;
+  without `[rollout_only]` the actor samples everything. Several fixed policies are several
+  `[[rollout_only]]`.
+- **Override**: `--set table.key=value`. A later file overrides an earlier one key by key, and `--set` all of
+  them.
+- **Remove**: `--set 'warmup={}'` removes a table, `--set 'training.kl_coef={}'` a key, which then has its
+  default.
 - **Choices**: where a later file or `--set` chooses another estimator, loss, critic, aggregation or
   schedule, keys of earlier files that it does not read are left out with a warning; in one file they are
   errors.
 - **Reward switches** (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
   `[rollout]`; two different values in a file are an error, and an override counts in every place.
-- **Paths** (`model.path`, `rollout_only.model_path`, `inference.vllm_python`, those of `[services]` and
-  `[data]`) start at the folder of their file if something is there; otherwise, as with `--set`, at the
+- **Paths** start at the folder of their file if something is there; otherwise, as with `--set`, at the
   working directory, as `job.runs_dir` always does. A run stores absolute paths.
 """
 
@@ -74,22 +72,11 @@ def _lines() -> Iterator[str]:
             yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
-    yield from _other_systems()
-
-
-def _other_systems() -> Iterator[str]:
-    yield "\n## Names of other systems\n"
+    *others, last = SYSTEMS
     yield (
-        "An error about one of these names, in a file or in `--set`, suggests the key in the first column. "
-        "A name is recognised at the end of a longer one: `rollout.n` is also `actor_rollout_ref.rollout.n`. "
-        "Keys that are called the same here are not listed."
+        f"\nAn error about a key of {', '.join(others)} or {last}, in a file or in `--set`, suggests ours, "
+        "or says why there is none; `trainer_backend/job/foreign_keys.py` has the list."
     )
-    yield f"\n| here | {' | '.join(SYSTEMS)} |\n|---|{'---|' * len(SYSTEMS)}"
-    for here in dict.fromkeys(ours for names in SYSTEMS.values() for ours in names.values()):
-        cells = (quoted([name for name, ours in names.items() if ours == here]) for names in SYSTEMS.values())
-        yield f"| {here} | {' | '.join(cells)} |"
-    yield "\nNo key stands for these, and an error says why:\n"
-    yield from (f"- `{name}`: {why}" for name, why in NEEDLESS.items())
 
 
 def _what_is_read() -> Iterator[str]:
@@ -103,12 +90,14 @@ def _what_is_read() -> Iterator[str]:
         yield f"\n`{board}`:\n"
         table = READ_BY[board]
         own = {name: keys for name, _, keys in own_tables(table_model(JobConfig.model_fields[table]))}
+        names: dict[str, list[str]] = {}
         for name, read in reads(board).items():
             of_name = own.get(name, [])
             keys = {key for key in read if key.partition(".")[2] not in of_name}
             keys |= {f"{table}.{name}.{key}" for key in of_name}
             words = f": {quoted(sorted(keys))}" if keys else ""
-            yield f"- `{name}`{words}{_more(BOARDS.get(board, {}).get(name))}"
+            names.setdefault(f"{words}{_more(BOARDS.get(board, {}).get(name))}", []).append(name)
+        yield from (f"- {quoted(alike)}{text}" for text, alike in names.items())
     yield ""
 
 

@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator
 
-from service_kit.plugin_file import find_entry_points
+from service_kit.plugin_file import built_in_environments, find_entry_points
 from shared_schemas.prefixes import PREFIXES
-from shared_schemas.state_keys import OF_ENVIRONMENT
 
 
 def environment_names() -> frozenset[str]:
     """Return the built-in environments, and those of installed packages."""
-    return frozenset({*OF_ENVIRONMENT, *find_entry_points("turnwise.environments").names})
+    return frozenset({*built_in_environments(), *find_entry_points("turnwise.environments").names})
 
 
 def describe_environments() -> Iterator[str]:
     """Yield lines on all names that an environment may have here."""
-    yield f"built in: {', '.join(sorted(OF_ENVIRONMENT))}"
+    yield f"built in: {', '.join(built_in_environments())}"
     packages = find_entry_points("turnwise.environments").names
     yield f"of installed packages: {', '.join(sorted(packages)) or 'none'}"
     yield "of files: what services.task_plugins of a job, or `turnwise task-app --plugins`, names"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from shared_schemas.base import did_you_mean
+from shared_schemas.rollouts import CostKeys
 from shared_schemas.state_keys import is_state_key, list_state_keys
 from shared_schemas.trajectory import TRUNCATING
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
@@ -154,11 +155,12 @@ training.kl_reward_kind: training.kl_reward_coef
 algorithm.fork_rule: algorithm.train_branches = true
 rollout_only.api_key_env rollout_only.logprobs: rollout_only.inference_url
 """
-_NOT_READ = """
+_COSTS = " | ".join(f"rollout.{key}" for key in CostKeys.model_fields)
+_NOT_READ = f"""
 training.learning_rate_rise & training.learning_rate_schedule = "desired_kl"
     the rate begins at learning_rate, and small steps at first would be taken for a rate that is too low
 algorithm.bootstrap_truncated | multi_turn.enable | rollout.termination_regex |
-rollout.invalid_action_penalty | algorithm.advantage: needs_branches & <agent>
+{_COSTS} | algorithm.advantage: needs_branches & <agent>
     it has no effect on an agent that makes its own prompts and state (docs/captures.md)
 learner.data_parallel_replicate_degree | learner.fsdp_reshard_after_forward |
 learner.fsdp_cpu_offload & <one rank>

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
-from shared_schemas.rollouts import LimitKeys
+from shared_schemas.rollouts import CostKeys, LimitKeys
 from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.rollout_table import SAMPLING_KEYS, RolloutTable
@@ -59,7 +59,7 @@ class TruthSetting(BaseModel):
     @field_validator("play")
     @classmethod
     def _of_earlier_files(cls, play: dict[str, Any]) -> dict[str, Any]:
-        return {"invalid_action_penalty": 0.0} | play
+        return CostKeys().model_dump() | play
 
 
 def select_rewards(table: TrainingTable) -> dict[str, Any]:

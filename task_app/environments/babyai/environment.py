@@ -13,9 +13,10 @@ from shared_schemas.messages import Message
 from task_app.complaints import state_in
 from task_app.environments.babyai.level import NOOP, ActionName, Level, level_id
 from task_app.environments.babyai.text import SYSTEM, compact_text, full_text
-from task_app.environments.past import state_alone
 from task_app.episode.state_keys import StateKey
 from task_app.errors import started
+from task_app.past import state_alone
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import Observation, PastDecision
 from task_app.tools import OneCallEnvironment
 
@@ -181,3 +182,4 @@ BABYAI_STATE_KEYS: Mapping[str, StateKey] = {
     # Everything that the policy sees now, without the last actions.
     "view": StateKey(lambda observation: _SEEN(observation.data)),
 }
+PLUGIN = EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")

@@ -16,8 +16,9 @@ from task_app.complaints import state_in
 from task_app.environments.documents.chunks import MAX_CHUNKS, cut_into_chunks
 from task_app.environments.documents.desk import MAX_CHUNK_CHARS, MAX_NOTES, MAX_TITLE_CHARS, Desk, Note
 from task_app.environments.documents.generate import GenerateConfig, Task, generate_task
-from task_app.environments.past import past_messages, refuse_decision
 from task_app.errors import EpisodeOver, started
+from task_app.past import past_messages, refuse_decision
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools import Answer, Toolbox, function_tool
 
@@ -260,3 +261,6 @@ class ReaderState(Body, allow_inf_nan=False):
     next_chunk: Annotated[int, Field(ge=0, le=MAX_CHUNKS)]
     answer: Annotated[str, Field(max_length=2_000)] | None
     reward: float
+
+
+PLUGIN = EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment)

@@ -21,8 +21,8 @@ from shared_schemas.plain_text import encodable
 from task_app.environments.foreign.configs import SYSTEM, RemoteConfig
 from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Shown, SpokenPeer
 from task_app.environments.foreign.schemas import Tools
-from task_app.environments.past import past_messages, refuse_decision
 from task_app.errors import EpisodeOver, started
+from task_app.past import past_messages, refuse_decision
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools.toolbox import MAX_RESULT_CHARS, truncate
 

@@ -24,6 +24,7 @@ from task_app.environments.orders.shop import (
     draw_shop,
 )
 from task_app.episode.state_keys import StateKey
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import Observation, PastDecision
 from task_app.tools import ToolEnvironment
 
@@ -223,3 +224,4 @@ def database_key(observation: Observation) -> Any:
 
 
 ORDERS_STATE_KEYS: Mapping[str, StateKey] = {"database": StateKey(database_key, version=2)}
+PLUGIN = EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS)

@@ -11,12 +11,13 @@ from pydantic import Field, model_validator
 from shared_schemas.base import Body
 from shared_schemas.messages import Message
 from task_app.complaints import state_in
-from task_app.environments.past import state_alone
 from task_app.environments.sokoban.board import Board, State, cells, picture, read_xsb, xsb_rows
 from task_app.environments.sokoban.solver import Key, is_solvable, make_key, pushes_left
 from task_app.environments.sokoban.text import SYSTEM, compact_text, full_text
 from task_app.episode.state_keys import StateKey
 from task_app.errors import started
+from task_app.past import state_alone
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import Observation, PastDecision
 from task_app.tools import OneCallEnvironment
 
@@ -274,3 +275,4 @@ SOKOBAN_STATE_KEYS: Mapping[str, StateKey] = {
     "board": StateKey(board_key, version=2),
     "pushes": StateKey(push_key, version=2),
 }
+PLUGIN = EnvironmentPlugin(SokobanConfig, SokobanEnvironment, SOKOBAN_STATE_KEYS)

@@ -11,6 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import PolicySpec, RolloutRequest
+from shared_schemas.trajectory import SamplingKeys
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import name_sampler
@@ -104,8 +105,9 @@ def test_a_thousand_rollouts_of_several_policies_are_shared_out():
 
 
 def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
-    """Until there was `policy.seed`, it was a setting of a scripted policy, and `min_p` was none."""
-    config = {name: value for name, value in policy.config.items() if name != "min_p"}
+    """Until there was `policy.seed`, it was a setting of a scripted policy; sampling had three options."""
+    later = SamplingKeys.model_fields.keys() - {"temperature", "top_p", "top_k"}
+    config = {name: value for name, value in policy.config.items() if name not in later}
     return config if policy.seed is None else {"seed": policy.seed, **config}
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
 from trainer_backend.core.losses import (
+    LOSSES,
     ClipKeys,
     SapoKeys,
     cispo_loss,
@@ -29,14 +30,15 @@ NEW = torch.tensor([-0.5, -1.5, 0.5, -1.1])  # ratios e^.5, e^-.5, e^1.5, e^-.1
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
 WEIGHTS = torch.full((4,), 0.25)
 CLIP = TrainingTable(clip_low=0.2, clip_high=0.28)
-EVERY_LOSS = [clipped_policy_loss, cispo_loss, sapo_loss, policy_gradient_loss]
 HELD = [0.0, -0.15163, 0.0, 0.22621]
 ONE_UNIT, TWO_UNITS = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
+# With the keys of each.
+EVERY_LOSS = {plug.compute: CLIP.read(plug.keys, name) for name, plug in LOSSES.items()}
 
 
-def loss_and_gradient(loss, new=NEW, old=OLD, advantages=ADVANTAGES, weights=WEIGHTS, keys=CLIP):
+def loss_and_gradient(loss, new=NEW, old=OLD, advantages=ADVANTAGES, weights=WEIGHTS, keys=None):
     new = new.clone().requires_grad_()
-    value = loss(new, old, advantages, weights, keys)
+    value = loss(new, old, advantages, weights, keys or EVERY_LOSS[loss])
     value.backward()
     return value.item(), new.grad
 

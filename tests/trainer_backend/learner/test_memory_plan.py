@@ -1,6 +1,7 @@
 """The plan beside real models and learners: what is counted is there, and what cannot fit is refused."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from trainer_backend.learner.memory_plan import (
 )
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
-from trainer_backend.learner.shapes import model_shape
+from trainer_backend.learner.shapes import ModelShape, model_shape
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models import save_model_folder
@@ -48,6 +49,12 @@ from trainer_backend.models.kinds import missing_kernels
 from trainer_backend.terminal.check_command import lines_before_a_run
 
 GIB = 2**30
+
+
+@cache
+def large_shape() -> ModelShape:
+    """Of the default Qwen3, 8B parameters, which takes two seconds."""
+    return model_shape(Qwen3Config(), None)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +179,7 @@ def test_a_cpu_keeps_its_micro_batches_unless_its_memory_cannot_hold_them():
     config = learner_parts.learner_config(
         tiny_job(inference__max_running=4096, inference__max_model_len=1024)
     )
-    too_large = plan_on(place("cpu"), config, Models(model_shape(Qwen3Config(), None), "qwen3"))
+    too_large = plan_on(place("cpu"), config, Models(large_shape(), "qwen3"))
     assert too_large.micro_batch_tokens == 1024
     assert "micro-batches of 1024 tokens are chosen" in too_large.notes[-1]
 
@@ -291,7 +298,7 @@ def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
 
 def test_the_jobs_limits_are_what_is_counted_with():
     job = tiny_job(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
-    shape = model_shape(Qwen3Config(), None)
+    shape = large_shape()
     use = memory_use(learner_parts.learner_config(job), place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
     assert use.keys == job.inference and use.keys.slots == 16
@@ -318,7 +325,7 @@ MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alph
 )
 def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, processes):
     config = learner_parts.learner_config(tiny_job(**tables))
-    use = memory_use(config, place("cpu"), model_shape(Qwen3Config(), None))
+    use = memory_use(config, place("cpu"), large_shape())
     assert (use.engines, use.processes) == (engines, processes)
     assert ("lower services.gateways (3)" in less_memory(config)) == (engines == 3)
 

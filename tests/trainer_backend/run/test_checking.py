@@ -38,8 +38,9 @@ def test_a_fixed_policy_that_fits_is_told_with_its_folder(
 def test_check_takes_the_schedule_of_the_page_as_the_page_says(
     trained: tuple[RunDirectory, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    page = (Path(__file__).parents[3] / "docs/mixture.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    tree = Path(__file__).parents[3]
+    page = (tree / "docs/mixture.md").read_text(encoding="utf-8")
+    code = (tree / "examples/plugins/pulses.py").read_text(encoding="utf-8")
     (command,) = re.findall(r"\$ turnwise (check .*)", page)
     (tmp_path / "pulses.py").write_text(code)
     job_file(tmp_path, model_path=str(trained[0].path))

@@ -12,8 +12,9 @@ from pydantic import Field, field_validator
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec, dialogue_opening, refuse_no_opening
 from task_app.complaints import state_in
-from task_app.environments.past import refuse_decision
 from task_app.errors import started
+from task_app.past import refuse_decision
+from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 NO_TOOLS = "there are no tools here; answer in words"
@@ -85,3 +86,6 @@ class DialogueEnvironment:
 
     def _observation(self) -> Observation:
         return Observation(self._opening[-1].content or "", {"answers": self._answers or 0})
+
+
+PLUGIN = EnvironmentPlugin(DialogueConfig, DialogueEnvironment)

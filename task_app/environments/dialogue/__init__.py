@@ -1,1 +1,0 @@
-"""Dialogues: a prompt, answers in words, and an interaction that replies as the user."""
