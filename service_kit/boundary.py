@@ -1,7 +1,7 @@
-"""The boundary around foreign code: whatever a plug-in raises becomes one error of the service.
+"""The boundary around foreign code: it converts any exception of a plug-in into one error of the service.
 
-Every call of an operator's code goes through it: environments, policies, interactions, reward functions,
-estimators, losses, schedules and sinks. It is the one broad except around foreign code.
+Every call of an operator's code runs inside a `Boundary`: environments, policies, interactions, reward
+functions, estimators, losses, schedules and sinks. No other broad `except` surrounds foreign code.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared_schemas.plain_text import encodable
 log = structlog.get_logger("service_kit")
 
 _MOST_CHARS = 200
-# Of a traceback in the log, from each end: an exception's text may have any length.
+# Characters kept at each end of a logged traceback, because an exception's text may have any length.
 _MOST_LOGGED = 4_000
 _OURS = tuple(
     f"{Path(__file__).parents[1] / package}/"
@@ -35,15 +35,15 @@ _SIGINT_RAISES = f"{Path(asyncio.__file__).parent}/runners.py"
 
 
 class Boundary:
-    """Turn an error of foreign code into an error of the service, so that it ends one piece of work alone.
+    """Convert an exception of foreign code into an error of the service, so that only one piece of work ends.
 
-    Errors of the service pass unchanged, and so do a cancellation, the end of a coroutine and a Ctrl-C that
-    others requested. Everything else becomes `error`, also SystemExit, a CancelledError of the plug-in's own,
-    and an exception whose text cannot be read. The log gets the traceback. The new error names exception,
-    file and line; its `recurs` is False where the machine may be the cause.
+    These pass unchanged: errors of the service, and a cancellation, an end of a coroutine or a Ctrl-C that
+    does not come from the plug-in. Everything else becomes an `error`, including SystemExit, a CancelledError
+    that the plug-in raises, and an exception whose text cannot be read. The log gets the traceback. The new
+    error names exception, file and line. Its `recurs` is False if the machine may be the cause.
 
-    `what` is the call, as the error names it: "environment.step"; `call` is the plug-in's function, whose own
-    line is the place, where what it returned raises in our code.
+    `what` names the call in the error, as "environment.step". `call` is the plug-in's function; its
+    definition is reported as the place if the plug-in's return value raises in our code.
     """
 
     # A class, because it surrounds every step, and @contextmanager costs three times as much.
@@ -72,19 +72,27 @@ class Boundary:
         raise error from exc
 
     def _was_requested(self, exc: BaseException) -> bool:
-        """Whether others than the plug-in want the call to end."""
+        """Whether the caller, not the plug-in, ends the call."""
         if isinstance(exc, asyncio.CancelledError):
             return self._task is not None and self._task.cancelling() > 0
         if isinstance(exc, GeneratorExit):
             # A coroutine is closed from outside its task; what a plug-in raises is raised inside.
             return _current_task() is not self._task
-        return isinstance(exc, KeyboardInterrupt) and _is_of_signal(exc)
+        if (
+            not isinstance(exc, KeyboardInterrupt)
+            or threading.current_thread() is not threading.main_thread()
+        ):
+            return False  # only the main thread gets signals
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            return True
+        frames = list(traceback.walk_tb(exc.__traceback__))
+        return bool(frames) and frames[-1][0].f_code.co_filename == _SIGINT_RAISES
 
 
 def describe_error(exc: BaseException, call: Callable[..., object] | None = None) -> str:
     """Describe an exception in a line: `KeyError: 'oops' (plug.py:14)`; see `Boundary` for `call`."""
     if isinstance(exc, RuntimeError) and isinstance(exc.__cause__, StopIteration | StopAsyncIteration):
-        exc = exc.__cause__  # a coroutine's own end in disguise, whose frames are the plug-in's
+        exc = exc.__cause__  # Python wraps a StopIteration of a coroutine; the cause has the plug-in's frames
     text = _first_line(exc)
     # A SyntaxError's own text has the place; its frames are those of the import system.
     place = "" if isinstance(exc, SyntaxError) else _place(exc, call)
@@ -94,7 +102,7 @@ def describe_error(exc: BaseException, call: Callable[..., object] | None = None
 def _format(exc: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(exc)).rstrip()
-    except BaseException:  # from its own attributes, such as notes that raise
+    except BaseException:  # an attribute of the exception raises, such as __notes__
         text = "".join([*traceback.format_tb(exc.__traceback__), describe_error(exc)])
     left_out = len(text) - 2 * _MOST_LOGGED
     if left_out <= 0:
@@ -110,15 +118,15 @@ def _first_line(exc: BaseException) -> str:
 
 
 def describe_line(call: Callable[..., object] | None) -> str:
-    """File and line where a function is defined, as `plug.py:14`; empty for one without Python code."""
+    """Return file and line of a function's definition, as `plug.py:14`; empty for a function of C."""
     code = getattr(call, "__code__", None)
     return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
-    """The file and line where foreign code raised: the innermost frame that is neither ours nor a library's.
+    """Find the file and line where foreign code raised: the innermost frame outside our code and libraries.
 
-    A plug-in of a package lies among the libraries, and a built-in one among our packages.
+    An installed plug-in is a library, and a built-in one is our code, so both are searched next.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     for known in ((*_OURS, *_LIBRARIES), _OURS, ()):
@@ -135,14 +143,3 @@ def _current_task() -> "asyncio.Task[object] | None":
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread
         return None
-
-
-def _is_of_signal(exc: KeyboardInterrupt) -> bool:
-    """Whether a person's Ctrl-C raised it: only the main thread gets signals, and a handler may turn them
-    into something else."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return True
-    frames = list(traceback.walk_tb(exc.__traceback__))
-    return bool(frames) and frames[-1][0].f_code.co_filename == _SIGINT_RAISES

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP connection with limits: on the number, on the size of a request's head, and on its time.
+"""uvicorn's HTTP connection with limits on the number of connections and on the size and time of a head.
 
-httptools reads headers without limits and waits for ever, and enough silent connections leave no descriptor
+httptools limits neither the size nor the time of headers. Many silent connections would leave no descriptor
 for a job's process. uvicorn's own `limit_concurrency` answers with plain text, which our clients cannot read.
 
-A connection also answers the POSTs that a service can answer at once (`Posts`), without a task for each.
+A connection also answers some POSTs at once, without a task for each (`Posts`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from service_kit.settings import ConnectionSettings
 
 
 class PlainReply(NamedTuple):
-    """A whole reply; the headers have lower-case names, and no content-length."""
+    """A complete reply. Header names are lower-case; content-length is added later."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -31,22 +31,20 @@ class PlainReply(NamedTuple):
 
 
 def plain_problem(error: ServiceError) -> PlainReply:
-    """The reply to an error."""
     response = problem_response(error)
     headers = [header for header in response.raw_headers if header[0] != b"content-length"]
     return PlainReply(response.status_code, headers, bytes(response.body))
 
 
-# By the bytes of a path: what answers a POST there at once. It returns None, with nothing done, for a request
-# that the app has to answer.
+# Functions that answer a POST at once, by the bytes of its path. A function returns None, and has changed
+# nothing, if the app has to answer.
 Posts = Mapping[bytes, Callable[[Scope, bytes], PlainReply | None]]
 
 
 def connections_at_most(most: int) -> int:
-    """The smaller of `most` and half of the descriptors that the process may open (`ulimit -n`).
+    """Return the smaller of `most` and half of the descriptors that the process may open (`ulimit -n`).
 
-    The other half is for its own calls, files and database; without a descriptor a process can neither accept
-    nor write.
+    The other half remains for outgoing calls, files and the database.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 2))
@@ -55,7 +53,7 @@ def connections_at_most(most: int) -> int:
 def bounded_protocol(
     settings: ConnectionSettings, respond: Respond, too_many: type[ServiceError], posts: Posts
 ) -> type[asyncio.Protocol]:
-    """The connection class of a server with these limits; uvicorn makes one object for each connection."""
+    """Make the connection class of a server with these limits; uvicorn creates an object per connection."""
     most = connections_at_most(settings.max_connections)
 
     class Connection(BoundedConnection):
@@ -70,8 +68,8 @@ def bounded_protocol(
 class BoundedConnection(HttpToolsProtocol):
     """Closes a connection that does not send a complete head within `max_header_s`.
 
-    After a reply the client has `max_body_s` for the rest of its body: a client that reads the reply only
-    after its body must not lose it, and one that sends a byte now and then must not stay.
+    After a reply the client has `max_body_s` for the rest of its body. A client that reads the reply only
+    after it has sent its body thus gets the reply, and a client that sends single bytes is disconnected.
     """
 
     settings: ConnectionSettings
@@ -84,10 +82,9 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._silence: asyncio.TimerHandle | None = None
         self._in_head = self._in_body = False
-        # Bytes of the current head: all received ones, and those of its complete lines.
-        self._received_bytes = 0
-        self._head_bytes = 0
-        # The body so far of a request that may be answered at once; None: the app has it.
+        self._received_bytes = 0  # of the current request
+        self._head_bytes = 0  # of the complete lines of its head
+        # The received part of a body that may be answered at once; None if the app gets the body.
         self._body: bytes | None = None
         self._leaving = Leaving()
 
@@ -108,10 +105,10 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._received_bytes += len(data)
         super().data_received(data)
-        if self._body is not None:  # which has not come at once
+        if self._body is not None:  # the body is not complete yet
             self._pass_on()
         if self._in_head and self._received_bytes > self.settings.max_header_bytes:
-            # A line without an end never reaches on_header.
+            # httptools does not call on_header for a line without an end.
             self.send_400_response("")
         elif self._silence is None and (self._in_head or self._is_idle()):
             self._expect_head()
@@ -121,11 +118,11 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + len(": \r\n"))
+        self._count_head(len(name) + len(value) + len(": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -151,13 +148,13 @@ class BoundedConnection(HttpToolsProtocol):
             self._pass_on()
         super().on_message_complete()
         if not self.pipeline:
-            # A large body pauses the reading, and without reading no lost connection is noticed.
+            # A large body pauses reading, and a lost connection is noticed only while reading.
             self.flow.resume_reading()
         cast(Scope, self.scope)["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()
 
     def _may_answer(self) -> bool:
-        """Whether nothing is in the way of an answer to the request whose head is here."""
+        """Whether the connection's state and the request's head permit an answer without the app."""
         parser, cycle = self.parser, self.cycle
         return (
             (cycle is None or cycle.response_complete)
@@ -169,7 +166,7 @@ class BoundedConnection(HttpToolsProtocol):
         )
 
     def _answer(self, body: bytes) -> bool:
-        """Answer the request at once; False if the app has to."""
+        """Answer the request at once; return False if the app has to answer."""
         path, scope = self.url.decode(), cast(Scope, self.scope)
         scope.update(method="POST", path=path, raw_path=self.url, query_string=b"")
         try:
@@ -188,7 +185,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _pass_on(self) -> None:
-        """Begin the request in the app, with the body so far."""
+        """Begin the request in the app with the received part of the body."""
         body, self._body = self._body, None
         super().on_headers_complete()
         if body:
@@ -201,27 +198,27 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = self.loop.call_later(self.settings.max_body_s, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
-        """Reply to a request that httptools cannot read, or whose head is too large, with a problem."""
+        """Reply with a problem to a request that is no HTTP or whose head is too large."""
         most = self.settings.max_header_bytes
         if max(self._head_bytes, self._received_bytes if self._in_head else 0) > most:
             self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
         else:
             self._refuse(MalformedRequest("this is no HTTP request"))
 
-    def _count(self, length: int) -> None:
+    def _count_head(self, length: int) -> None:
         self._head_bytes += length
         if self._head_bytes > self.settings.max_header_bytes:
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether nothing is under way and uvicorn's own timer was stopped by data that began no request."""
+        """Whether no request is running and no timer either: data that began no request stopped uvicorn's."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self._in_body and self.timeout_keep_alive_task is None
 
     def _close_silent_connection(self) -> bool:
-        """Close the connection that has owed a head, or the rest of a body, for longest.
+        """Close the connection that has waited longest for a head or the rest of a body.
 
-        Idle connections thus keep no active client away. False if all others are active.
+        An active client is thus never refused because of idle ones. Return False if all others are active.
         """
         silent = [
             (other._silence.when(), id(other), other)
@@ -243,7 +240,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = None
 
     def _refuse(self, error: ServiceError) -> None:
-        """Write the reply byte for byte, because there is no request yet that the app could answer."""
+        """Write the error's reply to the transport and close it; the app has no request to answer yet."""
         if self.transport.is_closing():
             return
         reply = self.respond(error)

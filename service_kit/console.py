@@ -1,6 +1,6 @@
-"""The text that a command is given and prints, whatever the terminal and its locale hold.
+"""Text encoding of commands and their children, for any terminal and locale.
 
-Files that we write are UTF-8 everywhere; a terminal shows what it can, and escapes in place of the rest.
+Files are always written in UTF-8. On a terminal, characters outside its encoding are printed as escapes.
 """
 
 import io
@@ -10,25 +10,22 @@ from collections.abc import Mapping, Sequence
 
 from service_kit.errors import SettingsError
 
-# Of children, whose output goes to a log of ours or to a pipe that we read.
-_UTF8 = {"PYTHONIOENCODING": "utf-8:backslashreplace"}
-
 
 def begin_command(arguments: Sequence[str]) -> None:
-    """Let no character of an argument, a path or a model end the command.
+    """Prepare the process so that no character of an argument, path or model text raises an encoding error.
 
-    In a locale of ASCII alone, such as LC_ALL=C with PYTHONUTF8=0, Python could not even name a file with
-    other characters, so the command starts again in Python's UTF-8 mode, and prints as before. Raises
-    SettingsError where an argument holds bytes that are no UTF-8, with which nothing can be written down.
+    In an ASCII locale (LC_ALL=C with PYTHONUTF8=0) Python cannot open files with other characters in their
+    names. The command then executes itself again in Python's UTF-8 mode; its output keeps its encoding.
+    Raises SettingsError if an argument is not valid UTF-8.
     """
-    # `python -I` ignores the variable; starting again and again would not help it.
+    # `python -I` ignores PYTHONUTF8, so check the variable to avoid an endless loop.
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         encoding = sys.stdout.encoding if sys.stdout is not None else "ascii"
         os.environ.setdefault("PYTHONIOENCODING", encoding)
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
             stream.reconfigure(errors="backslashreplace")
     for argument in arguments:
         try:
@@ -41,5 +38,5 @@ def begin_command(arguments: Sequence[str]) -> None:
 
 
 def utf8_output(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child whose output is read as UTF-8, whatever this terminal's encoding."""
-    return {**environment, **_UTF8}
+    """Return the environment of a child that prints UTF-8, whatever this terminal's encoding."""
+    return {**environment, "PYTHONIOENCODING": "utf-8:backslashreplace"}

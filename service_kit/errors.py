@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class ServiceError(Exception):
-    """An error with a name for programs (`code`) and a sentence for people (`detail`), which holds no key.
+    """An error with a name for programs (`code`) and a sentence for people (`detail`) without secrets.
 
-    A class is declared by keywords, and inherits those that it leaves out:
+    Class keywords set its attributes; a subclass inherits the attributes that it does not set:
 
         class BodyTooLarge(ServiceError, code="body_too_large", status=413): ...
     """
 
     code = "service_error"
-    """No two classes of a service (a top package) give the same one."""
+    """Unique among the classes of a service (a top package)."""
     status = 500
     """HTTP status of the reply."""
     title: str | None = None
     """Name of the class for people; None: the phrase of the status."""
     retry_after_s: int | None = None
-    """When a client should try again, if that may help."""
+    """Seconds after which a client should retry; None if a retry does not help."""
     recurs = False
-    """Whether another try would fail too, because the cause is in code, data or a setting."""
+    """Whether a retry would fail too, because the cause is in code, data or a setting."""
     carries: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """The types of its further attributes, by name, that cross with it to another process (`rpc`)."""
+    """Types, by name, of the further attributes that `rpc` sends with the error to another process."""
 
     def __init_subclass__(
         cls,
@@ -55,7 +55,7 @@ class ServiceError(Exception):
         service = cls.__module__.partition(".")[0]
         for other in ServiceError.tree() if code is not None else ():
             is_of_service = other.__module__.partition(".")[0] == service
-            # A module that is loaded again declares its classes again.
+            # Reloading a module declares its classes a second time.
             if other.code == code and is_of_service and other.__qualname__ != cls.__qualname__:
                 raise TypeError(
                     f"{cls.__qualname__} has the code {code!r}, which is that of {other.__qualname__}"
@@ -84,10 +84,10 @@ class ServiceError(Exception):
         return f"{place}{self.detail}{end} {self.hint}"
 
     def release_frames(self) -> None:
-        """Forget where it was raised, and its causes too, once it was answered or recorded.
+        """Drop the tracebacks of this error and its causes, after it was answered or recorded.
 
-        The frames hold what the work held, such as a whole episode, in cycles that only the garbage collector
-        finds.
+        The frames refer to large objects, such as a whole episode, in cycles that only the garbage collector
+        frees.
         """
         errors: list[BaseException | None] = [self]
         while errors:
@@ -97,8 +97,8 @@ class ServiceError(Exception):
                 errors += error.__cause__, error.__context__
 
     def problem(self) -> "Problem":
-        """The error as the body of a reply."""
-        from shared_schemas.problem import Problem  # pydantic, which a command's errors do without
+        """Return the body of the reply to this error."""
+        from shared_schemas.problem import Problem  # imports pydantic, which commands do not need
 
         return Problem(
             title=self.title or HTTPStatus(self.status).phrase,
@@ -111,7 +111,7 @@ class ServiceError(Exception):
 
 
 class NoKeyConfigured(ServiceError, status=503):
-    """The service was started without a key, in this environment variable, and refuses every request."""
+    """The service was started without a key in its environment variable, so it refuses every request."""
 
     def __init__(self, variable: str) -> None:
         super().__init__(
@@ -126,11 +126,11 @@ class Unauthorised(ServiceError, code="unauthorised", status=401):
 
 
 class Forbidden(ServiceError, code="forbidden", status=403):
-    """Another site's page asks, or the request names a foreign host."""
+    """The page of another site sent the request, or its Host is foreign."""
 
 
 class RouteError(ServiceError):
-    """A refusal of the router, or of a library below it, that has only a status."""
+    """An error of the router or of a library below it, which has only a status."""
 
     def __init__(self, status: HTTPStatus, detail: str, *, where: str) -> None:
         super().__init__(detail, where=where, code=status.name.lower())
@@ -138,7 +138,7 @@ class RouteError(ServiceError):
 
 
 class BodyTooLarge(ServiceError, code="body_too_large", status=413):
-    """The body has more bytes than the service takes."""
+    """The body is larger than `max_body_bytes`."""
 
 
 class TooSlow(ServiceError, code="too_slow", status=408):
@@ -146,28 +146,28 @@ class TooSlow(ServiceError, code="too_slow", status=408):
 
 
 class HeadTooLarge(ServiceError, code="head_too_large", status=431):
-    """Request line and headers have too many bytes; there is no request yet."""
+    """Request line and headers are larger than `max_header_bytes`."""
 
 
 class MalformedRequest(ServiceError, code="malformed_request", status=400):
-    """It is no HTTP, or a header is missing or malformed."""
+    """The request is not HTTP, or a header is missing or malformed."""
 
 
 class TooManyConnections(ServiceError, code="too_many_connections", status=503, retry_after_s=5):
-    """The service has as many connections as it takes; there is no request yet."""
+    """The service has `max_connections` open connections."""
 
 
 class RequestDeadline(ServiceError, code="deadline_exceeded", status=504):
-    """The reply comes before the work is done."""
+    """The work is not done in time; it continues after the reply."""
 
 
 class InternalError(ServiceError, code="internal_error"):
-    """An error that is no ServiceError."""
+    """An exception that is not a ServiceError."""
 
 
 class PortTaken(ServiceError, code="port_taken"):
-    """The service cannot listen on its port: at start only, never in a reply."""
+    """The service cannot listen on its port; raised at start, never in a reply."""
 
 
 class SettingsError(ServiceError, code="settings_invalid", status=400):
-    """A setting of the service is wrong: at start only, never in a reply."""
+    """A setting of the service is wrong; raised at start, never in a reply."""

@@ -1,9 +1,8 @@
-"""The gate of a service, as ASGI middleware: it checks the key, the origin, the body and the time of a
-request.
+"""The gate of a service, as ASGI middleware: it checks key, origin, body and time of each request.
 
-It stands before routing and before any body is read, so a stranger learns nothing, not even which paths
-exist. Whatever passes can be stored, logged and sent back (shared_schemas.json_text); no route checks that
-again.
+The gate runs before routing and before the body is read, so a client without a key cannot even find out which
+paths exist. Routes need not check again that a body can be stored, logged and sent back
+(shared_schemas.json_text).
 """
 
 import asyncio
@@ -36,30 +35,29 @@ Result = TypeVar("Result")
 DENIAL = "websocket.http.response"
 # Key in a scope's extensions: the body has arrived, so reading needs no timeout (service_kit.connections).
 WHOLE_BODY = "turnwise.whole_body"
-# Key in a scope's extensions: the `Leaving` of its client (service_kit.connections).
+# Key in a scope's extensions: the client's `Leaving` (service_kit.connections).
 LEAVING = "turnwise.leaving"
-# Key in a scope: the value of its JSON body, for the first reader.
+# Key in a scope: the parsed JSON body, for its first reader.
 JSON_BODY = "turnwise.json_body"
 # RFC 6455: the endpoint refuses because of its own policy.
 POLICY_VIOLATION = 1008
 _BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
-# Browsers send at least one of them with every POST and every socket.
+# Headers of which browsers send at least one with every POST and every socket.
 _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
-# What proxies and tunnels add; that a Host names this machine says nothing there.
+# Headers that proxies and tunnels add. Behind a proxy, a Host of this machine does not prove a local client.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TooLarge = Callable[[], BodyTooLarge]
 
 
 class KeyDoor:
-    """Accepts requests with a key; a browser may send it as the password of `Authorization: Basic`.
+    """Accepts requests with a key; a browser may send the key as the password of `Authorization: Basic`.
 
-    A browser also adds that password to requests that other sites make it send. Such sites cannot read a
-    GET's reply, but they could act by a POST and use a socket, so Basic counts for neither if a browser sends
-    it. Without a browser it counts for POSTs below `basic_posts`, whose clients know a URL and no header.
-    Where there are no keys and none is needed, only this machine may send requests, and no foreign page.
-
-    `open_paths`, and what lies below `open_below`, need no key.
+    A browser also adds that password to requests that other sites trigger. Such a site cannot read the reply
+    to a GET, but could act by a POST or a socket, so Basic is ignored in a browser's POST or socket. Other
+    clients may use Basic for POSTs below `basic_posts`, because they can set a URL but no header.
+    A service that has no keys and needs none accepts requests from this machine only, and from no page of
+    another site. `open_paths`, and paths below `open_below`, need no key.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class KeyDoor:
         self._open_below = tuple([f"{path}/" for path in open_below])
 
     def error(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not enter; None if it may."""
+        """Return the error that refuses the request; None if the door accepts it."""
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
@@ -87,12 +85,12 @@ class KeyDoor:
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
     def page(self, scope: Scope, response: Response) -> Response:
-        """The reply to a person's browser instead of a 401."""
+        """Return the reply to a browser's page request in place of a 401."""
         response.headers["WWW-Authenticate"] = _BASIC
         return response
 
     def credentials(self, scope: Scope) -> RawHeaders:
-        """The headers, with the password of Basic as a key if it counts."""
+        """Return the headers; a Basic password that counts is added as X-API-Key."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             if not _BY_A_BROWSER.isdisjoint(name for name, _ in headers):
@@ -107,12 +105,12 @@ class KeyDoor:
 
 
 class SessionDoor:
-    """Accepts requests with the key, or with the cookie that the log-in page gives for it.
+    """Accepts requests with the key, or with the cookie of the log-in page.
 
-    Pages of other sites may send nothing. Without a key only this machine may send requests, through no proxy
-    and by its own host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page
-    same-origin. `has_session` tells whether the headers hold that cookie; to the path `login` a person's
-    browser is redirected.
+    Requests of other sites' pages are refused. Without a key, only this machine may send requests, without a
+    proxy and to its own host names: otherwise a foreign host name that resolves to 127.0.0.1 would make a
+    foreign page same-origin. `has_session` checks the headers for the cookie. Page requests without the
+    cookie are redirected to the path `login`.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class SessionDoor:
 
 
 def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Why a request that a proxy passes on may not enter a service without keys: its sender is unknown."""
+    """Return an error if a proxy forwards the request: a service without keys must know its sender."""
     names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
     if not names:
         return None
@@ -158,10 +156,12 @@ def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
 
 
 def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Why a request comes from another site, or from another machine though there is no key; else None."""
+    """Return an error for a request of another site or, without keys, to a host name that is not local."""
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")
-    if not keys.configured and not names_this_machine(host):
+    name = host_name(host)
+    # Anyone can make another host name resolve to this machine.
+    if not keys.configured and (name is None or not is_loopback(name)):
         return Forbidden(
             f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
             where="header Host",
@@ -174,7 +174,7 @@ def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
 
 
 def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:
-    """The error of a request without a valid key."""
+    """Make the error for a request without a valid key."""
     return kind(
         "another key was given" if presented_keys(headers) else "no key was given",
         where="header X-API-Key",
@@ -183,13 +183,14 @@ def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthori
 
 
 class Gate:
-    """Wraps the app, and refuses faulty requests before it.
+    """Wraps the app and refuses invalid requests.
 
-    400 without one Host header, 401 or 503 without a valid key, 403 if the door forbids it, 413 for a body
-    that is too large, 408 for one that is too slow, 422 for a URL or JSON body that cannot be stored.
+    Statuses: 400 without exactly one Host header, 401 or 503 without a valid key, 403 if the door forbids the
+    request, 408 for a body that is too slow, 413 for a body that is too large, 422 for a URL or JSON body
+    that cannot be stored.
 
-    A JSON body that `read` cannot store is `unreadable`, which it says by a ValueError; with None only routes
-    read bodies. `large_body_hint` is advice to the sender of a body that is too large.
+    `read` parses a JSON body; its ValueError is answered as `unreadable`. If `unreadable` is None, only
+    routes read bodies. `large_body_hint` is advice to the sender of a body that is too large.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Gate:
             await self._refuse(error, scope, receive, send)
 
     def plain_value(self, scope: Scope, body: bytes) -> Any:
-        """The value of a whole JSON body; None if it is null, or for anything wrong, which a call refuses."""
+        """Return the value of a JSON body; None for null or any fault, which a full call then reports."""
         if len(body) > self._max_body_bytes or not _says_json(scope) or self._error(scope) is not None:
             return None
         try:
@@ -242,23 +243,14 @@ class Gate:
             return None
 
     def _error(self, scope: Scope) -> ServiceError | None:
-        """Why the request may not enter, as far as its head tells."""
-        return (
-            _host_error(scope)
-            or self._door.error(scope)
-            or self._address_error(scope)
-            or self._length_error(scope)
-        )
-
-    def _address_error(self, scope: Scope) -> ServiceError | None:
+        """Return the error that refuses the request by its head alone; None if its head is valid."""
+        if error := _host_error(scope) or self._door.error(scope):
+            return error
         kind = self._unreadable
         if kind is not None and "\0" in scope["path"]:
             return kind(f"the path holds {NUL}", where="path")
         if kind is not None and b"%00" in scope["query_string"]:
             return kind(f"the query holds {NUL}", where="query")
-        return None
-
-    def _length_error(self, scope: Scope) -> ServiceError | None:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._max_body_bytes:
                 return self._too_large(int(value))
@@ -271,7 +263,7 @@ class Gate:
         )
 
     async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply with the error; a WebSocket without HTTP replies is closed before it opens."""
+        """Reply with the error; close a WebSocket for which the server cannot send an HTTP reply."""
         if scope["type"] == "http" or DENIAL in scope.get("extensions", {}):
             response = self._respond(error)
             if error.status == 401 and asks_for_a_page(scope):
@@ -282,9 +274,9 @@ class Gate:
 
 
 def _host_error(scope: Scope) -> ServiceError | None:
-    """Why the request names no host, or leaves open which of two. RFC 9112, section 3.2.
+    """Return an error unless there is exactly one Host header; HTTP/1.0 may omit it. RFC 9112, section 3.2.
 
-    HTTP/1.0 knows no Host. Of two, a proxy may read another one than we do.
+    With two Host headers, a proxy and this service might choose different ones.
     """
     count = [name for name, _ in scope["headers"]].count(b"host")
     if count > 1:
@@ -295,13 +287,12 @@ def _host_error(scope: Scope) -> ServiceError | None:
 
 
 class Leaving:
-    """Tells that a client's connection is lost, at once and to those who ask later."""
+    """Calls functions when a client's connection is lost; a function added after that is called at once."""
 
     def __init__(self) -> None:
         self._calls: set[Callable[[], None]] | None = set()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Call this when the client leaves, or now if it has left."""
         if self._calls is None:
             call()
         else:
@@ -331,7 +322,15 @@ class _BoundedBody:
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
-        message = await (self._receive() if self._is_whole else self._in_time())
+        if self._is_whole:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout_at(self._until_s):
+                    message = await self._receive()
+            except TimeoutError as error:
+                late = TooSlow(f"the body was not complete after {self._most_s:g} s", where="body")
+                raise BodyError(late) from error
         self._complete = not message.get("more_body", False)
         self._rest_bytes -= len(message.get("body", b""))
         if self._rest_bytes < 0:
@@ -340,26 +339,17 @@ class _BoundedBody:
 
     @property
     def leaving(self) -> Leaving | None:
-        """What tells that the client has left; None if the server has nothing of the kind."""
-        found: Leaving | None = self._scope.get("extensions", {}).get(LEAVING)
-        return found
+        """The client's `Leaving`; None if the server provides none."""
+        leaving: Leaving | None = self._scope.get("extensions", {}).get(LEAVING)
+        return leaving
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the body has arrived, so that the time is no matter."""
         return WHOLE_BODY in self._scope.get("extensions", ())
-
-    async def _in_time(self) -> Message:
-        try:
-            async with asyncio.timeout_at(self._until_s):
-                return await self._receive()
-        except TimeoutError as error:
-            late = TooSlow(f"the body was not complete after {self._most_s:g} s", where="body")
-            raise BodyError(late) from error
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """The body, within the limits of the gate's receive channel."""
+    """Read the whole body, within the limits of the gate's receive channel."""
     body = bytearray()
     while True:
         try:
@@ -378,13 +368,13 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """The result of the work. Raises ClientDisconnect if the client leaves first, which cancels the work.
+    """Await the work. If the client disconnects first, cancel the work and raise ClientDisconnect.
 
-    The work runs in the caller's task. Where the server does not call back (`LEAVING`), another task asks it.
+    The work runs in the caller's task. A server without `LEAVING` is polled by another task.
     """
 
     def cancel() -> None:
-        scope.reschedule(0.0)  # a time that is over: this cancels the work
+        scope.reschedule(0.0)  # a time in the past cancels the work
 
     async def cancel_on_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -412,7 +402,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
 
 def receive_with_body(body: bytes, receive: Receive) -> Receive:
-    """A receive channel that returns a body that was read already, then the client's further messages."""
+    """Make a receive channel that returns this body first, then the client's further messages."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def channel() -> Message:
@@ -422,8 +412,10 @@ def receive_with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _says_json(scope: Scope) -> bool:
-    """Whether FastAPI would read the body as JSON, by the first content type; it also strips U+00A0 and
-    U+0085."""
+    """Whether FastAPI would read the body as JSON, by the first Content-Type.
+
+    Like FastAPI, `strip` also removes U+00A0 and U+0085.
+    """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
@@ -435,20 +427,14 @@ def _says_json(scope: Scope) -> bool:
 
 
 def asks_for_a_page(scope: Scope) -> bool:
-    """Whether a person's browser sends the request."""
+    """Whether a browser requests a page."""
     return scope.get("method") == "GET" and b"text/html" in dict(scope["headers"]).get(b"accept", b"")
 
 
-def names_this_machine(host: str) -> bool:
-    """Whether a Host header names the loopback; other names can be pointed at this machine by a stranger."""
-    name = host_name(host)
-    return name is not None and is_loopback(name)
-
-
 def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the page of another site makes a browser send this; following a link does not count.
+    """Whether a browser sends the request for a page of another site, other than by a followed link.
 
-    Newer browsers say so in Sec-Fetch-Site; for the others Origin tells. Programs send neither.
+    Newer browsers send Sec-Fetch-Site, older ones only Origin, and programs neither.
     """
     site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
     if site:
@@ -465,10 +451,10 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 class Deadline:
-    """Wraps the app: 504 if no reply has begun `at_most_s` seconds after the request.
+    """Wraps the app: replies 504 if no reply has begun `at_most_s` seconds after the request.
 
-    The work itself continues: a session is locked until its step is complete, and a retry with the same
-    Idempotency-Key gets the reply. The `long` paths have limits of their own.
+    The work continues: its session stays locked until the step is complete, and a retry with the same
+    Idempotency-Key gets its reply. The paths in `long` have other limits.
     """
 
     def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:
@@ -497,7 +483,7 @@ class Deadline:
                 )
                 late_reply = loop.create_task(problem_response(error)(scope, receive, send))
 
-        # A timer and not a task, because it costs next to nothing.
+        # A timer is much cheaper than a task.
         timer = loop.call_later(self._at_most_s, give_up)
         try:
             await self._app(scope, receive, send_in_time)

@@ -1,17 +1,17 @@
-"""The guard of a command: three processes that end all that it starts, however it, they or the service end.
+"""The guard of a command: three processes that kill all its descendants when it or the service ends.
 
     python -I -S guard.py REPORT COMMAND...
 
-The first guard is the service's child, each further one the child of the one before, and the command is the
-child of the last. All are subreapers: whatever the command starts, in another session too, becomes a child of
-theirs when its own parent ends, and they kill it. Each notices the end of its parent by the kernel. So the
-death of any two of them, or of one and its neighbour, leaves nothing behind. Each has a process group of its
-own, so a signal to a group kills one of them.
+The guards form a chain: the service starts the first, each guard starts the next, and the last starts the
+command. All are subreapers: when a descendant of the command loses its parent, in another session too, it
+becomes a child of a guard, which kills it. The kernel tells each guard when its parent ends. If any two of
+the three guards die, the third still kills everything. Each guard has its own process group, so a signal to a
+group kills one guard only.
 
-SIGQUIT kills the command and all that it has started at once. Other signals are passed on to the command. The
-guard ends as the command does, with its exit code or by its signal. The descriptor REPORT receives the
-command's process id, and the errno where it cannot be run. Linux alone has what this needs. Only the standard
-library, and no package of ours: it must start quickly.
+SIGQUIT kills the command and all its descendants. Other signals are forwarded to the command. The guard exits
+as the command does, with its exit code or by its signal. The descriptor REPORT receives the command's process
+id, and the errno if it cannot be run. Guards need Linux. This file imports the standard library only, because
+it must start quickly.
 """
 
 import ctypes
@@ -31,51 +31,41 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _KILL = signal.SIGQUIT
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _GUARDS = 3
-# A process of another user, or one that waits for a disk, cannot be killed.
+# Stop trying after a time: a process of another user, or one that waits for a disk, cannot be killed.
 _END_S, _LOOK_S = 2.5, 0.005
 
 
 def main() -> None:
     report, command = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(report, False)
-    # By a pidfd, since PR_SET_PDEATHSIG tells the end of the thread that started this process.
     parent = os.getppid()
-    ended: int | None = _open_pidfd(parent)
-    for further in reversed(range(_GUARDS)):
+    try:
+        # PR_SET_PDEATHSIG would report the end of the parent's thread, not of the parent.
+        parent_end: int | None = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    for guards_left in reversed(range(_GUARDS)):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        signals, own = _watch_signals(), os.getpid()
-        if ended is None:
+        signals, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # each signal is written to the pipe
+        signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, _KILL, *_PASSED_ON):
+            signal.signal(number, lambda *_: None)
+        own = os.getpid()
+        if parent_end is None:
             os.setpgid(0, 0)
         if os.getppid() != parent:
             os._exit(1)
         child = os.fork()
         if child:
-            _let_go(signals, ended)
-            _keep(child, signals, ended, further > 0)
-        parent, ended = own, None
+            _close_descriptors(signals, parent_end)
+            _guard(child, signals, parent_end, guards_left > 0)
+        parent, parent_end = own, None
         _prctl(_PR_SET_PDEATHSIG, _KILL)
     _run(command, report, parent)
 
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
-
-
-def _watch_signals() -> int:
-    """Have each signal written to a pipe; return the end to read."""
-    reads, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, _KILL, *_PASSED_ON):
-        signal.signal(number, lambda *_: None)
-    return reads
-
-
-def _open_pidfd(process: int) -> int:
-    """Open a descriptor that becomes readable when the process ends."""
-    try:
-        return os.pidfd_open(process)
-    except ProcessLookupError:
-        os._exit(1)
 
 
 def _run(command: list[str], report: int, guard: int) -> "NoReturn":
@@ -94,58 +84,54 @@ def _run(command: list[str], report: int, guard: int) -> "NoReturn":
     os._exit(127)
 
 
-def _let_go(signals: int, ended: int | None) -> None:
-    """Close the descriptors that only the command should hold, so that its pipes end when it closes them."""
+def _close_descriptors(signals: int, parent_end: int | None) -> None:
+    """Close all descriptors but the guard's own, so that the command's pipes end when it closes them."""
     writes = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    kept = sorted({2, signals, writes, *([] if ended is None else [ended])})
+    kept = sorted({2, signals, writes, *([] if parent_end is None else [parent_end])})
     for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)
 
 
-def _keep(child: int, signals: int, ended: int | None, is_guard: bool) -> "NoReturn":
-    """Wait for the end of the child or its parent; kill the rest, and exit as the child did."""
+def _guard(child: int, signals: int, parent_end: int | None, is_guard: bool) -> "NoReturn":
+    """Wait for the end of the child or of this guard's parent, kill all children, and exit as the child did.
+
+    `parent_end` is a descriptor that becomes readable when the parent ends; `is_guard` describes the child.
+    """
     poll = select.poll()
     poll.register(signals, select.POLLIN)
-    if ended is not None:
-        poll.register(ended, select.POLLIN)
+    if parent_end is not None:
+        poll.register(parent_end, select.POLLIN)
     status: int | None = None
     while status is None:
         for descriptor, _ in poll.poll():
-            if descriptor == ended:
+            if descriptor == parent_end:
                 status = signal.SIGKILL
                 continue
             for number in os.read(signals, 256):
                 if number == _KILL:
                     status = signal.SIGKILL
                 elif number == signal.SIGCHLD:
-                    status = _reap(child) if status is None else status
+                    with suppress(ChildProcessError):
+                        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                            status = ended[1] if ended[0] == child and status is None else status
                 else:
                     _send(child, number)
     _kill_children(child if is_guard else None)
     _end_with(status)
 
 
-def _reap(child: int) -> int | None:
-    """Reap ended processes; return the child's status if it is among them."""
-    found = None
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found = ended[1] if ended[0] == child else found
-    return found
-
-
 def _kill_children(guard: int | None) -> None:
-    """Kill all children until there are none; the children of each become this process's.
+    """Kill children until none is left, including orphans that become this process's children meanwhile.
 
-    The next guard is asked for it, because this one may be killed now.
+    The next guard, if any, first gets SIGQUIT: it then kills its own children, even if this guard is killed.
     """
     until_s = time.monotonic() + _END_S
     while True:
-        for process in _children():
+        for process in _list_children():
             _send(process, _KILL if process == guard and time.monotonic() < until_s else signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -157,21 +143,21 @@ def _kill_children(guard: int | None) -> None:
         time.sleep(_LOOK_S)
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     own = os.getpid()
     try:
         with open(f"/proc/self/task/{own}/children", encoding="ascii") as file:
             return [int(process) for process in file.read().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _parent(name) == own]
-
-
-def _parent(process: str) -> int | None:
-    try:
-        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None
+        pass
+    children = []
+    for name in os.listdir("/proc"):
+        with suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+            if name.isdecimal() and parent == own:
+                children.append(int(name))
+    return children
 
 
 def _send(process: int, number: int) -> None:

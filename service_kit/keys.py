@@ -1,6 +1,6 @@
-"""API keys: reads a service's own keys, and checks those of a request.
+"""API keys: reading a service's own keys, and checking the keys of a request.
 
-Every comparison takes the same time. No message holds a part of a key.
+Keys are compared in constant time. No message contains a part of a key.
 """
 
 import base64
@@ -21,23 +21,23 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 # Environment variables with the key of a task app, and of a trainer service.
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
-# Wrong keys that the log-in page answers with 401 for one address within GUESSES_S; further ones get a 429.
+# The log-in page answers MOST_GUESSES wrong keys of an address within GUESSES_S with 401, the next with 429.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
-    """The key in the variable, or in the file that `<variable>_FILE` names; None if neither is set."""
+    """Read the key from the variable, or from the file that `<variable>_FILE` names; None without both."""
     value = environ.get(variable, "").strip()
-    file_variable = f"{variable}_FILE"  # the usual way of containers
+    file_variable = f"{variable}_FILE"  # the convention of containers
     name = environ.get(file_variable, "")
     if not value and name:
         try:
             value = read_text(Path(name)).strip()
         except (OSError, ValueError) as error:
             raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
-        if not value:  # an empty key would open the service to all, or close it to all
+        if not value:  # an empty key would open the service to everyone, or to no one
             raise SettingsError(f"{file_variable} names {name!r}, which is empty")
     if not value:
         return None
@@ -49,10 +49,10 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 
 
 class Keys:
-    """The keys of a service, stored as digests of equal length that reveal nothing; any of them is valid.
+    """The valid keys of a service, stored as digests of equal length.
 
-    `variable` is the operator's, for messages. Without keys, a service that needs them refuses all, and
-    another one answers this machine.
+    `variable` is the environment variable that messages name. A service without keys refuses every request if
+    keys are `needed`; otherwise it answers this machine only.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:
@@ -64,7 +64,7 @@ class Keys:
         return bool(self._digests)
 
     def match(self, headers: RawHeaders) -> bool:
-        """Whether the headers hold a valid key; all pairs are compared, so the time reveals nothing."""
+        """Whether the headers hold a valid key."""
         return self._any_right(presented_keys(headers))
 
     def opens(self, key: str) -> bool:
@@ -73,21 +73,22 @@ class Keys:
 
     def _any_right(self, keys: Iterable[bytes]) -> bool:
         digests = [_digest(key) for key in keys]
+        # A list, not a generator: all pairs are compared, so that the time reveals nothing.
         return any([hmac.compare_digest(one, ours) for one in digests for ours in self._digests])
 
 
 class Guesses:
-    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens."""
+    """Counts wrong keys at the log-in page by address. A valid key is always accepted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._wrong: LRUCache[str, list[float]] = LRUCache(_MOST_ADDRESSES)
 
     def wait_s(self, address: str) -> float:
-        """Seconds until a wrong key of this address is answered as the first ones; 0 if the next one is."""
+        """Return the seconds until this address may guess again; 0 if it may now."""
         now_s = self._clock()
-        times = [one for one in self._wrong.get(address, []) if now_s - one < GUESSES_S]
-        return GUESSES_S - (now_s - times[0]) if len(times) >= MOST_GUESSES else 0.0
+        times_s = [time_s for time_s in self._wrong.get(address, []) if now_s - time_s < GUESSES_S]
+        return GUESSES_S - (now_s - times_s[0]) if len(times_s) >= MOST_GUESSES else 0.0
 
     def count(self, address: str) -> None:
         """Count one wrong key."""
@@ -95,7 +96,7 @@ class Guesses:
 
 
 def presented_keys(headers: RawHeaders) -> list[bytes]:
-    """The keys in X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer."""
+    """Return the keys in X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer."""
     keys: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -108,7 +109,7 @@ def presented_keys(headers: RawHeaders) -> list[bytes]:
 
 
 def basic_passwords(headers: RawHeaders) -> list[bytes]:
-    """The password in Authorization: Basic, or the user name if that is empty (`curl -u KEY:`)."""
+    """Return the password of Authorization: Basic, or the user name if it is empty (`curl -u KEY:`)."""
     value = dict(headers).get(b"authorization", b"")
     if value[:6].lower() != b"basic ":
         return []

@@ -1,6 +1,6 @@
-"""Logs: one line for each event on stderr, with ids; tracebacks show no local variables, which may hold keys.
+"""Logs: one line per event on stderr; tracebacks omit local variables, which may hold keys.
 
-Bound ids stand in each line: `request_id` (service_kit.observed), and those that each service binds.
+Each line has the bound ids: `request_id` (service_kit.observed), and the ids that the service binds.
 """
 
 import logging
@@ -27,10 +27,9 @@ _RENDERERS: dict[str, list[Processor]] = {
 
 
 def configure_logs(level: str = "info", *, form: str = "text") -> None:
-    """Send events to stderr; without this, structlog would print local variables of errors.
+    """Send events from this level on to stderr, as `text` for people or as `json`, one object per line.
 
-    The level is the lowest that is logged. The form is `text` for people, or `json` for collectors, with one
-    object a line.
+    Without this call, structlog prints the local variables of tracebacks.
     """
     structlog.configure(
         processors=[
@@ -40,13 +39,13 @@ def configure_logs(level: str = "info", *, form: str = "text") -> None:
             *_RENDERERS[form],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        # Read at each event, so that logs follow a replaced stderr.
+        # sys.stderr is read at each event, so that logs follow a replaced stderr.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
 
 def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
-    """`configure_logs` as TURNWISE_LOG_LEVEL and TURNWISE_LOG_FORMAT say."""
+    """Configure logs by TURNWISE_LOG_LEVEL and TURNWISE_LOG_FORMAT."""
     settings = read_settings(LogSettings, environ)
     configure_logs(settings.log_level, form=settings.log_format)

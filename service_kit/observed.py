@@ -1,7 +1,7 @@
-"""ASGI middleware around everything: each request gets an id, a count in the metrics, and a debug log line.
+"""The outermost ASGI middleware: gives each request an id, counts it, and logs it at level debug.
 
-The id is the caller's `X-Request-ID` if it is fit for a log, otherwise a new one. The reply returns it as a
-header, and every log line of the request has it.
+The id is the caller's `X-Request-ID` if it may stand in a log, otherwise a new one. The reply has the id as a
+header, and so has every log line of the request.
 """
 
 import logging
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 log = structlog.get_logger("service")
 
 HEADER = b"x-request-id"
-# Keeps browsers from reading a reply as another type, such as a log as a page.
+# Prevents browsers from guessing a reply's type, such as showing a log as a page.
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-# Status of a request without a reply: errors of the app get a 500, so the client must have left.
+# Status of a request without a reply. Errors of the app get a 500, so the client must have disconnected.
 CLIENT_GONE = 499
 _FIT = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 # Upper edges in seconds: a step takes tenths of a millisecond, a long poll up to half a minute.
 LATENCY_EDGES_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-# Other methods are counted together, so that a stranger cannot create metric series.
+# Other methods share one label, so that a client cannot create metric series.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "none"
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations by bucket; the last bucket holds those above every edge."""
+    """Observations by bucket; the last bucket has no upper edge."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_EDGES_S) + 1))
     sum_s: float = 0.0
@@ -54,17 +54,17 @@ class Histogram:
         self.sum_s += value_s
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper edge, number of observations at or below it), with "+Inf" at the end."""
+        """Return pairs of an upper edge and the number of observations up to it; the last edge is "+Inf"."""
         edges = [*(f"{edge:g}" for edge in LATENCY_EDGES_S), "+Inf"]
         return [(edge, sum(self.counts[: index + 1])) for index, edge in enumerate(edges)]
 
 
 @dataclass(slots=True)
 class Requests:
-    """Counts of the requests since the service's start; used only in the event loop."""
+    """Counts of requests since the service's start; not thread-safe."""
 
     replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Number by (method, route, status); a route is its template, so that ids never become labels."""
+    """Number by method, route template and status; a template has no ids, which would become labels."""
     latency: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     """Durations by route, from the request's head to the reply's end."""
 
@@ -75,7 +75,7 @@ class Requests:
         self.latency[route].observe(duration_s)
 
     def reply_family(self, name: str) -> "Metric":
-        """The counts as a Prometheus metric."""
+        """Return the counts of replies as a Prometheus metric."""
         from prometheus_client.core import CounterMetricFamily
 
         family = CounterMetricFamily(
@@ -87,16 +87,16 @@ class Requests:
 
 
 class RequestObserver:
-    """Wraps the app; it reads no body, and stores only counts.
+    """Wraps the app; reads no body, and stores only counts.
 
-    An id must neither be one of `keys` nor hold one. Replies of the routes `streams` end when clients leave,
-    so their duration means nothing.
+    A caller's id that contains one of `keys` is replaced. Durations of the routes in `streams` are not
+    counted, because the clients decide when such a reply ends.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
         self._app, self._requests, self._keys = app, requests, keys
         self._streams = frozenset(streams)
-        # Read once, because a disabled log call costs as much as a step of a world.
+        # Checked once, because a disabled log call takes as long as an env step.
         self._debug = log.is_enabled_for(logging.DEBUG)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,25 +128,25 @@ class RequestObserver:
     def answer(
         self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
     ) -> PlainReply | None:
-        """Observe an immediate answer (service_kit.connections.Posts); without one, count nothing."""
+        """Count an immediate reply (service_kit.connections.Posts), but not if `plain` returns None."""
         start_s = time.perf_counter()
         request_id = self._begin(scope)
         try:
             reply = plain(scope, body)
         except Exception:
-            self._answered(scope, HTTPStatus.INTERNAL_SERVER_ERROR, start_s)
+            self._count_reply(scope, HTTPStatus.INTERNAL_SERVER_ERROR, start_s)
             raise
         if reply is None:
             return None
-        self._answered(scope, reply.status, start_s)
+        self._count_reply(scope, reply.status, start_s)
         return reply._replace(headers=_with_id(reply.headers, request_id))
 
-    def _answered(self, scope: Scope, status: int, start_s: float) -> None:
+    def _count_reply(self, scope: Scope, status: int, start_s: float) -> None:
         self._requests.count(scope["method"], find_route(scope), status)
         self._end(scope, status, start_s)
 
     def _begin(self, scope: Scope) -> bytes:
-        """The request's id, which further log lines have."""
+        """Choose the request's id and bind it to the log."""
         request_id = choose_request_id(scope, self._keys)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
@@ -162,7 +162,7 @@ class RequestObserver:
 
 
 def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """The headers of a reply, with the request's id and without sniffing."""
+    """Add the request's id and `nosniff` to a reply's headers."""
     named = [*headers, (HEADER, request_id)]
     if all([name != _NO_SNIFFING[0] for name, _ in named]):
         named.append(_NO_SNIFFING)
@@ -170,7 +170,7 @@ def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[
 
 
 def choose_request_id(scope: Scope, keys: Keys) -> bytes:
-    """The caller's id, unless it is unfit for a log, is a key, or holds a key of this request."""
+    """Return the caller's id, or a new one if the caller's has other characters, is a key or contains one."""
     headers = scope["headers"]
     caller_id = next((value for name, value in headers if name == HEADER), b"")
     if (
@@ -180,12 +180,12 @@ def choose_request_id(scope: Scope, keys: Keys) -> bytes:
         and not any(key in caller_id for key in (*presented_keys(headers), *basic_passwords(headers)))
     ):
         return caller_id
-    # The id is no secret, and the system's randomness would cost a system call.
+    # An id is not secret, so no system call for secure randomness is needed.
     return b"%016x" % random.getrandbits(64)
 
 
 def find_route(scope: Scope) -> str:
-    """The template of the route that replied, such as /env/{env_id}/frame; `none` without a route."""
+    """Return the template of the route that replied, as /env/{env_id}/frame; `none` without a route."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
 
@@ -198,8 +198,8 @@ METRICS_CONTENT = {
 
 
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
-    """The reply to a Prometheus scraper: these families and the process's own, in a form that it accepts."""
-    # Imported late, because most task apps are never scraped, and a trainer's embedded one must start fast.
+    """Make the reply to a Prometheus scraper, with these metrics and those of the process."""
+    # Imported late: most task apps are never scraped, and a trainer's embedded one must start fast.
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, disable_created_metrics
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
@@ -208,7 +208,7 @@ def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) 
         def collect(self) -> Iterable["Metric"]:
             return collect()
 
-    # Otherwise each counter has a second series, which tells only when the service began.
+    # Otherwise each counter has a second series with the time of the service's start.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Service())

@@ -1,7 +1,6 @@
-"""The output of a child process as lines of its service's log, up to a bound.
+"""Copies the output of a child process to the service's log, up to a limit.
 
-A thread drains the pipe, so a child that prints without an end neither waits for the service nor keeps its
-event loop busy.
+A thread drains the pipe, so a child that prints endlessly neither blocks nor loads the service's event loop.
 """
 
 import os
@@ -17,29 +16,29 @@ import structlog
 
 log = structlog.get_logger("service_kit")
 
-# Of one call that go to the log; calls within the same period are as one.
+# Logged bytes per call; calls within the same period count as one.
 MAX_LOG_BYTES = 65_536
 _PERIOD_S = 1.0
 _CHUNK_BYTES = 4_096
-# Beyond the bound the pipe is emptied in larger pieces, and no faster than this takes: the thread would take
-# the interpreter's lock from the event loop.
+# Beyond the limit the thread reads larger chunks and pauses after each, so that the event loop gets the
+# interpreter's lock.
 _LARGE_CHUNK_BYTES = 65_536
 _PAUSE_S = 0.001
 _TAIL_BYTES = 2_000
 
 
 class Output:
-    """The pipe for a child's prints.
+    """The pipe for a child's output.
 
         output = Output("environment", "mcp:files")
         with output.given() as descriptor:
             process = Popen(command, stderr=descriptor)
 
-    The log has lines `environment_printed` with the text, and `environment_prints_left_out` with the bytes
-    beyond the bound and the last of them, which say why a child has ended. Both name the child:
+    Events are `environment_printed` with the text, and `environment_prints_left_out` with the number of bytes
+    beyond the limit and the last text, which often explains a child's end. Both have the child's name:
     `environment=mcp:files`.
 
-    The lines are of level debug where they are for debugging alone, and the secret never stands in them.
+    With `is_for_debugging` the level is debug. The `secret` is replaced by `[key]`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Output:
         self._logged_bytes = self._omitted_bytes = 0
         self._since_s = clock()
         self._lock = threading.Lock()
-        # The log's ids are those of the request or rollout that starts the child.
+        # Copy the context: the log lines have the ids of the request or rollout that starts the child.
         drain = partial(copy_context().run, self._drain)
         self._thread = threading.Thread(target=drain, name=f"output of {name}", daemon=True)
         ends: list[int] = []
@@ -66,14 +65,14 @@ class Output:
                 ends += os.pipe()
             self._pipe, self._far_end, self._end_pipe, self._end_signal = ends
             self._thread.start()
-        except BaseException:  # there are too few descriptors, or threads
+        except BaseException:  # no more descriptors or threads
             for end in ends:
                 os.close(end)
             raise
 
     @contextmanager
     def given(self) -> Iterator[int]:
-        """The descriptor for the child, which has a copy afterwards; a child that does not start ends it."""
+        """Yield the descriptor for the child to inherit; end the output if the child does not start."""
         try:
             yield self._far_end
         except BaseException:
@@ -83,18 +82,18 @@ class Output:
         os.close(self._far_end)
 
     def begin_call(self) -> None:
-        """Give the next call the whole bound, and log how many bytes exceeded the last one's."""
+        """Reset the limit for the next call, and log how many bytes exceeded the last call's."""
         with self._lock:
             if self._clock() - self._since_s >= _PERIOD_S:
                 self._begin_period()
 
     def last_text(self) -> str:
-        """The end of its output so far."""
+        """Return the last output so far."""
         with self._lock:
             return _text(self._tail + self._rest)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Log its output until now and stop reading: other processes may hold its pipe for ever."""
+        """Log the output so far and stop reading; another process may keep the pipe open for ever."""
         if self._end_signal < 0:
             return
         os.close(self._end_signal)
@@ -107,7 +106,7 @@ class Output:
         both = select.poll()
         both.register(self._pipe, select.POLLIN)
         both.register(self._end_pipe, select.POLLIN)
-        # After the end, what still stands in the pipe; another process may fill it again and again.
+        # After `end`, read only what one full pipe may hold, because another process may keep writing.
         rest = _LARGE_CHUNK_BYTES
         while rest > 0:
             ready = {descriptor for descriptor, _ in both.poll()}
@@ -128,14 +127,14 @@ class Output:
             self._begin_period()
 
     def _add(self, chunk: bytes) -> None:
-        """Take the whole lines, and the beginning of one that is too long."""
+        """Log the complete lines, and the beginning of a line that is too long; keep the rest."""
         with self._lock:
             text = self._rest + chunk
             if self._secret:
                 text = text.replace(self._secret, b"[key]")
             whole, newline, self._rest = text.rpartition(b"\n")
             if len(self._rest) > _CHUNK_BYTES:
-                # The beginning of a secret may stand at the end.
+                # Keep the end, which may be the beginning of a secret.
                 most = len(self._rest) - len(self._secret)
                 newline, self._rest = newline + self._rest[:most], self._rest[most:]
             self._take(whole + newline)
@@ -156,7 +155,7 @@ class Output:
 
     def _log(self, event: str, **facts: object) -> None:
         level = "debug" if self._is_for_debugging else "info" if "text" in facts else "warning"
-        # A log that cannot be written must not block the child.
+        # An error of the log must not end the thread, which would block the child.
         with suppress(OSError, ValueError):
             getattr(log, level)(event, **{self._kind: self._name}, **facts)
 

@@ -1,6 +1,6 @@
-"""The duties of our own child processes: import quickly, report when ready, end with the parent.
+"""Functions for our own child processes: import quickly, report when ready, end with the parent.
 
-It calls this before its slow imports, so that it does not survive a parent that is killed meanwhile.
+A child calls them before its slow imports, so that it does not survive a parent that is killed meanwhile.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def announce(url: str) -> None:
-    """Tell the parent that this process serves at an address."""
+    """Report to the parent that this process serves at the URL."""
     print(f"{READY}{url}", flush=True)
 
 
 def begin_imports() -> None:
-    """Stop the garbage collector, which looks through all imports so far: a sixth of their time."""
+    """Disable the garbage collector, which takes a sixth of the time of all imports."""
     gc.disable()
 
 
 def end_imports() -> None:
-    """Enable garbage collection, which from now on skips the imported modules."""
+    """Enable garbage collection again, without the imported modules."""
     gc.freeze()
     gc.enable()
 
@@ -39,10 +39,10 @@ def end_with_parent() -> None:
 
 
 def kill_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even if this one is stopped.
+    """Let the kernel kill this process, even a stopped one, when the thread that started it ends.
 
-    A parent of that id that has ended already ends this process here. Linux alone has that; elsewhere nothing
-    happens, and `end_with_parent` ends a process that still runs.
+    If the parent has ended already, exit now. This works on Linux; on other systems, where nothing happens,
+    `end_with_parent` still ends a process that is not stopped.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,10 +51,10 @@ def kill_with_parent(parent: int) -> None:
 
 
 def when_parent_ends(call: Callable[[], object]) -> None:
-    """Call the function on a thread when standard input closes."""
+    """Call the function, on another thread, when standard input closes."""
 
     def watch() -> None:
-        # Read the descriptor, because a thread inside sys.stdin holds its lock when the interpreter ends.
+        # Read the descriptor: a thread that reads sys.stdin would hold its lock when the interpreter exits.
         while os.read(sys.stdin.fileno(), 65_536):
             pass
         call()

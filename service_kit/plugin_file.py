@@ -1,4 +1,4 @@
-"""The operator's own code: a Python file as a module, and what installed packages offer as entry points.
+"""Loads the operator's own code: Python files, and entry points of installed packages.
 
 It imports little, so that the process of a reward function starts in half a second.
 """
@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoints, entry_points
@@ -19,16 +20,16 @@ from typing import Any
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError, SettingsError
 
-# Folders of files that were imported, whose modules others may import by their names.
+# Folders of the imported files, which are in sys.path.
 _FOLDERS: set[Path] = set()
 
 
 def load_module(file: Path, *, option: str) -> ModuleType:
-    """Import the file, which may import its neighbours; `option` names it in errors, a key of a job or
-    `--plugins`.
+    """Import a Python file, which may import other modules of its folder.
 
-    Raises SettingsError where it is no Python file, or raises when it is imported; the log gets the
-    traceback. Or a neighbour's name is that of a module which another folder's file has imported.
+    `option` names the file's setting in errors: a key of a job or `--plugins`. Raises SettingsError if it is
+    not a Python file, if its import raises (the log gets the traceback), or if a module of its folder has the
+    name of a module that was imported from another plug-in's folder.
     """
     place = f"{option} {file}"
     if not file.is_file():
@@ -36,7 +37,7 @@ def load_module(file: Path, *, option: str) -> ModuleType:
     folder = file.resolve().parent
     _refuse_other_neighbours(folder, place)
     _FOLDERS.add(folder)
-    # At the end of the path, so that no neighbour replaces an installed module.
+    # At the end of sys.path, so that no module of the folder replaces an installed one.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     name = f"turnwise_plugins_{file.stem}_{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
@@ -44,14 +45,14 @@ def load_module(file: Path, *, option: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SettingsError(f"{place} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pydantic looks up annotations of its classes there
+    sys.modules[name] = module  # pydantic resolves the annotations of its classes there
     loader = spec.loader
     _run(lambda: loader.exec_module(module), place)
     return module
 
 
 def _refuse_other_neighbours(folder: Path, place: str) -> None:
-    """Refuse a folder of whose modules Python would take the namesakes in another plug-in's folder."""
+    """Raise SettingsError if Python would import another plug-in folder's module instead of this folder's."""
     for entry in sorted(folder.iterdir()):
         name = entry.stem if entry.suffix == ".py" else entry.name
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -65,10 +66,9 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """An entry point of a package."""
+    """A loaded entry point of a package."""
 
     name: str
-    """Name of the entry point."""
     value: str
     """`module:object`."""
     plug: Any
@@ -77,9 +77,9 @@ class PackagePlug:
 
 
 def package_plugs(group: str) -> Iterator[PackagePlug]:
-    """Load the entry points of a group, in the order of their names.
+    """Load the entry points of a group, sorted by name.
 
-    Raises SettingsError where one cannot be imported; the log gets the traceback.
+    Raises SettingsError if an entry point cannot be imported; the log gets the traceback.
     """
     for point in sorted(find_entry_points(group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"
@@ -88,28 +88,25 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
 
 
 def built_in_environments() -> list[str]:
-    """The environments that come with Turnwise, by the files of task_app/environments; none is imported."""
+    """List the environments that come with Turnwise, by the files of task_app/environments; imports none."""
     folder = Path(__file__).parents[1] / "task_app/environments"
     return sorted(module.name for module in iter_modules([str(folder)]) if module.name != "foreign")
 
 
 def find_entry_points(group: str) -> EntryPoints:
-    """The entry points of a group, by a scan of all packages that every group shares (some 8 ms)."""
-    return _scan(tuple(_changed_at(place) for place in sys.path))(group=group)
+    """Find the entry points of a group; one scan of all packages (some 8 ms) serves every group."""
+    changes_ns = []
+    for place in sys.path:
+        with suppress(OSError):
+            changes_ns.append((place, os.stat(place or ".").st_mtime_ns))
+    return _scan_packages(tuple(changes_ns))(group=group)
 
 
 @lru_cache(maxsize=1)
-def _scan(places: tuple[tuple[str, int], ...]) -> Callable[..., EntryPoints]:
-    """How to select from all packages in `sys.path`, as long as its folders stay as they are."""
-    # Python 3.11 has another class than 3.12 for the whole; `select` of both gives EntryPoints of a group.
+def _scan_packages(changes_ns: tuple[tuple[str, int], ...]) -> Callable[..., EntryPoints]:
+    """Return the function that selects entry points; cached until a folder of `sys.path` changes."""
+    # The class of all entry points differs between Python 3.11 and 3.12; `select` is common to both.
     return entry_points().select
-
-
-def _changed_at(place: str) -> tuple[str, int]:
-    try:
-        return place, os.stat(place or ".").st_mtime_ns
-    except OSError:
-        return place, 0
 
 
 def _run(load: Callable[[], Any], place: str) -> Any:

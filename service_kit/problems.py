@@ -1,4 +1,4 @@
-"""The one form of every error of a service: RFC 9457 problem+json (shared_schemas.problem)."""
+"""Replies to errors: every service answers with RFC 9457 problem+json (shared_schemas.problem)."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
@@ -19,25 +19,23 @@ from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 
 log = structlog.get_logger("service")
 
-# Makes the reply to an error.
 Respond = Callable[[ServiceError], Response]
 
 _REFERENCE = "#/components/schemas/{model}"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _HEADER, _BEARER = "X-API-Key", "Bearer"
-# The unread rest of such a body would be taken for the next request.
+# After these, the connection is closed: the unread rest of the body would be read as the next request.
 _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
 
 
 def problem_response(error: ServiceError) -> Response:
-    """The reply to an error, which ends with that."""
+    """Make the reply to an error, and drop the error's tracebacks."""
     error.release_frames()
-    problem = error.problem()
-    return reply(error, problem.model_dump_json(exclude_none=True))
+    return reply(error, error.problem().model_dump_json(exclude_none=True))
 
 
 def reply(error: ServiceError, body: str | bytes) -> Response:
-    """A reply with this body and the error's headers."""
+    """Make a reply with this body and the error's status and headers."""
     headers = {}
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
@@ -49,7 +47,7 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
 
 
 class BodyError(HTTPException):
-    """An error while a body is read, in the one exception class that FastAPI's reader lets through."""
+    """Wraps an error while a body is read in the only exception class that FastAPI's reader passes on."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)
@@ -57,7 +55,7 @@ class BodyError(HTTPException):
 
 
 def install_problem_handlers(app: Starlette, respond: Respond = problem_response) -> None:
-    """Make the app reply to every error with a problem; unexpected errors are logged."""
+    """Let the app reply to every error with a problem; unexpected errors are logged."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServiceError)
@@ -76,7 +74,7 @@ def install_problem_handlers(app: Starlette, respond: Respond = problem_response
 
 
 def _router_response(request: Request, error: HTTPException, respond: Respond) -> Response:
-    """The reply to 404 and 405 of the router, and to errors of the gate during the reading of a body."""
+    """Make the reply to the router's 404 and 405, and to an error of the gate while a body is read."""
     if isinstance(error, BodyError):
         return respond(error.error)
     status = HTTPStatus(error.status_code)
@@ -87,7 +85,7 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
     response = respond(RouteError(status, detail, where=request.url.path))
     response.headers.update(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
-        # The router itself would name only the methods of the path's first route.
+        # The router would name the methods of the path's first route only.
         routes: list[BaseRoute] = request.app.routes
         possible = [
             method
@@ -101,7 +99,7 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
 def internal_error_response(
     request: Request, error: Exception, respond: Respond = problem_response
 ) -> Response:
-    """The reply to an error that is no ServiceError; only the log shows its details."""
+    """Make the reply to an exception that is not a ServiceError; only the log has its details."""
     log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
     return respond(InternalError("an error inside the service; its log says which", where=request.url.path))
 
@@ -113,16 +111,17 @@ class SelfDescribing(Protocol):
 
 
 def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """Error statuses for every route of /openapi.json, all with the problem body."""
+    """Make the entries of /openapi.json for error statuses whose body is a problem."""
     return error_responses(statuses, Problem, kind=PROBLEM_MEDIA_TYPE)
 
 
 def error_responses(
     statuses: Iterable[int], *models: type[BaseModel], kind: str = "application/json"
 ) -> dict[int | str, dict[str, Any]]:
-    """Error statuses for /openapi.json, with a body of one of these models, which `describe` adds.
+    """Make the entries of /openapi.json for error statuses whose body is one of these models.
 
-    By reference: FastAPI would build a validator for each status of each route of every app.
+    The entries refer to schemas that `describe` adds: given the models, FastAPI would build a validator for
+    each status of each route.
     """
     schemas = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
     content = {kind: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
@@ -132,7 +131,7 @@ def error_responses(
 def describe(
     app: SelfDescribing, *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()
 ) -> None:
-    """Add the key, which the gate checks before the routes, and the bodies of errors to /openapi.json."""
+    """Add the API key and the bodies of errors to /openapi.json."""
     make_document = app.openapi
 
     @cache

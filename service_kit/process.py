@@ -1,8 +1,8 @@
-"""Child processes of a service: they are started, found ready, watched, started again, and end with it.
+"""Child processes of a service: start, readiness, supervision, restart, and end with the parent.
 
-A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
-ends: our own programs end then (`service_kit/own_process.py`). A command that is not ours runs under a guard
-(`service_kit/guard.py`), which ends all that it starts. `Worker` keeps the process of a role running.
+Only the parent holds the other end of a child's standard input, so that pipe closes however the parent ends.
+Our own programs exit then (`service_kit/own_process.py`). Any other command runs under a guard
+(`service_kit/guard.py`), which kills all its descendants. `Worker` keeps a process running.
 """
 
 import asyncio
@@ -27,54 +27,54 @@ from service_kit.own_process import READY
 
 log = structlog.get_logger("service_kit")
 
-# Variables that a program and its libraries need to run as they do here, and that hold no keys.
+# Environment variables that programs need and that hold no keys.
 _WITHOUT_KEYS = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT", "HF_HOME",
 )  # fmt: skip
 _GUARD = Path(__file__).parent / "guard.py"
-# For a guard to kill what it guards; it takes milliseconds.
+# Time for a guard to kill its command and descendants, which takes milliseconds.
 _GUARD_S = 10.0
-# For the pipes of a process without a guard, which one in another session may hold for ever.
+# Time for the pipes of an unguarded process to close; a descendant in another session may never close them.
 _PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
 _TAIL_BYTES = 65_536
 
 
 class Process(Protocol):
-    """The process of a role; `Child` is one on this machine."""
+    """A process on this machine (`Child`) or on another one."""
 
     @property
     def pid(self) -> int:
-        """Of its machine."""
+        """The process id on its machine."""
 
     async def address(self) -> str | None:
-        """Return the address that it prints when it is ready; None if it ends before."""
+        """Return the address that the process prints when it is ready; None if it ends before."""
         async for line in self.lines():
             if line.startswith(READY):
                 return line.removeprefix(READY)
         return None
 
     def lines(self) -> AsyncIterator[str]:
-        """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
+        """Yield the next lines of its stdout until it closes; a long line is cut and marked."""
 
     async def ended(self) -> int:
-        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+        """Wait for its end; return the exit code, negative if a signal or the loss of its node ended it."""
 
     def signal(self, number: int) -> None:
-        """Send it a signal; none if it has ended."""
+        """Send a signal to the process, unless it has ended."""
 
     async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+        """Send SIGTERM, and SIGKILL after `grace_s`; return whether the process was killed."""
 
     def kill_rest(self) -> None:
-        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
-        return None  # where something else does so
+        """Kill the descendants that it has left behind, right after its end; later calls do nothing."""
+        return None  # by default, something else kills them
 
 
 class Child(Process):
-    """A child process; `start` makes one."""
+    """A child process on this machine; create it with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, prints: Output | None = None) -> None:
         self._process, self._prints = process, prints
@@ -95,22 +95,22 @@ class Child(Process):
         is_ours: bool = True,
         line_bytes: int = 65_536,
     ) -> Self:
-        """Start the command, whose output goes to a file, or is this process's own.
+        """Start a command; by default it inherits this process's stdout and stderr.
 
         Args:
-            stdout: with PIPE `address` and `lines` can read it.
-            prints: takes its stderr, and a stdout that has no other place; ends with the child in `end_all`.
-            descriptors: open ones that it inherits under the same numbers.
-            is_ours: it ends by itself when its standard input closes. Another command gets a guard, which
-                ends it, and whatever it has started.
-            line_bytes: most of a line that is kept.
+            stdout: needs to be PIPE for `address` and `lines`.
+            prints: receives stderr, and stdout if that is None; `end_all` ends it.
+            descriptors: open descriptors that the child inherits under the same numbers.
+            is_ours: the command exits when its standard input closes. Any other command gets a guard, which
+                kills the command and its descendants.
+            line_bytes: longer lines are cut.
 
         Raises:
-            OSError: it cannot be run.
+            OSError: the command cannot be run.
         """
 
         with prints.given() if prints is not None else nullcontext() as end:
-            # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+            # A session of its own: Ctrl-C reaches only this process, which then ends its children in order.
             async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
                 return await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
@@ -120,14 +120,20 @@ class Child(Process):
 
             if is_ours or not can_guard():
                 return cls(await spawn(command), prints)
-            with _under_guard(command) as (guarded, report, let_go):
-                child = cls(await spawn(guarded, let_go.fileno()), prints)
-                let_go.close()
+            with _under_guard(command) as (guarded, report, writing_end):
+                child = cls(await spawn(guarded, writing_end.fileno()), prints)
+                writing_end.close()
+                reader = asyncio.StreamReader()
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    lambda: asyncio.StreamReaderProtocol(reader), report
+                )
                 try:
-                    child._guarded_pid = _read_report(await _read_all(report), command)
+                    child._guarded_pid = _read_report(await reader.read(), command)
                 except BaseException:
                     await child.end_all()
                     raise
+                finally:
+                    transport.close()
                 return child
 
     @property
@@ -150,28 +156,27 @@ class Child(Process):
         return self._process.stdout
 
     async def lines(self) -> AsyncIterator[str]:
-        while line := await _line(self.stdout):
+        while line := await _read_line(self.stdout):
             yield line.decode(errors="replace").strip()
 
     async def ended(self) -> int:
         if self._process.stdout is not None:
             while await self._process.stdout.read(65_536):
-                pass  # a full pipe would block it
+                pass  # a full pipe would block the process
         return await self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command; SIGKILL to all that it has started, if it has a guard."""
-        # Not the process's own send_signal: that reaps a child that has just ended, and then asyncio finds no
-        # exit code and makes one up.
+        """Send a signal to the command; under a guard, SIGKILL also kills all its descendants."""
+        # asyncio's send_signal may reap a child that has just ended; asyncio then invents an exit code.
         if self._process.returncode is None:
             is_guarded_kill = self._guarded_pid is not None and number == signal.SIGKILL
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGQUIT if is_guarded_kill else number)
 
     def kill_rest(self) -> None:
-        if not self._has_rest or self._guarded_pid is not None:  # a guard does it
+        if not self._has_rest or self._guarded_pid is not None:  # a guard kills them itself
             return
-        self._has_rest = False  # its number may be another process's later
+        self._has_rest = False  # later, the process id may belong to another process
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -186,7 +191,7 @@ class Child(Process):
         return False
 
     async def end_all(self) -> None:
-        """Kill it and all that it has started, and release its pipes, even if the wait is cancelled."""
+        """Kill the process and its descendants and close its pipes, even if this call is cancelled."""
         end, cancellation = asyncio.ensure_future(self._end_all()), None
         while not end.done():
             try:
@@ -204,8 +209,8 @@ class Child(Process):
             async with asyncio.timeout(_PIPES_S if self._guarded_pid is None else None):
                 await self._kill()
         self.kill_rest()
-        # asyncio's Process has no public way to close a pipe that another process still holds, or that was
-        # too full to read on. It takes effect in the loop's next turn.
+        # asyncio has no public way to close a pipe that another process holds or that is full. Closing takes
+        # effect in the loop's next turn.
         self._process._transport.close()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
@@ -217,7 +222,7 @@ class Child(Process):
             async with asyncio.timeout(_GUARD_S):
                 await self._process.wait()
                 return
-        if self._process.returncode is None:  # a guard that was stopped; the next one sees that it has ended
+        if self._process.returncode is None:  # kill a stopped guard; the next guard sees its end
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -225,7 +230,7 @@ class Child(Process):
 
 @cache
 def can_guard() -> bool:
-    """Whether the system supports guards; if not, the log says once what is missing."""
+    """Whether the system supports guards; if not, warn once in the log."""
     with suppress(AttributeError, OSError):
         os.close(os.pidfd_open(os.getpid()))
         if sys.platform == "linux":
@@ -240,51 +245,42 @@ def can_guard() -> bool:
 
 @contextmanager
 def _under_guard(command: Sequence[str]) -> Iterator[tuple[list[str], BinaryIO, BinaryIO]]:
-    """The command under a guard, the pipe by which that reports, and the end of it that only the guard keeps.
+    """Yield the command line under a guard, and both ends of the guard's report pipe: reading, writing.
 
-    When the guard has started, close that end here, and read the other one to its end.
+    After the guard has started, close the writing end, and read the other end until it closes.
     """
     near_end, far_end = os.pipe()
-    with open(near_end, "rb", buffering=0) as report, open(far_end, "wb", buffering=0) as let_go:
-        yield [sys.executable, "-I", "-S", str(_GUARD), str(far_end), *command], report, let_go
+    with open(near_end, "rb", buffering=0) as report, open(far_end, "wb", buffering=0) as writing_end:
+        yield [sys.executable, "-I", "-S", str(_GUARD), str(far_end), *command], report, writing_end
 
 
-async def _read_all(pipe: BinaryIO) -> bytes:
-    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    try:
-        return await reader.read()
-    finally:
-        transport.close()
-
-
-def _read_report(said: bytes, command: Sequence[str]) -> int:
-    """The process id of a command under a guard; OSError: it cannot be run."""
-    pid, _, error = said.partition(b"\n")
-    if error or not pid:  # without both a kill of the guard came before
+def _read_report(report: bytes, command: Sequence[str]) -> int:
+    """Return the process id of a guarded command. Raises OSError if the command could not be run."""
+    pid, _, error = report.partition(b"\n")
+    if error or not pid:  # an empty report: the guard was killed before
         number = int(error or errno.ESRCH)
         raise OSError(number, os.strerror(number), command[0])
     return int(pid)
 
 
 class Guarded(subprocess.Popen[bytes]):
-    """A command under a guard, for code on threads; SIGKILL ends all that it has started.
+    """A guarded command for synchronous code; SIGKILL also kills its descendants.
 
-    It leads a process group, to which signals go where the system has no guard. The options are those of
-    Popen. OSError: it cannot be run.
+    The command leads a process group; on a system without guards, signals go to that group. `options` are
+    those of Popen. Raises OSError if the command cannot be run.
     """
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str] = os.environ, **options: Any
     ) -> None:
-        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+        # A session of its own: Ctrl-C reaches only this process, which then ends its children in order.
         options |= {"env": utf8_output(env), "start_new_session": True}
         if not (has_guard := can_guard()):
             super().__init__(command, **options)
         else:
-            with _under_guard(command) as (guarded, report, let_go):
-                super().__init__(guarded, pass_fds=(let_go.fileno(),), **options)
-                let_go.close()
+            with _under_guard(command) as (guarded, report, writing_end):
+                super().__init__(guarded, pass_fds=(writing_end.fileno(),), **options)
+                writing_end.close()
                 try:
                     _read_report(report.read(), command)
                 except OSError:
@@ -301,27 +297,27 @@ class Guarded(subprocess.Popen[bytes]):
 
 
 class Worker:
-    """Keeps the process of a role running: it is started again whenever it ends.
+    """Keeps one process running: restarts it whenever it ends.
 
-    A role is a subclass: it says how its process starts, when that is ready, and what its end means.
+    A subclass defines how the process starts, when it is ready, and how its end is handled.
     """
 
     stop_s = 10.0
-    """Between the request to end and the kill."""
+    """Time between SIGTERM and SIGKILL."""
     ready_s: float | None = None
-    """Most time from the start until it is ready."""
+    """Longest time from the start until the process is ready."""
     silence_s: float | None = None
-    """A process that gives no sign of life for so long is killed; None: it is not probed."""
+    """A process that answers no probe for so long is killed; None: no probes."""
     pauses_s = (0.5, 10.0)
-    """First and longest pause before a new start; it doubles."""
+    """First and longest pause before a restart; the pause doubles after each failure."""
     healthy_s = 30.0
-    """A process that lived so long is started again at once."""
+    """A process that ran so long is restarted without a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.process: Process | None = None
         self.ready = asyncio.Event()
         self.may_start = asyncio.Event()
-        """While it is not set, no process is started; workers may share one."""
+        """No process is started until it is set; workers may share one event."""
         self.may_start.set()
         self.restarts = 0
         self._clock = clock
@@ -331,32 +327,32 @@ class Worker:
         raise NotImplementedError
 
     async def serve(self, process: Process) -> bool:
-        """Return once the process is ready; False if it ends before, or shall end."""
+        """Return True once the process is ready; False if it has ended before or has to be ended."""
         return await process.address() is not None
 
     async def live(self, process: Process) -> None:
-        """Return when a process that is ready has ended, or shall end."""
+        """Return when a ready process has ended or has to be ended."""
         await process.ended()
 
     async def probe(self) -> None:
-        """Ask for a sign of life; any answer is one, also an error that is no TimeoutError."""
+        """Send a probe. Any answer shows that the process lives, even an error other than TimeoutError."""
 
     def on_silence(self, what: str) -> None:
-        """Report that it is killed, since it was not ready in time, or gave no sign of life."""
+        """Report that the process is killed because it was not ready in time or answered no probe."""
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
-        """Report an end, by its exit code, and when the next start is; an error of this ends `run_forever`.
+        """Report the end, its exit code and the pause before the restart; an exception ends `run_forever`.
 
-        This is where a role gives up: after so many processes in a row that did nothing, say.
+        A subclass may raise here to give up, for example after too many restarts in a row.
         """
         raise NotImplementedError
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
-        """Report an error of `start` that may pass; by default none does, and it ends `run_forever`."""
+        """Report an error of `start`, which is then retried; by default the error ends `run_forever`."""
         raise error
 
     async def run_forever(self) -> NoReturn:
-        """Run the process, one after another, until cancelled, which ends it in order."""
+        """Run and restart the process until cancelled; a cancellation ends the process in order."""
         pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s)
@@ -377,13 +373,13 @@ class Worker:
             self.restarts += 1
 
     async def end(self, process: Process) -> bool:
-        """End the process and its leftovers; return whether it was killed."""
+        """End the process and its descendants; return whether it was killed."""
         was_killed = await process.end(self.stop_s)
         process.kill_rest()
         return was_killed
 
     async def _watch(self, process: Process) -> int:
-        """Return the exit code of a process that has just been started."""
+        """Supervise a process from its start to its end; return the exit code."""
         probes = None
         try:
             async with asyncio.timeout(self.ready_s) as until_ready:
@@ -416,8 +412,8 @@ class Worker:
                     return
 
 
-async def _line(stream: asyncio.StreamReader) -> bytes:
-    """The next line, of which no more is kept than fits the stream's buffer; empty where the stream ends."""
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Read the next line, cut to the size of the stream's buffer; empty at the end of the stream."""
     kept, cut = b"", 0
     while True:
         try:
@@ -435,7 +431,7 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 
 
 def name_exit(code: int) -> str:
-    """Name how a process ended, by its exit code: `exit code 3`, or the signal that killed it."""
+    """Describe an exit code: `exit code 3`, or the name of the signal that killed the process."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -446,12 +442,12 @@ def name_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a child's log that is not blank; empty without one."""
+    """Return the last line of a child's log that is not blank; empty if there is none."""
     return (last_lines(log) or [""])[-1].strip()
 
 
 def last_lines(log: Path, start: int = 0) -> list[str]:
-    """The lines of a child's log in its last bytes, from the byte `start` on."""
+    """Return the last lines of a child's log, not before the byte `start`."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -461,10 +457,9 @@ def last_lines(log: Path, start: int = 0) -> list[str]:
 
 
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """Of a service's environment variables those that a child may have: without keys, or listed by name."""
+    """Select the environment variables that hold no keys, and the variables named in `more`."""
     return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
 
 
 def without(names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables without some of them."""
     return {name: value for name, value in environ.items() if name not in names}

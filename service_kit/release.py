@@ -1,4 +1,4 @@
-"""Which release of Turnwise this is."""
+"""The installed release of Turnwise."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
@@ -8,7 +8,7 @@ FROM_SOURCE = "0+source"
 
 
 def version() -> str:
-    """Return the installed version; FROM_SOURCE where a checkout runs without having been installed."""
+    """Return the installed version; FROM_SOURCE for a checkout that is not installed."""
     try:
         return installed("turnwise")
     except PackageNotFoundError:
@@ -16,9 +16,9 @@ def version() -> str:
 
 
 def modules_of_extra(extra: str) -> frozenset[str]:
-    """Return the top modules of the packages that an extra brings: their names, with _ for -.
+    """Return the top modules of an extra's packages: the packages' names, with _ for -.
 
-    It is empty where a checkout runs without having been installed.
+    Empty for a checkout that is not installed.
     """
     try:
         lines = requires("turnwise") or []

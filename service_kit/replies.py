@@ -1,15 +1,14 @@
-"""Reading replies of other services: bounded bytes, typed values, and no redirect is followed.
+"""Safe reading of other services' replies: bounded size, strict types, no redirects.
 
     bytes     plain_session, plain_client,
-              http_client                       as they came: none is inflated
-              read_bounded, bounded, Lines      no more than a bound
-    values    read_reply                        of a type, strictly: true is no 1, "7" no 7, NaN no number
-    address   redirect_target                   of a redirect, which no client follows
+              http_client                       never inflated
+              read_bounded, bounded, Lines      bounded in size
+    values    read_reply                        strict types: true is not 1, "7" is not 7, NaN is not a number
+    address   redirect_target                   for the error; no client follows a redirect
 
-A library that follows a redirect repeats the request with its headers, our key among them, at whatever
-address the reply names, one that reads or inflates a whole reply takes as much memory as the other side
-likes, and code that reads fields of JSON by itself fails at a missing one as if it were wrong itself. So
-each client reads through this module, and raises its own error for a `ReplyFault`.
+A followed redirect would send our key to the address that the reply names. An unbounded or inflated reply
+could take all memory. A missing JSON field would raise a KeyError that looks like our own bug. So each client
+reads replies through this module, and raises its own error for a `ReplyFault`.
 """
 
 from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
@@ -23,19 +22,19 @@ from pydantic import BaseModel, ValidationError
 
 from shared_schemas.json_text import RepeatedKey, read_typed
 
-if TYPE_CHECKING:  # each client pays for its own library alone
+if TYPE_CHECKING:  # each client imports its own library only
     import aiohttp
     import httpx
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN = 200
-# Of a value in an error, whose whole text may have megabytes.
+# Clips a value in an error, because its text may have megabytes.
 _clip = Repr()
 _clip.maxstring = _clip.maxlong = _clip.maxother = 60
 _clip.maxlevel = 3
 
-# What is allowed, by the type of pydantic's error, where its own message does not say that.
+# The allowed values by the type of pydantic's error, for types whose own message does not say it.
 _ALLOWED = {
     "missing": "the reader needs it",
     "extra_forbidden": "no such field is known",
@@ -44,7 +43,7 @@ _ALLOWED = {
     "list_type": "it should be a list",
 }
 
-# An encoded reply could be a thousand times as long as what is counted.
+# An inflated reply can be a thousand times as long as the counted bytes.
 PLAIN = {"Accept-Encoding": "identity"}
 
 
@@ -53,7 +52,7 @@ class ReplyFault(Exception):
 
 
 class ReplyTooLarge(ReplyFault):
-    """A reply, or a line of one, is longer than its reader takes."""
+    """A reply, or a line of it, is longer than its reader accepts."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"its reply has more than {most_bytes} bytes")
@@ -67,13 +66,13 @@ class ReplyEncoded(ReplyFault):
 
 
 class ReplyInvalid(ReplyFault):
-    """A reply has a field that its reader cannot use.
+    """A field of a reply is invalid.
 
     Attributes:
-        part: what replied: a route, with its server.
-        field: the path of the field, as `choices.0.token_ids.3`; "" for the whole reply.
-        found: its value and type, clipped; `missing` where there is none.
-        allowed: what it should be.
+        part: the server and route that replied.
+        field: path of the field, as `choices.0.token_ids.3`; "" for the whole reply.
+        found: its clipped value and its type, or `missing`.
+        allowed: the rule that it breaks.
     """
 
     def __init__(self, part: str, field: str, found: str, allowed: str) -> None:
@@ -82,20 +81,20 @@ class ReplyInvalid(ReplyFault):
 
     @property
     def finding(self) -> str:
-        """The error without its part."""
+        """The message without `part`."""
         return f"{self.field or 'its reply'} is {self.found}; {self.allowed}"
 
 
 def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
-    """Return the value of a whole reply in JSON.
+    """Parse a whole JSON reply.
 
     Args:
-        kind: is read strictly, whatever its own configuration says. Only a class with `allow_inf_nan=False`,
-            as every `StrictReply`, refuses NaN and infinity.
-        part: what replied, for the error.
+        kind: is always read in strict mode. It refuses NaN and infinity only with `allow_inf_nan=False`, as
+            in every `StrictReply`.
+        part: server and route, for the error.
 
     Raises:
-        ReplyInvalid: it is no JSON, no such value, or has a key twice.
+        ReplyInvalid: the reply is not JSON, does not fit `kind`, or repeats a key.
     """
     try:
         return read_typed(partial(kind.model_validate_json, strict=True), content)
@@ -112,13 +111,13 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
 
 
 def read_value(kind: type[Model], value: Any, part: str) -> Model:
-    """Return the value of a part of a reply whose JSON was parsed before.
+    """Validate a part of a reply whose JSON is parsed already.
 
     Args:
-        kind: as of `read_reply`; its sequences are lists, as JSON's are.
+        kind: as in `read_reply`; its sequences must be lists.
 
     Raises:
-        ReplyInvalid: it is no such value.
+        ReplyInvalid: the value does not fit `kind`.
     """
     try:
         return kind.model_validate(value, strict=True)
@@ -127,7 +126,6 @@ def read_value(kind: type[Model], value: Any, part: str) -> Model:
 
 
 def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
-    """The error of pydantic's first one."""
     found = "missing" if first["type"] == "missing" else show_found(first["input"])
     told = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     allowed = _ALLOWED.get(first["type"], told)
@@ -135,12 +133,12 @@ def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
 
 
 def show_found(value: Any) -> str:
-    """Return a value with its type, clipped, without first writing the whole of it."""
+    """Return the clipped text of a value and its type; the whole text is never built."""
     return f"{_clip.repr(value)} ({type(value).__name__})"
 
 
 def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -> "aiohttp.ClientSession":
-    """Open a session of aiohttp's, whose requests raise ReplyEncoded for a reply that is to be inflated."""
+    """Open a session of aiohttp that refuses compressed replies with ReplyEncoded."""
     import aiohttp
 
     async def refuse(
@@ -160,7 +158,7 @@ def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -
 
 
 def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) -> "httpx.Client":
-    """Open a client of httpx, which follows no redirect; ReplyEncoded for a reply that is to be inflated."""
+    """Open a client of httpx that follows no redirect and refuses compressed replies with ReplyEncoded."""
     import httpx
 
     return httpx.Client(
@@ -171,14 +169,14 @@ def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) ->
 
 
 def refuse_encoded(encoding: str | None) -> None:
-    """Raise ReplyEncoded for a Content-Encoding of which something would have to be inflated."""
+    """Raise ReplyEncoded unless the Content-Encoding is `identity` or missing."""
     encoding = encoding or "identity"
     if encoding.strip().lower() != "identity":
         raise ReplyEncoded(encoding)
 
 
 async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
-    """Return a whole reply. Raises ReplyTooLarge where it is longer; the rest is not read."""
+    """Return a whole reply. Raises ReplyTooLarge as soon as it exceeds `most_bytes`."""
     reply = bytearray()
     async for part in parts:
         reply += part
@@ -188,7 +186,7 @@ async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
 
 
 def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield the parts of a reply. Raises ReplyTooLarge where the whole is longer; the rest is not read."""
+    """Yield the parts of a reply. Raises ReplyTooLarge as soon as their total exceeds `most_bytes`."""
     room = most_bytes
     for part in parts:
         room -= len(part)
@@ -198,10 +196,9 @@ def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 
 
 class Lines:
-    """Cuts the parts of a reply into lines that end with a line feed; JSON may hold other line ends.
+    """Splits the parts of a reply into lines at line feeds only, because JSON may hold other line separators.
 
-    A line has at most `most_bytes`; the stream as a whole may be longer, up to `most_in_all` where it has to
-    end.
+    A line has at most `most_bytes`. The whole stream has at most `most_in_all`; None means no limit.
     """
 
     def __init__(self, most_bytes: int, most_in_all: int | None = None) -> None:
@@ -212,7 +209,7 @@ class Lines:
         """Return the lines that this part completes.
 
         Raises:
-            ReplyTooLarge: the line that has begun is longer, or the whole stream is.
+            ReplyTooLarge: a line or the whole stream is too long.
         """
         if self._room is not None and self._most_in_all is not None:
             self._room -= len(part)
@@ -228,14 +225,14 @@ class Lines:
 
     @property
     def rest(self) -> bytes:
-        """The text after the last line feed: the last line of a stream that ends without one."""
+        """The bytes after the last line feed."""
         return bytes(self._rest)
 
 
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
-    """Return where the reply of a URL sends its reader by its header Location, or None if it is no redirect.
+    """Return the target of a redirect without its query, as `'https://host:port/path'`.
 
-    It is the address without a query, as `'https://host:port/path'`; `nowhere` if there is no valid one.
+    None if the status is no redirect; `nowhere` if the Location is missing or invalid.
     """
     if not HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         return None

@@ -1,18 +1,18 @@
-"""Calls from one process to another: a table of them, carried as lines over HTTP or over a socket.
+"""Remote calls between processes: a table declares the calls; HTTP or a socket carries them as lines.
 
     CALLS = Table(
         {"update": Call(tuple[list[Episode], int], Metrics, progress=tuple[int, int])},
         errors=TrainerError, failure=LearnerFailed,
     )
 
-    POST /calls/{name}    the arguments; the reply is a stream of lines: `progress [3, 10]`, any number of
-                          times, and then one `result [...]` or `error {...}`
+    POST /calls/{name}    The body has the arguments. The reply is a stream of lines: any number of
+                          `progress [3, 10]`, then one `result [...]` or `error {...}`.
 
 `service_kit/socket_calls.py` carries the same lines over a socket.
 
-Numbers cross bit for bit, NaN and infinity too, but of pydantic models, whose own config says how. An error
-arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and
-fits the type of the table; anything else is a `failure` that names call, field and value.
+Numbers are transferred exactly, including NaN and infinity; pydantic models follow their own config. An error
+keeps its class, or gets the nearest base class that the reader knows. Both sides limit the size of what they
+read and check its type; a misfit is a `failure` that names call, field and value.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ Tell = Callable[..., None]
 PATH = "/calls/"
 
 _MIB = 1 << 20
-# A reply that refuses a call, instead of answering it: a problem.
+# Largest problem body of a reply that refuses a call.
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
 _SHOWN = 60
@@ -56,15 +56,15 @@ _MOST_BODY_S = 600.0
 
 
 class Call:
-    """How the arguments, the progress and the result of a call are written and read.
+    """The types, encoding and limits of a call.
 
     Args:
-        arguments, progress: types, as a tuple; without a type of progress the call reports none.
-        result: a type.
-        most_argument_bytes: the longest body of the arguments.
-        most_reply_bytes: the longest line of the reply,
-        reply_growth: and how much longer it may be for each byte of the arguments.
-        encode, decode: of the arguments, where they are more than a line of JSON.
+        arguments: type of the tuple of arguments.
+        progress: type of the tuple that is reported as progress; None if the call reports none.
+        most_argument_bytes: largest body of the arguments.
+        most_reply_bytes: longest line of the reply.
+        reply_growth: bytes by which a line may be longer for each byte of the arguments.
+        encode, decode: convert the arguments; JSON by default.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Call:
             adapter.validate_json, body
         ),
     ) -> None:
-        # A text is no number; pydantic models are as strict as their own config says.
+        # Strict: a string is not read as a number. pydantic models follow their own config.
         config = ConfigDict(ser_json_inf_nan="constants", strict=True)
 
         def adapt(kind: Any) -> TypeAdapter[Any]:
@@ -95,18 +95,18 @@ class Call:
 
 
 class ErrorBody(Body):
-    """An error as it crosses from one process to another."""
+    """An error in JSON."""
 
     classes: tuple[str, ...]
-    """Names of its class and those above it, the nearest first."""
+    """Names of its class and base classes, the nearest first."""
     code: str
     detail: str
     where: str | None = None
     hint: str | None = None
     errno: int | None = None
-    """The errno of the system's error behind it, which says whether another attempt may help."""
+    """The errno of an OSError that caused it, by which the reader decides whether to retry."""
     more: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its further attributes, by `ServiceError.carries`."""
+    """The attributes that `ServiceError.carries` names."""
 
     @classmethod
     def of(cls, error: ServiceError) -> "ErrorBody":
@@ -124,14 +124,14 @@ class ErrorBody(Body):
         )
 
     def error(self, errors: type[Error], failure: type[Error]) -> Error:
-        """The same error, of the nearest class below `errors`; of `failure` where it has none of these.
+        """Rebuild the error with the nearest of its classes below `errors`, or else as a `failure`.
 
         Raises:
             ValidationError: an attribute does not fit its type.
         """
         known = {kind.__name__: kind for kind in errors.tree()}
         kind = next((known[name] for name in self.classes if name in known), failure)
-        error = kind.__new__(kind)  # some have arguments of their own
+        error = kind.__new__(kind)  # without __init__, whose parameters differ between classes
         ServiceError.__init__(error, self.detail, where=self.where, hint=self.hint, code=self.code)
         for name in error.carries.keys() & self.more.keys():
             setattr(error, name, TypeAdapter(error.carries[name]).validate_python(self.more[name]))
@@ -144,8 +144,8 @@ class Table(dict[str, Call], Generic[Error]):
     """Calls by name.
 
     Args:
-        errors: the tree of the errors that they raise.
-        failure: the class of those that are of no known class, and of what does not fit this table.
+        errors: base class of the errors that the calls raise.
+        failure: class for unknown errors and for data that does not fit the table.
     """
 
     def __init__(self, calls: Mapping[str, Call], *, errors: type[Error], failure: type[Error]) -> None:
@@ -159,7 +159,7 @@ class Table(dict[str, Call], Generic[Error]):
         return call.encode(call.arguments, tuple(arguments))
 
     def read_arguments(self, name: str, body: bytes, tell: Tell | None = None) -> tuple[Any, ...]:
-        """The arguments of a call, then `tell` if it has progress; a `failure` where they do not fit."""
+        """Return the arguments of a call, then `tell` if it has progress. Raises `failure` for a misfit."""
         call = self[name]
         try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
@@ -176,7 +176,7 @@ class Table(dict[str, Call], Generic[Error]):
         return b"result " + self[name].result.dump_json((result,))
 
     def write_error(self, error: Exception, name: str) -> bytes:
-        """The line of an error; an error of no service becomes a `failure`."""
+        """Return the line of an error; any exception but a ServiceError becomes a `failure`."""
         if not isinstance(error, ServiceError):
             log.error("call_failed", call=name, exc_info=error)
             error = self.failure(f"{name!r} met {describe_error(error)}")
@@ -189,8 +189,8 @@ class Table(dict[str, Call], Generic[Error]):
             raise self.misfit(f"the error of {name!r}", error) from error
 
     def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
-        """The error for a value of a wrong type: its place, what is allowed, and what was found."""
-        fault = f": {error}"  # of bytes that are no array
+        """Make the error for a value of a wrong type: its place, what is allowed, and what was found."""
+        fault = f": {error}"  # for bytes that are no JSON or no array
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(map(str, first["loc"][outer:]))
@@ -199,7 +199,7 @@ class Table(dict[str, Call], Generic[Error]):
         return self.failure(f"{whole} does not fit its type{fault}")
 
     def refusal(self, url: str, status: int, location: str | None, body: bytes) -> Error:
-        """The error of a reply over HTTP that does not answer the call; of its class where it names one."""
+        """Make the error for an HTTP reply that refuses the call; the problem's code determines its class."""
         if target := redirect_target(status, location, url):
             return self.failure(
                 f"{url} redirects to {target}, and the key is sent to no other address",
@@ -216,10 +216,10 @@ class Table(dict[str, Call], Generic[Error]):
 
 
 class Reply:
-    """The reply of a call as it comes, over whatever.
+    """Reads the reply of a call, line by line, over HTTP or a socket.
 
-    `body` are the arguments as they were sent. `tell` receives the progress. What it raises is kept in
-    `unwelcome`: the call is to be stopped, and that error is its end.
+    `body` holds the encoded arguments. `tell` receives the progress. An error of `tell` is kept in
+    `unwelcome`: the caller then has to stop the call, and `result` raises that error.
     """
 
     def __init__(self, table: Table[Any], name: str, body: bytes = b"", tell: Tell | None = None) -> None:
@@ -230,13 +230,13 @@ class Reply:
         self.unwelcome: Exception | None = None
 
     def again(self) -> "Reply":
-        """A reader for the same call, which is repeated after this reply was cut off."""
+        """Return a new reader for a retry of the call, after this reply was cut off."""
         reply = Reply(self._table, self.name, self.body, self._tell)
         reply.unwelcome = self.unwelcome
         return reply
 
     def take(self, part: bytes) -> bool:
-        """Read a part of the reply; return whether that has ended."""
+        """Read a part of the reply; return whether the reply has ended."""
         try:
             lines = self._lines.take(part)
         except ReplyTooLarge as error:
@@ -244,7 +244,7 @@ class Reply:
         return any([self.hear(line) for line in lines])
 
     def hear(self, line: bytes) -> bool:
-        """Read a line; return whether the reply has ended with it."""
+        """Read a line; return whether the reply has ended."""
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
             try:
@@ -264,7 +264,7 @@ class Reply:
         return True
 
     def result(self) -> Any:
-        """The result of a reply that has ended; or its error is raised."""
+        """Return the result of a reply that has ended, or raise its error."""
         if self.unwelcome is not None:
             raise self.unwelcome
         assert self._end is not None, "the reply has ended"
@@ -280,11 +280,11 @@ class Reply:
 async def carry_out(
     table: Table[Any], host: object, name: str, body: bytes, say: Callable[[bytes], None]
 ) -> None:
-    """Do a call, and say the lines of its reply.
+    """Execute a call, and pass the lines of its reply to `say`.
 
     Args:
-        host: has a coroutine method for each call. It is given the arguments, and where the call has progress
-            what tells that.
+        host: has a coroutine method for each call. The method gets the arguments, and a function that reports
+            progress if the call has a type of progress.
     """
 
     def tell(*values: Any) -> None:
@@ -296,13 +296,13 @@ async def carry_out(
     except asyncio.CancelledError:
         say(table.write_error(table.failure(f"{name!r} was stopped"), name))
         raise
-    except Exception as error:  # whatever it is, the caller must hear of it
+    except Exception as error:  # the caller must get any error
         line = table.write_error(error, name)
     say(line)
 
 
 async def reply_lines(table: Table[Any], host: object, name: str, body: bytes) -> AsyncIterator[bytes]:
-    """Do a call while its reply is read; it is cancelled where the reader goes, or does not read."""
+    """Execute a call and yield the lines of its reply; cancel the call if the reader leaves or stalls."""
     lines: asyncio.Queue[bytes] = asyncio.Queue()
 
     def say(line: bytes) -> None:
@@ -321,12 +321,12 @@ async def reply_lines(table: Table[Any], host: object, name: str, body: bytes) -
         work.cancel()
 
 
-# Begins a call that was posted, and yields the lines of its reply.
+# Starts a posted call and yields the lines of its reply.
 Begin = Callable[[Request, str, bytes], AsyncIterator[bytes]]
 
 
 def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """Build the ASGI app of a process whose calls are posted; `routes` are further ones under its key."""
+    """Build the ASGI app of a process that serves calls; its key also protects the further `routes`."""
 
     async def call(request: Request) -> Response:
         name = request.path_params["name"]
@@ -351,6 +351,5 @@ def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[Base
 
 
 def _show(value: Any) -> str:
-    """A value that may be large, for a sentence."""
     start = value[:_SHOWN] if isinstance(value, str | bytes) else value
     return f"{reprlib.repr(start)} ({type(value).__name__})"

@@ -25,16 +25,14 @@ STOP_TIMEOUT_S = 30.0
 BACKLOG = 4096
 # Longer than clients keep idle connections, so that they close first.
 KEEP_ALIVE_S = 120
-# bench/decision_rate.py finds what it spends.
+# bench/decision_rate.py finds the thread by this name.
 SERVER_THREAD = "turnwise-server"
 
 
 class Listener:
     """A reserved port; connections wait until a server accepts them. Use it as a context manager.
 
-    It is bound here because uvicorn would end the process on a taken port.
-
-    For all addresses, `url` names this machine alone; port 0 takes a free port.
+    uvicorn itself would end the process if the port is taken. Port 0 takes a free port.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -42,7 +40,7 @@ class Listener:
 
     @classmethod
     def inherited(cls, descriptor: int) -> Self:
-        """A port that the parent process has reserved, and whose socket this process has from it."""
+        """Use the socket that this process inherits from its parent."""
         listener = cls.__new__(cls)
         held = socket.socket(fileno=descriptor)
         listener._hold(held, held.getsockname()[0])
@@ -69,14 +67,14 @@ class Server(uvicorn.Server):
     uvicorn stops listening before the app's lifespan ends, so the lifespan would be too late.
 
     Args:
-        respond: makes the reply to an error before there is a request.
+        respond: makes the reply to an error of a connection, which has no request.
         too_many: error for connections beyond `max_connections`.
         max_message_bytes: limit of a WebSocket frame.
-        posts: answers some requests before the app (service_kit.connections).
+        posts: answers some requests without the app (service_kit.connections).
         ready: called when the server accepts connections.
-        before_stop: awaited before connections are closed; its argument tells whether the parent has ended.
-        on_second_signal: called at a second stop signal, which then also cuts requests off; None: a second
-            signal changes nothing.
+        before_stop: awaited before connections are closed; its argument is True if the parent has ended.
+        on_second_signal: called at a second stop signal, which also aborts requests; None: a second signal is
+            ignored.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,  # uvicorn listens again with it on a listening socket
+                backlog=BACKLOG,  # uvicorn calls listen() again with it
                 timeout_graceful_shutdown=5,
             )
         )
@@ -110,9 +108,13 @@ class Server(uvicorn.Server):
         self._is_orphaned = self._got_signal = False
 
     def run_on(self, listener: Listener, *, exit_with_parent: bool = False) -> None:
-        """Serve until it is stopped, or the parent process has ended."""
+        """Serve until stopped or, with `exit_with_parent`, until the parent process ends."""
+
+        def stop() -> None:
+            self._is_orphaned = self.should_exit = True
+
         if exit_with_parent:
-            when_parent_ends(self._stop_orphaned)
+            when_parent_ends(stop)
         run(self.serve([listener.socket]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -126,25 +128,22 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a stop signal; neither the first nor the second is an error."""
+        """Handle a stop signal, after which the process exits with code 0."""
         self.should_exit = True
         if self._got_signal and self._on_second_signal is not None:
             self.force_exit = True
             self._on_second_signal()
         self._got_signal = True
 
-    def _stop_orphaned(self) -> None:
-        self._is_orphaned = self.should_exit = True
-
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run work on an event loop of its own, of the kind that servers run on."""
+    """Run a coroutine on a new uvloop, as servers do."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 
 
 class ServerThread:
-    """A server on a thread with its own event loop, so that the process can go on working.
+    """Runs a server on a thread with its own event loop.
 
     >>> with ServerThread(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free port
     """
@@ -174,7 +173,7 @@ class ServerThread:
         return self._listener.url
 
     def stop(self) -> None:
-        """Stop accepting, give open requests a few seconds, and wait for the thread."""
+        """Stop accepting connections, give open requests a few seconds, and wait for the thread."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
@@ -196,7 +195,7 @@ class ServerThread:
 def _bind(host: str, port: int) -> socket.socket:
     bound_socket: socket.socket | None = None
     try:
-        # Without a host: on all addresses.
+        # An empty host means all addresses.
         places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = places[0]
         bound_socket = socket.socket(family, kind, protocol)

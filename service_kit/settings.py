@@ -1,8 +1,7 @@
-"""The settings of a service: one frozen class declares each, with its default, its bounds and a sentence.
+"""Settings of services: a frozen class declares each setting with its default, bounds and description.
 
-A field with a `Flag` is an option of the command line, and one with a `Variable` an environment variable; a
-field with neither is a limit that the operator does not set. An option wins over its variable, and a variable
-over the default.
+A field with a `Flag` is an option of the command line, and a field with a `Variable` is an environment
+variable; the operator cannot set other fields. An option overrides its variable, which overrides the default.
 """
 
 import re
@@ -28,35 +27,36 @@ VARIABLE_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Makes a field an option: `--allow-root`, or `--jobs/--no-jobs`; absent: called as the field."""
+    """Marks a field as a command-line option."""
 
     name: str | None = None
+    """As `--allow-root` or `--jobs/--no-jobs`; None: derived from the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Makes a field an environment variable."""
+    """Marks a field as an environment variable."""
 
     name: str
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """The value of the variable; None if it is unset."""
         return environ.get(self.name)
 
 
 class Key(Variable):
-    """The variable of a key; `<name>_FILE` may name a file that holds it."""
+    """Marks a field as an API key; `<name>_FILE` may name a file with the key."""
 
     def read(self, environ: Mapping[str, str]) -> Any:
         return key_from_environ(environ, self.name)
 
 
 class SettingsTable(Body):
-    """Settings, or a part of them that functions take as their parameter."""
+    """Base class of settings and their parts."""
 
     model_config = ConfigDict(validate_default=True, defer_build=True)
 
-    prefix: ClassVar[str] = ""  # with it, each field without a marker has the variable PREFIX_FIELD
+    prefix: ClassVar[str] = ""
+    """If set, each field without a marker has the environment variable PREFIX_FIELD."""
 
 
 class LogSettings(SettingsTable):
@@ -70,7 +70,7 @@ class LogSettings(SettingsTable):
     )
 
 
-# The types of settings whose defaults differ between the services.
+# Settings whose defaults differ between the services.
 HeaderSeconds = Annotated[
     float, Field(gt=0, le=3_600, description="from the start of a connection to complete headers")
 ]
@@ -91,7 +91,7 @@ class ConnectionSettings(SettingsTable):
 
 
 class ServiceSettings(LogSettings, ConnectionSettings):
-    """Settings that both services share."""
+    """Settings of both services."""
 
     host: Annotated[str, Flag()] = Field(
         default="127.0.0.1",
@@ -105,7 +105,7 @@ Table = TypeVar("Table", bound=SettingsTable)
 
 
 def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
-    """Return the environment variables of the fields that have one."""
+    """Return the environment variables by field name."""
     found = {}
     for name, field in table.model_fields.items():
         variable = _find_marker(field, Variable)
@@ -117,16 +117,18 @@ def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
 
 
 def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any) -> Table:
-    """Read the variables; `options` of the command line win over them.
+    """Read settings from environment variables and from `options` of the command line, which override them.
 
-    The option of a list that has a variable too adds to it. An empty variable or option counts as none; that
-    of a list makes the list empty. Raises SettingsError where a variable or an option is wrong.
+    Items of a list's option are appended to its variable's. An empty variable or option counts as unset, but
+    an empty variable of a list makes the list empty. Raises SettingsError for an invalid variable or option.
     """
-    from pydantic_settings import EnvSettingsSource  # only a start needs it, and help should be quick
+    from pydantic_settings import EnvSettingsSource  # imported late, because `--help` should be quick
 
     variables = find_variables(table)
     known = {variable.name for variable in variables.values()}
-    for name in sorted(environ):  # other variables with the prefix belong to other programs
+    for name in sorted(
+        environ
+    ):  # an unknown name may also belong to another program, so only near misses fail
         close = get_close_matches(name, known, n=1, cutoff=0.9)
         if table.prefix and name.startswith(table.prefix) and name not in known and close:
             raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
@@ -143,7 +145,9 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
                 return text
             return split_list(text) if _is_list(field) else text.strip() or None
 
-    values = Environment(cast("type[BaseSettings]", table))()  # which reads its fields alone
+    values = Environment(
+        cast("type[BaseSettings]", table)
+    )()  # it needs only the fields, so any model will do
     for name, value in ((name, value) for name, value in options.items() if value != ""):
         if name in variables and _is_list(field := table.model_fields[name]):
             value = tuple(dict.fromkeys([*values.get(name, field.default), *value]))
@@ -151,15 +155,17 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
     try:
         return table.model_validate(values)
     except ValidationError as exc:
-        raise _say_wrong(table, exc, options) from exc
+        raise _settings_error(table, exc, options) from exc
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the parts between commas, without blanks."""
+    """Split a text at commas, and drop blanks and empty parts."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _say_wrong(table: type[SettingsTable], exc: ValidationError, options: Mapping[str, Any]) -> SettingsError:
+def _settings_error(
+    table: type[SettingsTable], exc: ValidationError, options: Mapping[str, Any]
+) -> SettingsError:
     error = exc.errors(include_url=False)[0]
     name, value = str(error["loc"][0]), str(error["input"])
     field = table.model_fields[name]
@@ -175,7 +181,7 @@ def _say_wrong(table: type[SettingsTable], exc: ValidationError, options: Mappin
 
 
 def typer_option(table: type[SettingsTable], name: str) -> Any:
-    """Make typer's option of a field: its name, variable, bounds and help."""
+    """Make the typer option of a field."""
     from typer import Option
 
     field = table.model_fields[name]
@@ -191,14 +197,14 @@ def typer_option(table: type[SettingsTable], name: str) -> Any:
         *([flag.name] if flag is not None and flag.name is not None else []),
         help=" ".join((field.description or "").split()),
         envvar=None if variable is None or _is_list(field) else variable.name,
-        # Typer would refuse a path that it cannot read; the service says whose it is and what to do.
+        # Typer would refuse an unreadable path; the service's own error is more helpful.
         readable=False,
         **limits,
     )
 
 
 def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature:
-    """Make a typer command's signature: its context, an option for each field with a flag, and others."""
+    """Make the signature of a typer command: context, an option per field with a flag, then `further`."""
     from typer import Context
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=Context)]
@@ -217,7 +223,7 @@ def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature
 
 
 def options_given(context: Any) -> dict[str, Any]:
-    """Return the values that stand on typer's command line, without those of variables and defaults."""
+    """Return the values of the command line, without variables and defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in sources.items() if source.name == "COMMANDLINE"}
 

@@ -1,10 +1,10 @@
-"""Calls of a table (`service_kit/rpc.py`) over a socket, where many of them run at the same time.
+"""Calls of a table (`service_kit/rpc.py`) over a socket, which carries many calls at the same time.
 
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
-The lines are those of a call over HTTP, after the number of their call. Over HTTP a call costs seven times as
-much, which is too much for each sample of an engine.
+Each line is that of a call over HTTP, preceded by the call's number. A call over HTTP takes seven times as
+long, too long for each sample of an engine.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from service_kit.rpc import Reply, Table, Tell, carry_out
 log = structlog.get_logger("calls")
 
 _MOST_UNSENT_BYTES = 64 << 20
-# Number, verb and name of a call, before its arguments.
+# Longest number, verb and name of a call, before its arguments.
 _MOST_HEAD_BYTES = 200
 _MOST_DIGITS, _SHOWN = 18, 60
 
 
 class Unanswered(ConnectionError):
-    """The other end of a socket has gone, or cannot be understood; the text is the end of a sentence."""
+    """The other end of a socket is closed or sends invalid lines; the text ends a sentence."""
 
 
 class _Connection(asyncio.Protocol):
-    """Lines over a socket. `lost` is called once, with the reason."""
+    """Sends and receives lines over a socket; calls `lost` once, with the reason of the end."""
 
     def __init__(
         self, most_bytes: int, hear: Callable[[bytes], None], lost: Callable[[str], None], who: str
@@ -49,7 +49,7 @@ class _Connection(asyncio.Protocol):
         try:
             for line in self._lines.take(data):
                 self._hear(line)
-        except Exception as error:  # it may be anything that follows from bytes of a stranger
+        except Exception as error:  # the bytes are foreign, so any error may follow
             log.error("connection_misheard", exc_info=error)
             self.abort(f"what {self._who} said could not be read: {describe_error(error)}")
 
@@ -57,7 +57,7 @@ class _Connection(asyncio.Protocol):
         self._lost(self._reason)
 
     def say(self, line: bytes) -> None:
-        """Send a line; nothing happens where the other end has gone, which `lost` tells."""
+        """Send a line, or do nothing if the other end has closed, which `lost` reports."""
         assert self._transport is not None
         if self._transport.is_closing():
             return
@@ -72,7 +72,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Caller:
-    """Calls over a socket; it belongs to one event loop. `who` is the other end, for errors."""
+    """Makes calls over a socket in one event loop. `who` names the other end in errors."""
 
     def __init__(self, table: Table[Any], who: str = "its process") -> None:
         self._table, self._who = table, who
@@ -82,17 +82,16 @@ class Caller:
         self._connection: _Connection | None = None
 
     async def connect(self, connected: socket.socket) -> None:
-        """Call over a socket from now on."""
         connection = _Connection(self._table.most_reply_bytes, self._hear, self.close, self._who)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=connected)
         self._connection, self._gone = connection, None
 
     async def call(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
-        """Make a call and return its result. Cancelling it, and an error of `tell`, stop it.
+        """Make a call and return its result. A cancellation or an error of `tell` stops the call.
 
         Raises:
-            Unanswered: the other end has gone.
-            ServiceError: what the call itself raised.
+            Unanswered: the other end is closed.
+            ServiceError: the error of the call itself.
         """
         if self._gone is not None:
             raise Unanswered(self._gone)
@@ -111,7 +110,7 @@ class Caller:
         return reply.result()
 
     def close(self, reason: str = "it was stopped") -> None:
-        """Let go of the other end; calls that wait raise Unanswered."""
+        """Close the connection; waiting calls raise Unanswered."""
         self._gone = self._gone or reason
         if self._connection is not None:
             self._connection.abort(reason)
@@ -123,7 +122,7 @@ class Caller:
         number, _, rest = line.partition(b" ")
         reply, end = self._open.get(_number(number), (None, None))
         if reply is None or end is None or end.done():
-            return  # no call waits for it any more
+            return  # the call is no longer waiting
         try:
             if reply.hear(rest) or reply.unwelcome is not None:
                 end.set_result(None)
@@ -132,7 +131,7 @@ class Caller:
 
 
 async def serve_calls(table: Table[Any], host: object, connected: socket.socket) -> str:
-    """Answer the calls of a socket until its other end has gone; return the reason."""
+    """Answer the calls of a socket until its other end closes; return the reason."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[str] = loop.create_future()
 

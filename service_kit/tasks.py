@@ -1,4 +1,4 @@
-"""Tasks that end with the code that started them."""
+"""asyncio tasks that end with the code that started them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their ends; their errors have no reader."""
+    """Cancel tasks and wait for their ends; ignore their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -17,7 +17,7 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 async def racing(
     *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
 ) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The tasks of all work, as soon as the first is done; tasks of coroutines end with the context."""
+    """Yield the tasks as soon as the first is done; on exit, cancel the tasks made from coroutines."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_
 from pydantic_core import CoreSchema
 
 _LISTS = frozenset({"list", "tuple", "set", "frozenset"})
-# Keys of a schema whose values are no schemas.
+# Keys of a schema whose values are not schemas.
 _NO_SCHEMA = frozenset({"default", "metadata", "serialization"})
 
-# Longest name that is compared with known ones: the time grows with its square.
+# Longest name that is compared with known names, because the time grows with the square of the length.
 _LONGEST_NAME = 200
 
 
@@ -20,7 +20,7 @@ def _fail_fast(schema: Any) -> None:
     """Mark the schema of every list, at any depth, to stop at its first error."""
     if isinstance(schema, dict):
         kind = schema.get("type")
-        # The fields of a model are a dict too, and one of them may be named `type`.
+        # A model's fields are a dict too, and a field may be named `type`.
         if isinstance(kind, str) and kind in _LISTS:
             schema["fail_fast"] = True
         for name, part in schema.items():
@@ -32,9 +32,9 @@ def _fail_fast(schema: Any) -> None:
 
 
 class _FirstErrorOnly:
-    """Annotates a type whose lists are read only up to their first bad element.
+    """Annotates a type whose lists are read only up to their first invalid element.
 
-    Pydantic would otherwise keep an error for each: a megabyte of `{}` would cost 10 s and 2 GB.
+    Otherwise pydantic keeps an error for each element: a megabyte of `{}` costs 10 s and 2 GB.
     """
 
     @classmethod
@@ -48,7 +48,7 @@ FIRST_ERROR_ONLY = _FirstErrorOnly()
 
 
 class _FailFast(_FirstErrorOnly, BaseModel):
-    """A model that reads a list only up to its first bad element."""
+    """A model whose lists are read only up to their first invalid element."""
 
 
 class Body(_FailFast):
@@ -58,15 +58,15 @@ class Body(_FailFast):
 
 
 class OpenBody(_FailFast):
-    """A frozen body in a given shape (OpenAI's, or a legacy route); unknown keys are kept."""
+    """A frozen body in a foreign shape (OpenAI's, or a legacy route); unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 class StrictReply(_FailFast):
-    """What we read of a reply that a server of others writes: strict types, finite numbers.
+    """The fields that we read of a foreign server's reply: strict types, finite numbers.
 
-    Keys that no field names are dropped. An optional field may also be null, as many servers write it.
+    Unknown keys are dropped. An optional field may also be null, as many servers write it.
     """
 
     model_config = ConfigDict(
@@ -74,7 +74,7 @@ class StrictReply(_FailFast):
     )
 
 
-# Whole numbers that every file and database holds; a larger one is a mistake.
+# Whole numbers that every file and database can store; a larger number is a mistake.
 Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
 Count = Annotated[Whole, Field(ge=0)]
 
@@ -82,18 +82,18 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[Model]], type[Model]]:
-    """A decorator that gives a class the fields of `source` that it does not declare itself, None by default.
+    """Return a class decorator that adds the fields of `source` that the class lacks, with default None.
 
-    `absent` says what None means, and is added to the sentence of each field.
+    `absent` says what None means; it is appended to the description of each field.
     """
 
     def extend(model: type[Model]) -> type[Model]:
         fields: dict[str, Any] = {}
         for name, field in source.model_fields.items():
             annotation: Any = field.annotation
-            told = Field(description=field.description and field.description + absent)
+            description = Field(description=field.description and field.description + absent)
             if name not in model.model_fields:
-                fields[name] = Annotated[annotation | None, *field.metadata, told], None
+                fields[name] = Annotated[annotation | None, *field.metadata, description], None
         return create_model(
             model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
         )
@@ -102,54 +102,54 @@ def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[M
 
 
 class Reply(Body):
-    """A frozen body that a service alone writes.
+    """A frozen body that only a service writes.
 
-    Its validator is built at its first use. Most replies have none: FastAPI only declares them.
+    Its validator is built at first use; most replies never need it, because FastAPI only declares them.
     """
 
     model_config = ConfigDict(defer_build=True)
 
 
 class OpenReply(OpenBody):
-    """A reply in a given shape, with further keys."""
+    """A reply in a foreign shape, with further keys."""
 
     model_config = ConfigDict(defer_build=True)
 
 
 def finite(reward: float) -> float:
-    """Return the reward; NaN and infinity are refused, because JSON cannot hold them."""
+    """Return the reward. Raises ValueError for NaN and infinity, which JSON cannot hold."""
     if not math.isfinite(reward):
         raise ValueError(f"a reward is {reward}; it must be a finite number")
     return reward
 
 
 def shown(value: Any) -> str:
-    """A value with its type, short enough for a sentence."""
+    """Return the text of a value, clipped to 60 characters, and its type."""
     text = repr(value)
     return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
-    """`NAME is 3 (int); a text is needed`: what an item has under a key, and what it should have."""
+    """Make `NAME is 3 (int); a text is needed`: the found value of an item's key, and the needed one."""
     value = item.get(name)
     return f"{name} {'is missing or null' if value is None else f'is {shown(value)}'}; {needed} is needed"
 
 
 def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """Whether JSON has the value among these: Python takes true for 1 and false for 0, JSON does not."""
+    """Whether the value is among the allowed ones in JSON, where true is not 1 and false is not 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like an unknown one, or None if none is like it."""
+    """Return the known name most similar to an unknown one; None if none is similar."""
     close = get_close_matches(name[:_LONGEST_NAME], sorted(known), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """`". Did you mean 'a'? Known: a, b"`, the tail of every message to people about an unknown name.
+    """Make the end of a message about an unknown name: `". Did you mean 'a'? Known: a, b"`.
 
-    The likely name comes first, since the list may be long, and may be cut. Without one: `"; known: a, b"`.
+    The likely name comes first, because a long list may be cut. Without a likely name: `"; known: a, b"`.
     """
     close = closest(name, known)
     start = "; known" if close is None else f". Did you mean {close!r}? Known"
@@ -157,9 +157,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def suggest_to_policy(name: str, known: Collection[str]) -> str:
-    """`"; known: a, b. Did you mean 'a'?"`, the same for a text that a policy reads in an environment.
+    """Make the end of a message to a policy about an unknown name: `"; known: a, b. Did you mean 'a'?"`.
 
-    Other words there would be another environment: its results could not be compared with earlier ones.
+    Do not change these words: the text is part of environments, whose results must stay comparable.
     """
     close = closest(name, known)
     guess = "" if close is None else f". Did you mean {close!r}?"

@@ -1,6 +1,6 @@
-"""Our gateway's additions to the OpenAI chat-completions wire: exact token ids and their log-probs.
+"""Our gateway's additions to OpenAI's chat completions: exact token ids and their log-probs.
 
-The request header ROLLOUT_HEADER names the conversation. The reply then carries the fields of
+The request header ROLLOUT_HEADER names the conversation. The reply then has the fields of
 `shared_schemas.trajectory.PolicyLogprobs`, so that training uses exactly the sampled tokens:
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
@@ -11,24 +11,26 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 
-`processed_logprobs: true` in the request: log-probs are those of the distribution that the token was sampled
-from, after temperature and truncation, renormalised; otherwise those of softmax(logits / temperature),
-before any truncation. Importance weights need the former.
+`processed_logprobs: true` in the request: log-probs come from the renormalised distribution after temperature
+and truncation, from which the token was sampled; importance weights need these. Otherwise they come from
+softmax(logits / temperature), before truncation.
 
-`common_draws: true` in the request: the sampled tokens follow from its seed alone, not from seed and prompt.
-Two conversations with the same seeds then draw the same random numbers, however much their prompts differ.
+`common_draws: true` in the request: the random numbers depend on the seed only, not on seed and prompt. Two
+conversations with the same seeds then draw the same random numbers even if their prompts differ.
 
-`max_model_length` in the request, with or without the header: the job's own limit, below the model's. If
-prompt and max_tokens together exceed the lower limit, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED, the
-counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.
+The following hold with or without ROLLOUT_HEADER:
 
-With or without the header: `sampling_finish_reason` in choices[0] tells how sampling ended ("stop", "length"
-or "abort"), since OpenAI's `finish_reason` is "tool_calls" whenever a call was parsed. If a tool call in the
-text cannot be parsed, the message has the reason as `tool_call_error` and the raw text as content. Reasoning
-that a model's format sets apart from the content is `reasoning_content`.
+`max_model_length` in the request is the job's own limit, below the model's. If prompt and max_tokens together
+exceed the lower limit, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED, the counts `prompt_tokens` and
+`max_tokens`, and the limit as `max_model_len`.
 
-A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures. Both
-name the settings of a request that they leave out in the header IGNORED_HEADER of the reply.
+`sampling_finish_reason` in choices[0] is "stop", "length" or "abort", because OpenAI's `finish_reason` is
+"tool_calls" whenever a call was parsed. If a tool call cannot be parsed, the message has the reason as
+`tool_call_error` and the raw text as content. Reasoning that the model's format separates from the content is
+`reasoning_content`.
+
+A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures. The
+reply's header IGNORED_HEADER lists the request's settings that had no effect, here and there.
 """
 
 from enum import StrEnum
@@ -41,16 +43,16 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class StructuredOutput(StrEnum):
-    """What becomes of a `response_format` where nothing enforces it: it has no effect, or is a 400."""
+    """How a server that cannot enforce a `response_format` handles it: ignore it, or reply with a 400."""
 
     DROP = "drop"
     REJECT = "reject"
 
 
 def openai_error(sentence: str, *, status: int, code: str, where: str | None) -> dict[str, Any]:
-    """Return the `error` object of OpenAI's APIs, by whose type and code its libraries tell errors apart.
+    """Make the `error` object of OpenAI's APIs; OpenAI's libraries choose an exception by its type and code.
 
-    A full context has its code in the sentence too, where LangChain looks for it.
+    The sentence about a full context contains the code too, because LangChain looks for it there.
     """
     if code == CONTEXT_LENGTH_EXCEEDED and code not in sentence:
         sentence = f"{sentence} ({code})"
@@ -58,7 +60,7 @@ def openai_error(sentence: str, *, status: int, code: str, where: str | None) ->
     return {"message": sentence, "type": kind, "param": where, "code": code}
 
 
-# 424: a server behind ours gave no answer.
+# 424: a server behind ours did not answer.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "authentication_error",
@@ -66,16 +68,16 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-# Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.
+# Keys of objects in which null is a value of the caller's. An `input` that is a list holds messages instead.
 _OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
 _SCHEMAS = frozenset({"parameters", "input_schema", "schema"})
 
 
 def without_nulls(body: Any) -> Any:
-    """Return the body of a model call without the keys that are null, which clients send for absent ones.
+    """Remove null keys from the body of a model call; clients send null for an absent key.
 
-    Elements of lists stay, and so does null in what is the caller's own: arguments of calls, settings of a
-    chat template, and a tool's schema below its first level.
+    Null stays in lists and in the caller's own objects: arguments of calls, settings of a chat template, and
+    a tool's schema below its first level.
     """
     if isinstance(body, list):
         return [without_nulls(item) for item in body]

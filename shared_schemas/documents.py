@@ -1,6 +1,6 @@
-"""A document's row: how long its parts may be, and how its answers are compared. Pure.
+"""Rows of documents: largest sizes of their parts, and the comparison of answers. Pure.
 
-The task app takes no longer parts and scores answers; the trainer refuses rows that it would refuse.
+The task app enforces the sizes and scores answers; the trainer refuses rows that the task app would refuse.
 """
 
 import re
@@ -11,23 +11,24 @@ MAX_QUESTION_CHARS = 20_000
 MAX_ANSWER_CHARS = 2_000
 
 _WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
-# Commas only between thousands: "1,5" is not 15, and stays text.
+# Commas only group thousands: "1,5" is not 15, and stays text.
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
 def normalise(text: str) -> str:
-    """The text without case, punctuation and articles, and numbers by value: "The 1,000.0 Boats!" is "1000
-    boats".
+    """Remove case, punctuation and articles, and write numbers by value.
 
-    A text of articles alone keeps them, because "A" may be the answer.
+    "The 1,000.0 Boats!" becomes "1000 boats". A text of articles only keeps them: "A" may be the answer.
     """
-    words = [_plain(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())]
+    words = [
+        _normalise_number(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    ]
     return " ".join([word for word in words if word not in _ARTICLES] or words)
 
 
-def _plain(word: str) -> str:
-    """A number in one exact form of its value; any other word unchanged."""
+def _normalise_number(word: str) -> str:
+    """Write a number in the one form of its value; return any other word unchanged."""
     if not _NUMBER.fullmatch(word):
         return word
     whole, _, fraction = word.removeprefix("-").replace(",", "").partition(".")

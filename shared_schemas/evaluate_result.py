@@ -1,4 +1,4 @@
-"""The result of a user's reward function, with the names that its library publishes.
+"""The result of a user's reward function, with the names of its library.
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (the reward function of Phase 1); DESIGN.md 4.3.
 """
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from shared_schemas.base import Body, finite
 
 Finite = Annotated[float, AfterValidator(finite)]
-# Strict, because True and 2.0 are mistakes that would pay another step.
+# Strict, because True and 2.0 are mistakes that would reward a wrong step.
 StepIndex = Annotated[int, Field(strict=True)] | Annotated[str, Field(max_length=200)]
 
 
@@ -32,9 +32,9 @@ class StepOutput(Body):
 
 
 class EvaluateResult(Body):
-    """The result for one episode; without `step_outputs` it has none for single steps.
+    """The result for one episode, optionally with results for single steps (`step_outputs`).
 
-    With an `error` or an invalid score it is no reward: the rollout fails and is tried again.
+    If it has an `error` or an invalid score, the rollout fails and is retried.
     """
 
     score: Finite

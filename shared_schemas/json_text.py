@@ -1,8 +1,8 @@
-"""JSON text as both services accept it: valid characters, finite numbers, bounded depth.
+"""JSON text that both services accept: valid characters, finite numbers, bounded depth.
 
-Python's own reader accepts text that no record, reply or database can hold: lone surrogates ("\\ud83d"), NaN,
-1e999, hundreds of levels. Writing it would fail later, far from the sender, so it is refused on entry. Text
-of a model or an environment is made encodable instead, since no sender could correct it.
+Python's own reader accepts values that cannot be written to records, replies or databases: lone surrogates
+("\\ud83d"), NaN, 1e999, hundreds of levels. Such text is refused on entry, so that the sender gets the error.
+Text of a model or an environment is made encodable instead, because no sender could correct it.
 """
 
 import json
@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 
 # Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
-# Pydantic reports each unknown key as an error, and may compare it with all known ones.
+# A limit because pydantic makes an error for each unknown key, and may compare the key with all known ones.
 MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
-# Signs of values that the reader accepts and we refuse, after every digit is replaced by 0. Most texts have
-# none and are not walked. A number with a two-digit exponent is only too large if it has about 200 more
-# digits.
+# Patterns, after every digit is replaced by 0, of numbers that the reader accepts and we may refuse. Only
+# texts with a pattern are searched, and most have none. A number with a two-digit exponent is too large only
+# if it has about 200 more digits.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _HUGE, _HUGE_PLUS, _LONG = b"0e000", b"0e+000", b"0" * 200
 _LARGEST = sys.float_info.max
@@ -34,11 +34,11 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 
 
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
-    """Parse a JSON text; a byte order mark before it is ignored, as RFC 8259 allows.
+    """Parse a JSON text; a leading byte order mark is ignored, as RFC 8259 allows.
 
-    `keeps_nul` allows U+0000. Raises ValueError with cause and place for anything but JSON in UTF-8, a lone
-    surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object of more than
-    MAX_MEMBERS, or a repeated key (RepeatedKey).
+    `keeps_nul` allows U+0000. Raises ValueError with cause and place for text that is not JSON in UTF-8, a
+    lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object with more
+    than MAX_MEMBERS keys, or a repeated key (RepeatedKey).
     """
     value = _read(text, keeps_nul)
     _refuse_repeated(text if isinstance(text, str) else without_mark(text))
@@ -46,34 +46,38 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
 
 
 def read_typed(validate: Callable[[bytes], Value], text: bytes) -> Value:
-    """Parse a JSON text by pydantic's `validate_json`, and refuse repeated keys.
+    """Parse a JSON text with pydantic's `validate_json`, and refuse repeated keys.
 
-    Raises what `validate` does; RepeatedKey; and another ValueError for what Python's reader refuses.
+    Raises the errors of `validate`, RepeatedKey, and another ValueError for text that Python's reader
+    refuses.
     """
     value = validate(text)
-    _refuse_repeated(text)  # afterwards: pydantic says where a wrong text is wrong
+    _refuse_repeated(text)  # last, because pydantic's errors name the place
     return value
 
 
 def _read(text: bytes | str, keeps_nul: bool) -> Any:
-    # A lone surrogate is passed on, so that the reader refuses it with its place.
+    # surrogatepass: from_json then refuses a lone surrogate and names its place.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else without_mark(text)
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:
         if not isinstance(text, str):
-            decode_text(text)  # tells of another encoding, and where bytes are no UTF-8
-        raise ValueError(_place_of_number(raw) or _reason(str(exc))) from exc
-    if _is_suspect(raw):
-        fault = _fault(value, keeps_nul)
-        if fault is not None:
-            place, what = fault
-            raise ValueError(f"{place.lstrip('.') or 'the value'} holds {what}")
+            decode_text(text)  # raises for another encoding, and names the place of invalid UTF-8
+        raise ValueError(_describe_infinity(raw) or _describe_syntax_error(str(exc))) from exc
+    # Without a regular expression, because this runs for every request.
+    is_suspect = b"\\u0000" in raw or raw.count(b":") > MAX_MEMBERS
+    if not is_suspect:
+        digits = raw.translate(_DIGITS)
+        is_suspect = _HUGE in digits or _HUGE_PLUS in digits or _LONG in digits
+    if is_suspect and (fault := _find_fault(value, keeps_nul)) is not None:
+        place, what = fault
+        raise ValueError(f"{place.lstrip('.') or 'the value'} holds {what}")
     return value
 
 
 class RepeatedKey(ValueError):
-    """An object has a `key` twice: readers differ on which one counts."""
+    """An object has a `key` twice; readers differ on the value that counts."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {key[:80]!r} comes twice")
@@ -81,7 +85,7 @@ class RepeatedKey(ValueError):
 
 
 def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values, for Python's reader. Raises RepeatedKey."""
+    """Make an object from key-value pairs, as `object_pairs_hook`. Raises RepeatedKey."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
@@ -89,21 +93,21 @@ def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-# Made once, because json.loads would make one for each text.
+# Made once, because json.loads would make a decoder for each text.
 _EACH_KEY_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
 
 
 def _refuse_repeated(text: bytes | str) -> None:
-    """Refuse a JSON text with a repeated key, since pydantic would silently take the last one."""
+    """Refuse a JSON text with a repeated key, of which pydantic would silently take the last value."""
     _EACH_KEY_ONCE.decode(text if isinstance(text, str) else text.decode())
 
 
 def read_quotation(text: bytes) -> Any:
-    """Parse a JSON text that may quote a model: U+0000 is kept, and `?` replaces a lone surrogate.
+    """Parse a JSON text that may quote a model.
 
-    An agent sends back what the model wrote, and refusing that would lose the episodes in which the model
-    errs. For the same reason the last value of a repeated key counts. Raises ValueError as `read_json` for
-    everything else.
+    An agent sends the model's text back, and refusing faulty text would lose the episodes in which the model
+    errs. So U+0000 is kept, `?` replaces a lone surrogate, and the last value of a repeated key counts.
+    Raises ValueError as `read_json` for everything else.
     """
     try:
         return _read(text, keeps_nul=True)
@@ -115,8 +119,8 @@ def read_quotation(text: bytes) -> Any:
 
 
 def encodable_json(value: Any) -> Any:
-    """A copy of JSON-able data, with `encodable` applied to every string, keys too."""
-    with suppress(ValueError):  # of a lone surrogate, mostly; the text is the faster way to a copy
+    """Copy JSON-able data, with `encodable` applied to every string, including keys."""
+    with suppress(ValueError):  # mostly a lone surrogate; without one, this is the faster way to copy
         return from_json(to_json(value, inf_nan_mode="constants"))
     return _encodable(value)
 
@@ -132,36 +136,34 @@ def _encodable(value: Any) -> Any:
 
 
 def plain_json(value: Any, place: str) -> Any:
-    """Return a plug-in's data if JSON can hold it; numpy's arrays and scalars become lists and numbers.
+    """Return a plug-in's data in types of JSON: numpy's arrays and scalars become lists and numbers.
 
-    Raises TypeError, with the path below `place`, for anything that JSON cannot hold, and ValueError for NaN
-    or infinity.
+    Raises TypeError for data that JSON cannot hold, and ValueError for NaN or infinity; both name the path
+    below `place`.
     """
     try:
         text = to_json(value, inf_nan_mode="constants")
-    except PydanticSerializationError:  # also for a lone surrogate, which stays
+    except PydanticSerializationError:  # also raised for a lone surrogate, which is kept
         try:
-            value = to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain)
+            value = to_jsonable_python(value, inf_nan_mode="constants", fallback=_to_list)
             text = b"NaN"
         except (TypeError, PydanticSerializationError) as exc:
-            raise TypeError(f"{place}{_first(value, _is_no_json)}, which JSON cannot hold") from exc
-    if (b"NaN" in text or b"Infinity" in text) and (
-        fault := _first(value, lambda one: isinstance(one, float) and not math.isfinite(one))
-    ):
+            raise TypeError(f"{place}{_describe_first(value, _is_no_json)}, which JSON cannot hold") from exc
+    if (b"NaN" in text or b"Infinity" in text) and (fault := _describe_first(value, _is_infinite)):
         raise ValueError(f"{place}{fault}; a finite number is needed")
     return value
 
 
 def plain_number(value: Any, place: str) -> int | float:
-    """Return a plug-in's number, also a scalar of numpy or torch, as a finite number of Python.
+    """Convert a plug-in's number, such as a scalar of numpy or torch, to a finite int or float.
 
-    Raises TypeError, which begins with `place`, for anything else; ValueError for NaN or infinity.
+    Raises TypeError for anything but a number and ValueError for NaN or infinity; both begin with `place`.
     """
     number: Any = value
     if type(value) is not float and type(value) is not int:
         try:
             number = value.item() if hasattr(value, "item") else value
-        except (ValueError, RuntimeError):  # an array of several
+        except (ValueError, RuntimeError):  # an array of several elements
             number = None
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{place} is {shown(value)}; a number is needed")
@@ -171,8 +173,8 @@ def plain_number(value: Any, place: str) -> int | float:
     return plain
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of numpy or torch as lists and numbers."""
+def _to_list(value: Any) -> Any:
+    """Convert a value of numpy or torch to lists and numbers."""
     if not hasattr(value, "tolist"):
         raise TypeError(shown(value))
     return value.tolist()
@@ -180,13 +182,17 @@ def _plain(value: Any) -> Any:
 
 def _is_no_json(value: Any) -> bool:
     try:
-        to_jsonable_python(value, fallback=_plain)
+        to_jsonable_python(value, fallback=_to_list)
     except (TypeError, PydanticSerializationError):
         return True
     return False
 
 
-def _first(value: Any, test: Callable[[Any], bool]) -> str:
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _describe_first(value: Any, test: Callable[[Any], bool]) -> str:
     """Describe the first part of a value that passes the test, with its path; "" if none does."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
@@ -194,29 +200,22 @@ def _first(value: Any, test: Callable[[Any], bool]) -> str:
     elif isinstance(value, list | tuple | set | frozenset):
         parts = enumerate(value)
     for name, part in parts:
-        if found := _first(part, test):
-            return f".{str(name)[:80]}{found}"
+        if description := _describe_first(part, test):
+            return f".{str(name)[:80]}{description}"
     return f" is {shown(value)}" if test(value) else ""
 
 
-def _is_suspect(raw: bytes) -> bool:
-    # Without a regular expression, because every request pays for this.
-    if b"\\u0000" in raw or raw.count(b":") > MAX_MEMBERS:
-        return True
-    digits = raw.translate(_DIGITS)
-    return _HUGE in digits or _HUGE_PLUS in digits or _LONG in digits
-
-
-def _place_of_number(raw: bytes) -> str:
-    """Describe where a text has NaN or infinity, which Python reads and JSON lacks; "" for other errors."""
+def _describe_infinity(raw: bytes) -> str:
+    """Describe the first NaN or infinity of a text, which JSON lacks; "" for other errors."""
     try:
-        place = _first(from_json(raw), lambda one: isinstance(one, float) and not math.isfinite(one))
+        place = _describe_first(from_json(raw), _is_infinite)
     except ValueError:
         return ""
     return f"no JSON: {place.lstrip('.') or 'the value'}, and JSON has finite numbers alone"
 
 
-def _reason(message: str) -> str:
+def _describe_syntax_error(message: str) -> str:
+    """Describe the error of a text by the message of pydantic's reader, which ends with the place."""
     reason, _, place = message.rpartition(" at ")
     if any(word in reason for word in _HALVES):
         reason = "half a character (a lone surrogate)"
@@ -225,8 +224,8 @@ def _reason(message: str) -> str:
     return f"no JSON: {reason} at {place}"
 
 
-def _fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
-    """Return the path and the kind of the first fault in a value."""
+def _find_fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
+    """Return path and description of the first fault in a value; None if there is none."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, str):
         return ("", NUL) if "\0" in value and not keeps_nul else None
@@ -241,8 +240,7 @@ def _fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
             return "", f"a key with {NUL}"
         parts = value.items()
     for name, one in parts:
-        fault = _fault(one, keeps_nul)
-        if fault is not None:
+        if (fault := _find_fault(one, keeps_nul)) is not None:
             return f".{str(name)[:80]}{fault[0]}", fault[1]
     return None
 

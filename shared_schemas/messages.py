@@ -1,4 +1,4 @@
-"""Chat messages and tools in the form of OpenAI's chat completions, and checks of message lists."""
+"""Chat messages and tools in OpenAI's form, and checks of message lists."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -47,8 +47,7 @@ class ToolSpec(OpenBody):
 def refuse_no_opening(value: Any, name: str) -> None:
     """Check the opening of an episode: a text, or messages of which the last is the user's; none is empty.
 
-    Raises ValueError, which begins with `name`, the column or key, and names the wrong message, what was
-    found and what is allowed.
+    Raises ValueError, which begins with `name` (the column or key) and says which message is wrong.
     """
     if isinstance(value, str) and value.strip():
         return
@@ -64,9 +63,9 @@ def refuse_no_opening(value: Any, name: str) -> None:
 
 
 def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tuple[Message, ...]:
-    """The messages of a `dialogue` before the first answer; the trainer measures them before it plays rows.
+    """Return the messages of a `dialogue` before the first answer, whose length the trainer measures.
 
-    `system` stands before a prompt that is text alone.
+    A prompt that is a text gets the system message `system`.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -75,9 +74,9 @@ def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tup
 
 
 def refuse_unanswerable(value: Any, name: str) -> None:
-    """Check that an interaction can answer: the last message must be the assistant's.
+    """Check that an interaction can answer the messages: the last one must be the assistant's.
 
-    The assistant's content may be empty, or None if it has calls; it is scored anyway.
+    The assistant's content may be empty or None; it is scored anyway.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")

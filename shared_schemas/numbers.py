@@ -1,7 +1,7 @@
 """Numbers as people and models write them, read exactly. Pure.
 
-Both sides of a comparison are read here: the ground truth of a data row (`read_number`) and the answer of a
-model (`last_number`). docs/plugins.md lists the forms, and what is no number.
+This module reads both sides of a comparison: the ground truth of a data row (`read_number`) and the answer of
+a model (`last_number`). docs/plugins.md lists the accepted forms.
 """
 
 import math
@@ -10,12 +10,12 @@ import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# A longer word is noise, such as a checksum, and a longer number is no answer to a question.
+# Longest number that is read; a longer word is noise, such as a checksum.
 LONGEST = 300
-# Only the end of a longer answer is read: this bounds the time for a hostile one to some tenths of a second.
+# Only the end of a longer answer is read, so that a hostile answer takes some tenths of a second at most.
 _MOST = 100_000
 
-# One character each, so that places in a text stay the same.
+# Each character is replaced by one character, so that positions in a text stay the same.
 _PLAIN = str.maketrans(
     "\u2212\u2010\u2011\u2013\ufe63\uff0d\uff0b\uff0e\uff0c\uff0f\u2044\u2215\uff04\uff05\uff03\u2019\u2009\u202f"
     "\u200b\u200e\u200f\u2060\ufeff",
@@ -23,7 +23,7 @@ _PLAIN = str.maketrans(
 )
 _HALVES = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
 
-_SPACE = r"[^\S\r\n]"  # of one line
+_SPACE = r"[^\S\r\n]"  # without line breaks
 _MONEY = r"[$£¥¢\u20a0-\u20cf]"
 _BLANK = rf"{_SPACE}{{0,20}}"
 _OPEN = (
@@ -31,14 +31,14 @@ _OPEN = (
 )
 _CLOSE = rf"(?:\\?(?:{_MONEY}|%)|[*_`)}}\]>\"'\u201d]|\\[)\]]|[\s.])"
 _GROUP = r"(?:[,'_\u00a0]|\{,\}|\\,)"
-# A hyphen makes a compound of the last group: 3 100-dollar bills.
+# Not before a hyphen, which makes a compound of the last group: 3 100-dollar bills.
 _SPACED = rf"\d{{1,3}}(?:\ \d{{3}})+(?!{_GROUP}?\d|-[^\W\d_])"
 _WHOLE = rf"{_SPACED}|\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d{{1,2}}(?:{_GROUP}\d{{2}})+{_GROUP}\d{{3}}|\d+"
 _POWER = r"(?:\^|\*\*)\{?[-+]?\d+\}?"
 _TIMES = rf"{_SPACE}?(?:[\u00d7·x*]|\\times|\\cdot){_SPACE}?"
 _TIMES_TEN = rf"{_TIMES}10{_POWER}"
 
-# Characters that belong to one number, whether or not it has a value: digits and what joins them.
+# The characters of one number, with or without a value: digits and the characters that join them.
 _TERM = (
     rf"(?:(?<![\d.,])(?<!\d\ ){_SPACED}(?:\.\d+)?"  # 10 20 300 is a list
     rf"|(?:(?<![\w.])\.)?\d(?:\d|(?:[.:]|{_GROUP})(?=\d))*(?:\.(?=[eE][-+]?\d))?)"
@@ -51,8 +51,8 @@ _BODY = (
 )
 
 
-def _number(blank: str) -> str:
-    """The pattern of a number with its sign, before or behind a currency, bracket or emphasis."""
+def _number_pattern(blank: str) -> str:
+    """Make the pattern of a number with its sign, before or after a currency, bracket or emphasis."""
     return (
         rf"(?:(?<![\w)\]}}%\u2014+-])(?<!\d{_MONEY})(?P<sign>[-+]){blank})?"
         rf"(?P<open>(?:{_OPEN}{blank}){{1,8}})?"
@@ -60,9 +60,9 @@ def _number(blank: str) -> str:
     )
 
 
-_ANYWHERE = re.compile(_number(""))
-_MARKED = re.compile(rf"####(?!#){_BLANK.replace('0,', '1,')}{_number(_BLANK)}")
-_ALONE = re.compile(rf"\s*(?:####\s*)?{_number(_BLANK)}{_CLOSE}*")
+_ANYWHERE = re.compile(_number_pattern(""))
+_MARKED = re.compile(rf"####(?!#){_BLANK.replace('0,', '1,')}{_number_pattern(_BLANK)}")
+_ALONE = re.compile(rf"\s*(?:####\s*)?{_number_pattern(_BLANK)}{_CLOSE}*")
 _TEN = r"10(?:\^|\*\*)\{?(?P<power>[-+]?\d+)\}?"
 _DECIMAL = re.compile(
     rf"(?P<whole>{_WHOLE})?(?:\.(?P<part>\d*)|:00)?"  # 5:00 is five o'clock
@@ -73,7 +73,7 @@ _FRAC_PARTS = re.compile(r"\\[dt]?frac(?:\{(?P<top>[^{}]*)\}\{(?P<bottom>[^{}]*)
 _DIGIT = re.compile(rf"[\d{_HALVES}]")
 _HALF = re.compile(rf"[{_HALVES}]")
 _MIXED = re.compile(r"\s*(\d+)\s+(?!0)(\d+)/(\d+)")  # 1 000/4 is 250
-# The rest of a word, or of a number that is too long to be read at once.
+# The rest of a word, or of a number that is longer than the matched part.
 _REST = re.compile(rf"(?:\w|[.,:'](?=\d)){{0,{LONGEST}}}")
 _COMMA = re.compile(r"(?<![{\\]),(?!\})")
 
@@ -81,7 +81,7 @@ _COMMA = re.compile(r"(?<![{\\]),(?!\})")
 class Exact(NamedTuple):
     """A rational number: numerator / denominator * 2**twos * 5**fives, in lowest terms.
 
-    Equal numbers are therefore equal tuples. Powers of ten stay exponents: 1e999999999 is never written out.
+    Equal numbers are equal tuples. Powers of ten stay exponents, so 1e999999999 takes no memory.
     """
 
     numerator: int
@@ -94,49 +94,45 @@ class Number(NamedTuple):
     """A number in a text."""
 
     text: str
-    """Without grouping, currency and full stop, such as `-1000.50` or `3/4`."""
+    """The number without grouping, currency and full stop, such as `-1000.50` or `3/4`."""
     value: Exact | None
-    """None if the text has no value, such as `1.2.3`."""
+    """None for a text without a value, such as `1.2.3`."""
 
     def equals(self, other: "Number") -> bool:
-        """Whether both have a value, and the same one: 1.0 equals 1,000/1000."""
+        """Whether both have the same value: 1.0 equals 1,000/1000. False if one has no value."""
         return self.value is not None and self.value == other.value
 
 
 def read_number(value: object) -> Number | None:
-    """The number that a text consists of, or that a value is; None if there is none that an answer can equal.
+    """Read a value, or a text that consists of one number; None if it is not a number with a value.
 
-    NaN, infinity, booleans, containers and numbers of more than 300 characters are none.
+    NaN, infinity, booleans, containers and numbers of more than 300 characters give None.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    if isinstance(value, int) and abs(value) >= 10**LONGEST:  # Python refuses to write very long ones
+    if isinstance(value, int) and abs(value) >= 10**LONGEST:  # Python refuses to print very long integers
         return None
     text = str(value)
     match = _ALONE.fullmatch(text.translate(_PLAIN)) if len(text) <= LONGEST else None
-    number = _read(_written(match)) if match is not None else None
+    number = _evaluate(_written(match)) if match is not None else None
     return number if number is not None and number.value is not None else None
 
 
 def join_thousands(text: str) -> str:
-    """The text without what groups its thousands, if it is one number: `$1,000` becomes `$1000`."""
-    return text if read_number(text) is None else _ungrouped(text)
+    """Remove the separators of thousands if the text is one number: `$1,000` becomes `$1000`."""
+    return text if read_number(text) is None else _ungroup(text)
 
 
 def last_number(text: str, *, marked: bool) -> Number | None:
-    """The last number of a text, wherever it stands, or if `marked` after the mark `#### ` alone.
+    """Find the last number of a text with its sign; if `marked`, only numbers after the mark `#### ` count.
 
-    It is read whole, with its sign. A number in a word of more than 300 characters does not count, nor one
-    before the last 100,000 characters.
+    A number in a word of more than 300 characters, or before the last 100,000 characters, does not count.
     """
-    places = _marked(text) if marked else _anywhere(text)
-    written = next((written for written, end in places if _fits(written.body, text, end)), None)
-    return None if written is None else _read(written)
-
-
-def _fits(body: str, text: str, end: int) -> bool:
-    rest = _REST.match(text, end)
-    return len(body) + len(rest[0] if rest else "") <= LONGEST
+    for written, end in _find_marked(text) if marked else _find_all(text):
+        rest = _REST.match(text, end)
+        if len(written.body) + len(rest[0] if rest else "") <= LONGEST:
+            return _evaluate(written)
+    return None
 
 
 class _Written(NamedTuple):
@@ -150,65 +146,56 @@ def _written(match: re.Match[str]) -> _Written:
     return _Written(match["body"], tuple(sign for sign in (match["sign"], match["inner"]) if sign))
 
 
-def _marked(text: str) -> Iterator[tuple[_Written, int]]:
-    """The numbers after marks with the places of their ends, the last number first."""
+def _find_marked(text: str) -> Iterator[tuple[_Written, int]]:
+    """Yield the numbers after marks and their end positions, the last number first."""
     matches = [*_MARKED.finditer(text.translate(_PLAIN), max(0, len(text) - _MOST))]
     yield from ((_written(match), match.end()) for match in reversed(matches))
 
 
-def _anywhere(text: str) -> Iterator[tuple[_Written, int]]:
-    """All numbers with the places of their ends, the last number first; of a list its last one alone."""
-    end = len(text)
-    while (place := _last_digit(text, end)) is not None:
-        match, before = _around(text, place)
-        item = _last_item(match["body"])
-        yield _written(match) if item is None else _Written(item, ()), before + match.end()
-        end = min(place, before + match.start())
+def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
+    """Yield all numbers and their end positions, the last number first; of a list only its last number."""
+    stop, least = len(text), max(0, len(text) - _MOST)
+    while stop > least:
+        digits = [*_DIGIT.finditer(text, max(0, stop - LONGEST), stop)]
+        if not digits:
+            stop -= LONGEST
+            continue
+        place = digits[-1].start()
+        match, before = _match_number(text, place)
+        items = _COMMA.split(body := match["body"])
+        # `1,2,42` is a list. A single comma may be a decimal comma, and a last group 000 is not an item.
+        is_list = len(items) > 2 and not (len(body) <= LONGEST and _body_value(body) is not None)
+        if is_list and not re.match(r"0\d", items[-1]):
+            yield _Written(items[-1], ()), before + match.end()
+        else:
+            yield _written(match), before + match.end()
+        stop = min(place, before + match.start())
 
 
-def _last_item(body: str) -> str | None:
-    """The last number of a list such as `1,2,42`; None if this is one number.
-
-    A single comma may be a decimal one, and a group such as 000 is no number of its own: these are no lists.
-    """
-    items = _COMMA.split(body)
-    if len(items) <= 2 or (len(body) <= LONGEST and _body_value(body) is not None):
-        return None
-    return None if re.match(r"0\d", items[-1]) else items[-1]
-
-
-def _last_digit(text: str, end: int) -> int | None:
-    for stop in range(end, max(0, len(text) - _MOST), -LONGEST):
-        start = max(0, stop - LONGEST)
-        if digits := [*_DIGIT.finditer(text, start, stop)]:
-            return digits[-1].start()
-    return None
-
-
-def _around(text: str, place: int) -> tuple[re.Match[str], int]:
-    """The number whose last digit is at this place, and where the text begins that was searched for it."""
+def _match_number(text: str, place: int) -> tuple[re.Match[str], int]:
+    """Match the number whose last digit is at `place`; also return the start of the searched part."""
     for width in (50, 2 * LONGEST):
         before = max(0, place - width)
         part = text[before : place + 5].translate(_PLAIN)
-        match = next(one for one in _ANYWHERE.finditer(part) if before + one.end() > place)
-        # A number near the beginning may be cut, with its sign and what stands between the two.
+        match = next(match for match in _ANYWHERE.finditer(part) if before + match.end() > place)
+        # A number near the start of the part, or its sign, may be cut: search a longer part.
         if before == 0 or match.start() > 20:
             break
     return match, before
 
 
-def _read(written: _Written) -> Number:
+def _evaluate(written: _Written) -> Number:
     body, signs = written
     minus = "-" if signs == ("-",) else ""
     value = None if len(signs) > 1 else _body_value(body)
     if value is None:
         return Number(minus + body, None)
-    plain = body if _MIXED.fullmatch(body) else _ungrouped(body).removesuffix(".")
+    plain = body if _MIXED.fullmatch(body) else _ungroup(body).removesuffix(".")
     text = minus + "".join(str(int(char)) if char.isdecimal() else char for char in plain)
     return Number(text, value._replace(numerator=-value.numerator) if minus else value)
 
 
-def _ungrouped(text: str) -> str:
+def _ungroup(text: str) -> str:
     return re.sub(rf"(?<=\d)(?:{_GROUP}(?=\d)|\ (?=\d{{3}}(?!\d)))", "", text)
 
 
@@ -226,14 +213,14 @@ def _body_value(body: str) -> Exact | None:
 
 
 def _decimal(text: str) -> tuple[int, int] | None:
-    """(m, n) of m * 10**n; None if the text is no decimal number, as 1.2.3."""
+    """Return (m, n) of m * 10**n; None if the text is not a decimal number, such as 1.2.3."""
     unsigned = text.lstrip("+-")
     if power := _TEN_POWER.fullmatch(unsigned):
         return (-1 if text.startswith("-") else 1), int(power["power"])
     match = _DECIMAL.fullmatch(unsigned)
     if match is None:
         return None
-    whole, part = _ungrouped(match["whole"] or ""), match["part"] or ""
+    whole, part = _ungroup(match["whole"] or ""), match["part"] or ""
     mantissa = int(whole + part)
     exponent = int(match["exponent"] or match["power"] or 0)
     return (-mantissa if text.startswith("-") else mantissa), exponent - len(part)
@@ -247,13 +234,13 @@ def _exact(numerator: int, denominator: int, *, tens: int = 0) -> Exact | None:
     if denominator < 0:
         numerator, denominator = -numerator, -denominator
     shared = math.gcd(numerator, denominator)
-    numerator, twos, fives = _strip(numerator // shared)
-    denominator, fewer_twos, fewer_fives = _strip(denominator // shared)
+    numerator, twos, fives = _divide_out(numerator // shared)
+    denominator, fewer_twos, fewer_fives = _divide_out(denominator // shared)
     return Exact(numerator, denominator, twos - fewer_twos + tens, fives - fewer_fives + tens)
 
 
-def _strip(number: int) -> tuple[int, int, int]:
-    """The number without its factors 2 and 5, and how many of each it has."""
+def _divide_out(number: int) -> tuple[int, int, int]:
+    """Return the number without its factors 2 and 5, and the counts of these factors."""
     counts = []
     for prime in (2, 5):
         count = 0

@@ -1,8 +1,8 @@
-"""Callers' regular expressions, matched in linear time and checked when they are read.
+"""Regular expressions of callers, checked when they are read and matched in linear time.
 
-Python's `re` backtracks: `(a+)+$` on forty letters outlives the rollout, and no deadline can stop it. Rust's
-`regex` engine, which comes with pydantic, does not; it knows neither look-around nor back-references. Its
-time also grows with the expanded pattern and with the text, so both are limited.
+Python's `re` backtracks: `(a+)+$` on forty letters runs longer than the rollout, and cannot be interrupted.
+Rust's `regex` engine, which comes with pydantic, takes linear time, but has no look-around and no
+back-references. Its time also grows with the expanded pattern and with the text, so both are limited.
 """
 
 import re
@@ -12,15 +12,15 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-# Length of the pattern times the counts of its repetitions.
+# Largest product of the pattern's length and the counts of its repetitions.
 MAX_EXPANSION = 2_000
-# UTF-8 bytes at the end of a text that are searched, since a signal stands at the end. The search runs on the
-# event loop. The worst pattern that we know within the other limits (optional Unicode classes, nested) needs
-# 40 ms on letters of four bytes; an ordinary one, microseconds.
+# Only so many UTF-8 bytes at the end of a text are searched. The search runs on the event loop; the slowest
+# known pattern within the limits (nested optional Unicode classes) takes 40 ms on four-byte letters, and an
+# ordinary pattern microseconds.
 SEARCH_BYTES = 4_096
-# Tokens with a brace or an x flag. In turn: escapes with braces of their own (\x{2028}, \p{Greek},
-# \b{start}), any other escape, a plain count, any other brace, and the flag. Classes are not parsed: a brace
-# in one counts as a repetition, which only refuses more patterns.
+# Tokens with a brace or an x flag, in this order: escapes with braces (\x{2028}, \p{Greek}, \b{start}), other
+# escapes, plain counts, other braces, the flag. A brace in a character class counts as a repetition, which
+# only refuses more patterns.
 _TOKEN = re.compile(
     r"\\[xuUpP]\{[^}]*\}|\\b\{[a-z-]+\}|\\."
     r"|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|(?P<brace>\{)|(?P<flag>\(\?[a-zA-Z-]*x)",
@@ -31,8 +31,8 @@ _TOKEN = re.compile(
 class LinearPattern:
     """A compiled pattern.
 
-    Raises ValueError where the engine cannot compile it, it has the flag x or an unclear brace, or it expands
-    too far.
+    Raises ValueError if the pattern cannot be compiled, expands too far, or has the flag x or an unclear
+    brace.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -46,7 +46,7 @@ class LinearPattern:
                 core_schema.str_schema(pattern=pattern, regex_engine="rust-regex")
             ).isinstance_python
         except SchemaError as exc:
-            # "error: ..." or "SchemaError: ...", before a drawing of the place.
+            # The message ends with "error: ..." or "SchemaError: ..." after a drawing of the place.
             reason = " ".join(str(exc).rpartition("rror: ")[2].split())
             raise ValueError(
                 f"the pattern cannot be compiled: {reason} (the syntax is that of Rust's regex)"
@@ -54,19 +54,19 @@ class LinearPattern:
 
     def matches(self, text: str) -> bool:
         """Whether the pattern matches in the last SEARCH_BYTES of the text, which must be encodable."""
-        # A character has at least a byte, so this encodes no more than needed; one that is cut is left out.
+        # A character has at least one byte. Ignore the errors of a character that is cut at the start.
         return self._search(text[-SEARCH_BYTES:].encode()[-SEARCH_BYTES:].decode(errors="ignore"))
 
 
 def _most_repetitions(pattern: str) -> int:
-    """The product of all repetition counts, as if they were nested: {2} and {3} count as 6.
+    """Multiply all repetition counts, as if they were nested: {2} and {3} give 6.
 
-    Raises ValueError where a count cannot be read for certain.
+    Raises ValueError if a count is unclear.
     """
     counts = []
     for token in _TOKEN.finditer(pattern):
         if token["flag"]:
-            # With this flag the engine skips blanks and comments, even in counts: {#}<line break>900} is 900.
+            # The flag allows blanks and comments even in counts: {#}<line break>900} means 900.
             raise ValueError("the flag x (blanks and comments in the pattern) is not allowed")
         if token["brace"]:
             raise ValueError(

@@ -1,33 +1,33 @@
-"""Text as people's programs save it: UTF-8, with or without a byte order mark; nothing else is guessed at.
+"""Reads users' text files: UTF-8 with or without a byte order mark.
 
-Editors and shells of Windows write a mark, or UTF-16. Every file that a user writes is read here, so that
-the mark never counts as a character of the text, and another encoding is named instead of a syntax error.
+Windows editors and shells write a byte order mark, or UTF-16. All files of users are read by this module, so
+that the mark is never part of the text, and an error names another encoding instead of a syntax error.
 """
 
 import json
 import re
 from pathlib import Path
 
-# C0 without tab and line feed, DEL, C1, and characters that change the direction of writing.
+# C0 without tab and line feed, DEL, C1, and characters that change the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _MARK = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file, without a byte order mark; line ends are those of Python's text files.
+    """Read a user's file without a byte order mark; all line ends become line feeds.
 
-    Raises OSError where the file cannot be read, and ValueError as `decode_text`.
+    Raises OSError if the file cannot be read, and ValueError as `decode_text`.
     """
     return decode_text(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def decode_text(data: bytes) -> str:
-    """The text of these bytes, without a byte order mark.
+    """Decode UTF-8, without a byte order mark.
 
-    Raises ValueError where they are no UTF-8; it says where, or which other encoding it is. It holds none of
-    them, since the text may be a key.
+    Raises ValueError for invalid bytes with their place, or with the name of another encoding. The message
+    contains no part of the text, which may be a key.
     """
-    encoding = json.detect_encoding(data)  # by the mark, or by the zeros around the first characters
+    encoding = json.detect_encoding(data)  # by the mark, or by zeros next to the first characters
     if not encoding.startswith("utf-8"):
         raise ValueError(f"the text is {encoding[:6].upper()}; save or send it as UTF-8")
     try:
@@ -40,18 +40,18 @@ def decode_text(data: bytes) -> str:
 
 
 def without_mark(data: bytes) -> bytes:
-    """The bytes without a byte order mark of UTF-8 at their start."""
+    """Remove a leading UTF-8 byte order mark."""
     return data.removeprefix(_MARK)
 
 
 def encodable(text: str) -> str:
-    """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by `?`."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def visible(text: str) -> str:
-    """The text with every control character as an escape (`\\x1b`), except tabs and line breaks.
+    """Escape every control character (`\\x1b`) except tabs and line breaks.
 
-    Shown text can then not move a terminal's cursor, set its title or reverse its lines.
+    The text then cannot move a terminal's cursor, set its title or reverse its lines.
     """
     return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)

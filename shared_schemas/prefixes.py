@@ -1,28 +1,28 @@
-"""The prefixes of `env_name`: what follows one names an environment of another library or of a server.
+"""The prefixes of `env_name` for environments of other libraries and servers, as in `gymnasium:ID`.
 
-`task_app/environments/foreign/kinds.py` builds them, and a test compares the names; jobs, pages and errors
-read them here.
+`task_app/environments/foreign/kinds.py` builds these environments, and a test compares the names. Jobs, pages
+and errors use this table.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The name of a module that may be listed.
+# Pattern of a module's name.
 MODULE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A kind of environments."""
+    """A kind of environment."""
 
     argument: str
-    """What follows the colon."""
+    """Name of the text after the colon."""
     plays: str
-    """What that names."""
+    """Description of the environment."""
     how: str
-    """How an operator, or a job that starts its own task app, makes more of them known."""
+    """How an operator, or a job that starts its own task app, allows more environments of this kind."""
     draws: bool = False
-    """Whether one may draw itself."""
+    """Whether an environment of this kind may have pictures."""
 
 
 def _place(variable: str, key: str) -> str:
@@ -66,5 +66,5 @@ PREFIXES: Mapping[str, Prefix] = {
 
 
 def list_prefixes() -> str:
-    """All of them in a phrase, as `gymnasium:ID`."""
+    """List all prefixes, as `gymnasium:ID, ...`."""
     return ", ".join(f"{name}:{prefix.argument.partition(' ')[0]}" for name, prefix in PREFIXES.items())

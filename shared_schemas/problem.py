@@ -1,4 +1,4 @@
-"""The one error body of both services: RFC 9457 problem+json."""
+"""The error body of both services: RFC 9457 problem+json."""
 
 from shared_schemas.base import Body
 

@@ -1,4 +1,4 @@
-"""POST /replay of the task app: a recorded episode, played again for its pictures and its snapshots."""
+"""Bodies of POST /replay of the task app, which plays a recorded episode again for pictures and snapshots."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,16 +10,17 @@ from shared_schemas.messages import ToolCall
 from shared_schemas.rollouts import Name, Seed, Start
 from shared_schemas.trajectory import StepData
 
-# Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred.
+# 9 cells of Crafter with textures of 16 pixels, so that pictures are not scaled.
 FRAME_SIDE = 144
 MOST_SNAPSHOTS = 16
-# Below 18 a cell of Crafter is one pixel; all frames of a request are in memory at once.
+# Below 18 pixels a cell of Crafter is one pixel; large frames take memory, because a request holds all at
+# once.
 FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
 FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
 
 
 def read_words(action: Mapping[str, Any]) -> str | None:
-    """The words of a recorded action that an environment took as a decision."""
+    """Return the text of a recorded action that an environment executed; None for any other action."""
     is_said = action.get("type") == "text" and "invalid_reason" not in action
     return str(action.get("content") or "") if is_said else None
 
@@ -73,7 +74,7 @@ class ReplayRequest(Body):
     @field_validator("frames", "snapshots")
     @classmethod
     def _turns_of_the_episode(cls, turns: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        # Without turns, they were refused themselves.
+        # `turns` is missing here if it was invalid itself.
         if "turns" in info.data and max(turns, default=0) > (last := len(info.data["turns"])):
             raise ValueError(f"there is no turn {max(turns)}; the episode has 0 (its start) to {last}")
         return turns

@@ -1,6 +1,7 @@
-"""What a decision earns: the switches of decision rewards, and r_t. Pure.
+"""The reward r_t of a decision, and the switches of decision rewards. Pure.
 
-Both services need it: the task app tells an episode's rewards, and the trainer credits stored rollouts again.
+Both services use it: the task app reports an episode's rewards, and the trainer computes them for stored
+rollouts.
 """
 
 import math
@@ -19,10 +20,10 @@ EventRewardsKind = Literal["unique", "absolute"]
 
 
 class StepRewardKeys(Body):
-    """The switches of decision rewards, as [training] has them.
+    """The switches of decision rewards, with their names in [training].
 
-    An episode reads only the first two, which decide whether a step's metadata carries `decision_rewards`.
-    The other three make a stored request tell how it was credited.
+    Only the first two affect an episode: they decide whether a step's metadata has `decision_rewards`. The
+    other three record in a stored request how its rewards are computed.
 
     Source: 1-crafter-event-rewards.md, "Switches/Flags in TOML"; DESIGN.md 4.3.
     """
@@ -41,7 +42,7 @@ class StepRewardKeys(Body):
 
     @property
     def reward_mode(self) -> StepRewardsMode:
-        """The mode that acts: `off` whenever the master switch is off."""
+        """The effective mode: `off` if the master switch is off."""
         return self.step_rewards_mode if self.step_rewards_enabled else "off"
 
     @property
@@ -50,12 +51,12 @@ class StepRewardKeys(Body):
 
     @property
     def step_rewards(self) -> "StepRewards":
-        """The same switches as a rollout request holds them."""
+        """The same switches in the form of a rollout request."""
         values = {name: getattr(self, name) for name in StepRewardKeys.model_fields}
         return StepRewards.model_validate(values, by_alias=False, by_name=True)
 
 
-# The names of the switches in `step_rewards`, those of existing Crafter task apps.
+# Names of the switches in `step_rewards`, which are those of existing Crafter task apps.
 WIRE_NAMES = {
     "step_rewards_enabled": "enabled",
     "step_rewards_mode": "mode",
@@ -66,19 +67,19 @@ WIRE_NAMES = {
 
 
 class StepRewards(StepRewardKeys):
-    """The switches as a config or a request holds them as `step_rewards`, by names of Crafter task apps."""
+    """The table `step_rewards` of a config or request, with the names of existing Crafter task apps."""
 
     model_config = ConfigDict(
         alias_generator=lambda name: WIRE_NAMES.get(name, name), serialize_by_alias=True
     )
 
 
-# Published names of the `strategy` in which all achievements count the same, the only one of the trainer.
+# Published names of the `strategy` in which all achievements count the same; the trainer has no other.
 CONSISTENT_STRATEGIES = ("consistent", "simple", "consistent_stepwise", "decision_consistent")
 
 
 class UndefinedReward(ValueError):
-    """The rewards of an episode are not defined; `turn` is the decision at fault, None the whole episode."""
+    """The rewards of an episode are undefined; `turn` is the faulty decision, None the whole episode."""
 
     def __init__(self, fault: str, *, turn: int | None = None) -> None:
         super().__init__(fault)
@@ -88,20 +89,20 @@ class UndefinedReward(ValueError):
 def reward_vector(
     steps: Sequence[StepData], outcome_reward: float, keys: StepRewardKeys, *, horizon: int | None = None
 ) -> list[float]:
-    """r_t of every decision of one episode.
+    """Compute r_t of every decision of one episode.
 
         off                r[T-1] = outcome_reward + all penalties;  every other r[t] = 0
         decision_stepwise  r[t] = delta_t + [unique_delta_t > 0] * (lambda + beta * (H - t)) + parts_t
         env_sparse         r[t] = sum of the decision's env_rewards + parts_t
 
     delta_t is unique_delta or ach_delta, parts_t the sum of the decision's reward_parts, H the horizon.
-    `off` never reads decision metadata, and the other two never read the outcome: an achievement
-    would count twice. An environment without achievements has no deltas: there r[t] is parts_t.
+    `off` ignores decision metadata, and the other two ignore the outcome, so that no achievement counts
+    twice. An environment without achievements has no deltas: there r[t] is parts_t.
 
-    Without a horizon, H is the T that the episode turned out to have, as published; this looks into the
-    future. Raises UndefinedReward for no decision, turns other than 1..T in order, a record of another turn,
-    a missing record or reward in a mode that needs it, a value that is not finite, and more decisions than
-    the horizon.
+    Without a horizon, H is the episode's final T, as published, so a reward depends on later decisions.
+    Raises UndefinedReward for no decision, turns other than 1..T in order, a record of another turn, a
+    missing record or reward in a mode that needs it, a value that is not finite, and more decisions than the
+    horizon.
 
     Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
     """
@@ -125,9 +126,9 @@ def reward_vector(
 
 
 def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left: int) -> list[float]:
-    """The terms of what a decision earns by its achievements: the delta, then the bonuses of a first unlock.
+    """Return the terms of a decision's reward for achievements: the delta, then bonuses of a first unlock.
 
-    `decisions_left` is H - t, which counts the decision itself.
+    `decisions_left` is H - t, which includes the decision itself.
     """
     delta = float(record.unique_delta if keys.event_rewards_kind == "unique" else record.ach_delta)
     if record.unique_delta == 0:
@@ -136,10 +137,11 @@ def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left
 
 
 def has_achievements(steps: Sequence[StepData]) -> bool:
-    """Whether the environment of an episode has achievements: any step has a counter, or a record of them.
+    """Whether the episode's environment has achievements: any step has counters or a record of achievements.
 
-    An environment that has any shows all its counters, zeros too, from the start on (`task_app.testing`
-    checks that). So a single step that lacks its record, or its counters, is found by those of the others.
+    An environment with achievements always shows all its counters (`task_app.testing` checks that). If a
+    single step lacks its record or counters, the other steps still show that the environment has
+    achievements.
     """
     return any(
         step.metadata.decision_rewards is not None
@@ -175,7 +177,10 @@ def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int
 
 
 def _record(step: StepData, length: int) -> DecisionRewards:
-    """The record of a decision, which its own step must hold; `length` counts the episode's decisions."""
+    """Return the record in a step. Raises UndefinedReward if it is missing or of another turn.
+
+    `length` is the episode's number of decisions.
+    """
     record = step.metadata.decision_rewards
     if record is not None and record.turn == step.turn:
         return record
@@ -183,7 +188,7 @@ def _record(step: StepData, length: int) -> DecisionRewards:
         fault = "no decision_rewards, which mode 'decision_stepwise' needs"
     elif not 1 <= record.turn <= length:
         fault = f"its record names turn {record.turn}, outside 1..{length}"
-    elif record.turn < step.turn:  # whose own step was read before
+    elif record.turn < step.turn:  # that turn's own step was read before
         fault = f"holds a second record for turn {record.turn}"
     else:
         fault = f"holds the record of turn {record.turn}"
@@ -192,18 +197,17 @@ def _record(step: StepData, length: int) -> DecisionRewards:
 
 @lru_cache(maxsize=1024)
 def _no_rewards(turn: int) -> DecisionRewards:
-    """The record of a decision without achievements, which episodes share: it is frozen."""
+    """Make the record of a decision without achievements; episodes share it, because it is frozen."""
     return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
 
 
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
-    """The achievements of a decision, from the counters before and after it; `turn` counts from 1.
+    """Find a decision's achievements from the counters before and after it; `turn` counts from 1.
 
         all    = achievements whose counter rose during the decision
-        unique = those whose counter was 0 before: first unlocked in the episode
+        unique = the achievements in `all` whose counter was 0 before: first unlocked in the episode
 
-    Crafter's counters only grow, so `unique` is a subset of `all` and unique_delta <= ach_delta. A missing
-    name counts 0. Raises ValueError where a counter fell.
+    A missing name counts as 0. Raises ValueError if a counter fell.
 
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """

@@ -1,7 +1,7 @@
 """The wire types of the rollout service.
 
-The trainer chooses the ids, so a repeated request is harmless: the same id with the same body is the same
-rollout; with another body it is a 409.
+The trainer chooses the ids, so a repeated request is harmless: the same id with the same body means the same
+rollout. The same id with another body is refused with a 409.
 """
 
 import json
@@ -24,9 +24,9 @@ from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 Name = Annotated[str, Field(max_length=200)]
-# Names the answering process; it changes with a restart.
+# Id of the answering process, which changes with a restart.
 InstanceId = Annotated[str, Field(min_length=1, max_length=200)]
-# Strict, because `false`, "7" and 7.0 are mistakes that would start another world.
+# Strict, because `false`, "7" and 7.0 are mistakes that would start an unintended world.
 Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 Turn = Annotated[int, Field(ge=1, le=10_000, strict=True)]
@@ -52,7 +52,7 @@ def _check_size(value: JsonValue) -> JsonValue:
 
 GroundTruth = Annotated[JsonValue, AfterValidator(_check_size)]
 
-# Arguments that start_interaction and generate_response get in addition to the row's own.
+# Arguments that start_interaction and generate_response always get.
 _RESERVED_ARGUMENTS = frozenset({"self", "instance_id", "messages", "name"})
 
 
@@ -70,9 +70,9 @@ InteractionKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_reser
 class Start(Body):
     """The start of an episode: the world of a seed, or a snapshot by value.
 
-    The snapshot is of an environment session (POST /env/snapshot) with the same environment and config. Its
-    world, counters and history continue; turns and limits count from this start. The parent is for the
-    record. This is one class and no union, because a union's member names would stand in the paths of errors.
+    The snapshot comes from an environment session (POST /env/snapshot) with the same environment and config.
+    Its world, counters and history continue; turns and limits count from this start. The parent is only
+    recorded. This is one class and not a union, whose member names would appear in the paths of errors.
     """
 
     seed: Seed | None = None
@@ -102,7 +102,7 @@ class EnvSpec(Body):
 
 
 class PolicySpec(Body):
-    """A policy; `inference_key` is sent to `inference_url` as a Bearer key, and never stored or logged."""
+    """A policy; `inference_key` is sent to `inference_url` as a Bearer token, and never stored or logged."""
 
     policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
@@ -113,10 +113,10 @@ class PolicySpec(Body):
 
 
 class InteractionSpec(Body):
-    """The interaction that answers as the user, by its name in the operator's file.
+    """The interaction that answers as the user; the operator's file defines its name.
 
-    `kwargs` come from the data row (`interaction_kwargs` without the name). They may hold the right answer,
-    so neither the policy nor a log ever shows them.
+    `kwargs` come from the data row (`interaction_kwargs` without the name). They may contain the right
+    answer, so they are never shown to the policy or written to a log.
     """
 
     name: InteractionName | None = Field(
@@ -126,7 +126,7 @@ class InteractionSpec(Body):
 
 
 def default_interaction_name(class_name: str) -> str:
-    """The class's name in lower case without its module and `Interaction` at its end, as published."""
+    """Return the class name in lower case, without its module and the suffix `Interaction`, as published."""
     return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
 
 
@@ -137,7 +137,7 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class CostKeys(Body):
-    """What decisions cost. A task is the same at any price; agents with prompts of their own pay none."""
+    """The costs of decisions; they are no part of a task, and agents with their own prompts pay none."""
 
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
@@ -159,7 +159,7 @@ class LimitKeys(CostKeys):
     )
 
     def dump_limits(self) -> dict[str, Any]:
-        """The keys of this class alone."""
+        """Return the keys of LimitKeys, without those of derived classes."""
         return self.model_dump(include=set(LimitKeys.model_fields))
 
 
@@ -169,13 +169,13 @@ class DecisionLimit(Body):
     max_decisions: Decisions = 50
 
 
-# The fields of the last base come first: digests of tasks that runs have stored hold them in that order.
+# Keep the order of the bases: the digests of stored tasks depend on the order of the fields.
 class RolloutLimits(LimitKeys, DecisionLimit):
     """Limits of an episode."""
 
 
-# Tools with which a model edits its context; task_app/episode implements them. The published ones are the
-# default; the others are offered if they are named.
+# Tools with which a model edits its context; task_app/episode implements them. The published ones are offered
+# by default, the others if they are named.
 PUBLISHED = ("deleteContext", "checkBudget")
 CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
 
@@ -193,7 +193,7 @@ ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_
 
 
 class ConversationKeys(Body):
-    """Settings of a conversation, with the names of sources 3 and 5."""
+    """Settings of a conversation, with the names of sources 3 and 5 (docs/sources.md)."""
 
     statelm_enabled: bool = Field(
         default=False, description="let the model edit its context (docs/conversations.md)"
@@ -226,7 +226,7 @@ class MultiTurn(ConversationKeys):
 
 
 class RolloutRequest(Body):
-    """One episode to play; siblings of a group share `start`, and each has its own sampling seed."""
+    """One episode to play. Siblings of a group share `start`; each has its own sampling seed."""
 
     rollout_id: Id
     run_id: Id
@@ -272,9 +272,9 @@ class RolloutRequest(Body):
         twice = next((turn for turn in turns if turns.count(turn) > 1), None)
         if twice is not None:
             raise ValueError(f"turn {twice} is named more than once; each is kept once")
-        # Invalid limits are missing here; they are reported by themselves.
+        # Invalid limits are missing here and get an error of their own.
         most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
-        # The one after the last may be named: its snapshot is the trajectory's.
+        # The turn after the last one is allowed: its snapshot becomes the trajectory's.
         if turns and max(turns) > most + 1:
             raise ValueError(
                 f"turn {max(turns)} is above limits.max_decisions, {most}, and the one after: it is never "
@@ -283,7 +283,7 @@ class RolloutRequest(Body):
         return turns
 
 
-# Published names of what a rollout request holds under another one, for error messages.
+# Published names and the different names that a rollout request has for them, for error messages.
 PUBLISHED_PLACES = {
     "training": "step_rewards",
     "rollout": "step_rewards",
@@ -356,8 +356,7 @@ class Rollout(Body):
 
 
 class RolloutPage(Body):
-    """Reply of GET /rollouts: all rollouts that ended since `cursor` and are not acknowledged, oldest
-    first."""
+    """Reply of GET /rollouts: unacknowledged rollouts that ended since `cursor`, oldest first."""
 
     rollouts: tuple[Rollout, ...]
     cursor: str = Field(max_length=1_000)

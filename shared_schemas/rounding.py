@@ -1,41 +1,41 @@
-"""Tells true differences of floats from rounding errors. Pure.
+"""Distinguishes true differences of floats from rounding errors. Pure.
 
-0.1 + 0.2 - 0.3 is 5.6e-17 in floats. Divided by a standard deviation that is as small, or reduced to its
-sign, such a number becomes a signal of full size. Rounding errors are therefore measured by the `size` of a
-sum: the largest number in it, and not what is left after the terms have cancelled.
+0.1 + 0.2 - 0.3 is 5.6e-17 in floats. Divided by an equally small standard deviation, or reduced to its sign,
+this rounding error becomes a full-size signal. Rounding errors are therefore compared with the `size` of a
+sum, its largest term, and not with the small total that is left after the terms cancel.
 """
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
-# Numbers closer than this, relative to their size, differ by rounding alone.
+# Relative difference below which numbers count as equal.
 TOLERANCE = 1e-12
 
 
 def is_rounding(number: float, *, size: float) -> bool:
-    """Whether a sum or difference of numbers of this size may be rounding error alone."""
+    """Whether a sum or difference of numbers of this size may be a rounding error."""
     return abs(number) <= TOLERANCE * size
 
 
 def has_spread(values: Sequence[float], *, size: float) -> bool:
-    """Whether two values or more differ by more than rounding errors.
+    """Whether the values differ by more than rounding errors.
 
-    `size` is that of the largest number in the sums that gave the values, at least that of the largest value.
+    `size` is the largest magnitude among the values and the terms of the sums that produced them.
     """
     return len(values) > 1 and not is_rounding(max(values) - min(values), size=size)
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the size of values that are not sums: the largest magnitude."""
+    """Return the largest magnitude of values, which is their size unless they are sums."""
     return max(map(abs, values), default=0.0)
 
 
 def clear_rounding(number: float, *, size: float) -> float:
-    """Return the number, or 0 where it may be rounding error alone."""
+    """Return the number, or 0 if it may be a rounding error."""
     return 0.0 if is_rounding(number, size=size) else number
 
 
 def add_up(terms: Sequence[float]) -> float:
-    """Return the sum of terms, or 0 where they cancel up to rounding."""
+    """Return the sum of terms, or 0 if they cancel up to rounding."""
     total = sum(terms)
     return clear_rounding(total, size=sum(map(abs, terms))) if isfinite(total) else total

@@ -1,13 +1,13 @@
-"""The names of the state keys, and what each compares, for jobs and pages.
+"""Names and descriptions of the state keys, for jobs and pages.
 
-`task_app/episode/state_keys.py` and the environments implement them; a test compares the names.
+`task_app/episode/state_keys.py` and the environments implement the keys; a test compares the names.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 
 DEFAULT = "default"
-# Stands for text_last_1, text_last_2, ... in lists of names; nine digits are more than any episode has.
+# Represents text_last_1, text_last_2, ... in lists of names; no episode needs more than nine digits.
 TEXT_LAST_N = "text_last_n"
 _LAST_N = re.compile(r"text_last_([1-9][0-9]{0,8})")
 
@@ -20,8 +20,8 @@ OF_EVERY_ENVIRONMENT: Mapping[str, str] = {
     "text_history": "all observations of the episode; in a conversation all prompts so far, which differ "
     "from `text` only after an edit of the context",
 }
-# For environments that come with Turnwise; the keys of a plug-in, and of one that is not listed, only a task
-# app knows.
+# Keys of the environments that come with Turnwise; only the task app knows those of a plug-in, or of an
+# environment that is not listed here.
 OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "babyai": {
         "grid": "the whole grid, the agent, what it carries and the mission's progress; BabyAI's default",
@@ -48,19 +48,19 @@ OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 
 
 def list_state_keys(env_name: str) -> Sequence[str] | None:
-    """The names of an environment's state keys; None for a plug-in."""
+    """Return the names of an environment's state keys; None for a plug-in."""
     own = OF_ENVIRONMENT.get(env_name)
     return None if own is None else (*OF_EVERY_ENVIRONMENT, *own)
 
 
 def read_last_n(name: str) -> int | None:
-    """The number in a name like `text_last_4`; None for any other name, `text_last_n` itself too."""
+    """Return n of a name like `text_last_4`; None for any other name, including `text_last_n`."""
     match = _LAST_N.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_state_key(name: str, known: Collection[str]) -> bool:
-    """Whether `name` can be requested where a list of names has `known`."""
+    """Whether `name` can be requested, given the list `known`."""
     if name == TEXT_LAST_N:
         return False
     return name in known or (TEXT_LAST_N in known and read_last_n(name) is not None)

@@ -1,8 +1,8 @@
-"""TaskDefinitionModel: the definition of one episode in source 2's words, for RLRolloutWorker.
+"""TaskDefinitionModel: the definition of one episode with source 2's names, for RLRolloutWorker.
 
-A rollout request carries the same facts: `env`, `limits`, `ground_truth`. Published words of other systems
-are read if they mean something here, and otherwise refused with a hint. Source:
-2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; the fields are those of reward-kit.
+A rollout request has the same facts in `env`, `limits` and `ground_truth`. Published names of other systems
+that have no meaning here are refused with a hint. Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3;
+the fields are those of reward-kit.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from shared_schemas.rollouts import Decisions, GroundTruth, LimitKeys, Name, Rol
 _TOOLS = "tools are the environment's, and an environment is a plug-in of the operator"
 _OPENING = "give the opening of an episode as messages"
 _ONE = "a request is one episode; a job has training.group_size"
-# Published words that have no effect here, and the place of their fact.
+# Published names that have no effect here, and hints on what to use instead.
 OTHER_PLACES = {
     "poc_max_turns": "give max_episode_steps",
     "tools_module_path": _TOOLS,
@@ -34,9 +34,9 @@ OTHER_PLACES = {
 
 
 class TaskDefinitionModel(LimitKeys):
-    """A task. `name` and `description` are for people; the policy sees neither, nor the ground truth.
+    """A task. The policy sees neither `name` and `description`, which are for people, nor the ground truth.
 
-    `max_episode_steps` counts decisions. `ground_truth` is the third value of `run_episode`.
+    `max_episode_steps` counts decisions. `ground_truth` is the third value that `run_episode` returns.
     """
 
     name: str = Field(default="", max_length=200)
@@ -65,7 +65,6 @@ class TaskDefinitionModel(LimitKeys):
 
     @classmethod
     def of_request(cls, request: RolloutRequest) -> "TaskDefinitionModel":
-        """The task of a rollout request."""
         return cls(
             resource_type=request.env.env_name,
             base_resource_config=request.env.config,
@@ -76,5 +75,5 @@ class TaskDefinitionModel(LimitKeys):
 
     @property
     def limits(self) -> RolloutLimits:
-        """The limits in a rollout request's form."""
+        """The limits in the form of a rollout request."""
         return RolloutLimits(max_decisions=self.max_episode_steps, **self.dump_limits())

@@ -1,4 +1,4 @@
-"""The `tool_choice` of a model call, in the forms of three APIs: one reader for our gateway and captures."""
+"""Reads the `tool_choice` of a model call, in the forms of three APIs, for our gateway and for captures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from shared_schemas.base import shown
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools a model may call, as the `tool_choice` of a request says."""
+    """The tools that a model may call."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    """Default: "auto"; "none" hides the tools; "required": the answer must be a call."""
+    """"none" hides the tools; with "required" the answer must be a call."""
     names: tuple[str, ...] | None = None
-    """Tools that it may call; None: all."""
+    """The allowed tools; None allows all."""
 
 
 _MODES: Mapping[object, ToolChoice] = {
@@ -28,7 +28,7 @@ _CHOICES = "'auto', 'none', 'required', or a function to call"
 def read_tool_choice(value: Any) -> ToolChoice:
     """Read a `tool_choice` in the form of Chat Completions, of Responses, or of Anthropic's Messages.
 
-    Raises ValueError, a sentence about it, where it has none of these forms.
+    Raises ValueError for any other form.
     """
     kind = value.get("type") if isinstance(value, dict) else value
     if isinstance(kind, str) and kind in _MODES:
@@ -53,9 +53,9 @@ def _read_name(tool: Any) -> str:
 
 
 def chosen_tools(choice: ToolChoice, names: Sequence[str]) -> list[int]:
-    """Return the places of the tools that a choice leaves, of those with these names.
+    """Return the indices of the tools, with these names, that a choice allows.
 
-    Raises ValueError where it names another tool, or forces a call where there is none.
+    Raises ValueError if the choice names an unknown tool, or requires a call and there is no tool.
     """
     if choice.mode == "none":
         return []

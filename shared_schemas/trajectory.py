@@ -1,4 +1,4 @@
-"""One episode as data: a `StepData` for every decision, in a `Trajectory`."""
+"""The record of one episode: a `Trajectory` with a `StepData` for every decision."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -11,13 +11,13 @@ from shared_schemas.base import Body, Count, Whole
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 
-# Larger than any vocabulary or model, and small enough for every counter.
+# Larger than any vocabulary or context, and fits a 32-bit counter.
 MOST_TOKENS = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-# Rounding may lift the log-prob of a certain token a little above 0.
+# Rounding may lift the log-prob of a certain token slightly above 0.
 Logprob = Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
-# Of a token that was drawn. vLLM sends -9999 for -inf, which JSON cannot hold; no softmax that a token is
-# drawn from gives it so little.
+# Log-prob of a sampled token. The bound refuses -9999, which vLLM sends for -inf: a sampled token cannot have
+# it.
 DrawnLogprob = Annotated[Logprob, Field(ge=-1_000.0)]
 
 
@@ -37,22 +37,22 @@ class StopReason(StrEnum):
     MAX_DECISIONS = "max_decisions"
 
 
-# Endings after which the policy could have gone on, if they cut the episode. Others are the policy's own
+# Endings that may cut an episode which the policy could have continued. Other endings are the policy's own
 # fault (an invalid action, a full context, slowness), or leave no state to continue from (a silent user).
 _CUTS = frozenset({StopReason.ENVIRONMENT_DONE, StopReason.EPISODE_TOKENS, StopReason.MAX_DECISIONS})
 
 
 def is_cut_short(reason: StopReason, *, truncated: bool) -> bool:
-    """Whether a limit outside of the task ended an episode whose policy could have gone on."""
+    """Whether a limit outside of the task ended an episode that the policy could have continued."""
     return truncated and reason in _CUTS
 
 
 class AgentState(StrEnum):
     """The state of the episode loop, as in the diagrams of sources 3 and 5.
 
-    PENDING renders a new view (the first one, or one after an edit), GENERATING asks the policy,
-    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its text. An episode ends as
-    COMPLETED after text that counts as an answer, otherwise as TERMINATED.
+    PENDING renders a new view (the first view, or a view after an edit), GENERATING calls the policy,
+    PROCESSING_TOOLS executes its tool calls, INTERACTING lets the user answer its text. An episode ends as
+    COMPLETED after a text that counts as an answer, otherwise as TERMINATED.
     """
 
     PENDING = "PENDING"
@@ -63,19 +63,19 @@ class AgentState(StrEnum):
     COMPLETED = "COMPLETED"
 
 
-# Further options of a server, at the values without effect. vLLM takes its own values from the model's
-# generation_config.json, often with top_k or a penalty: without these it would sample from a distribution
-# other than the recorded one.
+# Further options of a server, with values that have no effect. Without them vLLM would use the values of the
+# model's generation_config.json, often a top_k or a penalty, and sample from another distribution than the
+# recorded one.
 PLAIN_SAMPLING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k on the wire
 
 
 class SamplingKeys(Body):
-    """The options of sampling that a person sets; no other place declares them.
+    """The sampling options that a person sets.
 
     [rollout], [[rollout_only]], the config of a policy, a request, the record of a decision and the engine's
-    rows have them from here. A default has no effect. `trainer_backend.inference.sampler` says what an option
-    does to logits.
+    rows derive their options from this class. Defaults have no effect. `trainer_backend.inference.sampler`
+    applies the options to logits.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -109,12 +109,12 @@ class SamplingKeys(Body):
 
     @property
     def truncation(self) -> str:
-        """Those of them that keep tokens from being sampled; "" for none."""
+        """The options with an effect that exclude tokens; "" for none."""
         return self._list_changes(TRUNCATING)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some of the probability mass cannot be sampled."""
+        """Whether some tokens are excluded from sampling."""
         return bool(self.truncation)
 
     def _list_changes(self, names: Iterable[str]) -> str:
@@ -128,33 +128,35 @@ TokenLimit = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class Sampling(SamplingKeys):
-    """How the tokens of a decision were sampled, which is needed to recompute their log-probs.
+    """The options with which a decision's tokens were sampled; recomputing their log-probs needs them.
 
-    Every request for tokens takes its options from here (`request_keys`), so that none is recorded and not
-    sent. A field has the name of its key in the request.
+    Every request for tokens gets its options from `request_keys`, so that the sent and the recorded options
+    are the same. A field has the name of its key in the request.
     """
 
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     max_tokens: TokenLimit = 64
 
     def request_keys(self) -> dict[str, Any]:
-        """OpenAI's keys of a request, and others where they have an effect: some servers do not know them."""
+        """Return OpenAI's keys of a request, and other keys only if they have an effect.
+
+        Some servers do not know the other keys.
+        """
         openai = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
         return openai | self.model_dump(exclude_defaults=True)
 
     def whole_request_keys(self) -> dict[str, Any]:
-        """The keys of a request that leave no option to the server's own defaults."""
+        """Return the keys of a request that leaves no option to the server's own defaults."""
         recorded = self.model_dump(exclude_none=True)
         return PLAIN_SAMPLING | recorded | {"top_k": self.top_k or _EVERY_TOKEN}
 
 
 class ExpertChoices(Body):
-    """The experts of a mixture that the sampler sent tokens of one model call to.
+    """The experts that processed the tokens of one model call, in a mixture-of-experts model.
 
-    first: the place in prompt + response of the first token whose experts are known; those of the others
-        follow, without a gap.
-    per_token: numbers of a token: layers with experts * experts of each, by layer.
-    data: base64 of these numbers, little-endian, each of `number_bytes` bytes; the largest one: not known.
+    first: index in prompt + response of the first token with known experts; the next tokens follow.
+    per_token: expert numbers per token: layers with experts * experts per layer, ordered by layer.
+    data: base64 of these numbers, little-endian, `number_bytes` bytes each; the largest number means unknown.
     """
 
     first: Count
@@ -164,13 +166,12 @@ class ExpertChoices(Body):
 
 
 class PolicyLogprobs(Body):
-    """The exact tokens of one model call, as the inference server saw and sampled them.
+    """The exact tokens of one model call.
 
     The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, then
     `prompt_token_ids`. logprobs[i] is the log-prob of token_ids[i] under softmax(logits / temperature) before
-    truncation, or after it if the request asked for processed_logprobs
-    (shared_schemas/chat.py). versions: [[first_token, policy_version], ...]. experts: of a mixture of experts
-    whose engine records them.
+    truncation, or after truncation if the request has processed_logprobs (shared_schemas/chat.py). versions
+    is [[first_token, policy_version], ...]. experts is set for a mixture of experts if the engine records it.
     """
 
     prompt_ids_reused: int = Field(default=0, ge=0)
@@ -183,35 +184,34 @@ class PolicyLogprobs(Body):
 
 
 def cover(starts: Sequence[int], count: int) -> bool:
-    """Whether starts of spans begin at 0, rise, and stay below `count` tokens; without tokens, only [0]."""
+    """Whether starts of spans begin at 0, increase, and stay below `count`; without tokens, only [0]."""
     if starts == [0]:
-        return True  # one version for all, as a rule
+        return True  # the usual case: one version for all tokens
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
 
 
 _EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}
 
 
-def _kind_of_logprobs(value: Any) -> str:
-    """ "exact" if all fields of the exact tokens are there, otherwise "own"."""
+def _discriminate_logprobs(value: Any) -> str:
     exact = value.keys() >= _EXACT if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
     return "exact" if exact else "own"
 
 
-# In JSON Schema one of the two kinds fits, and not both.
+# The JSON Schema of own log-probs excludes exact tokens, so that only one of the two schemas fits.
 _OWN = Field(json_schema_extra={"not": {"required": [*sorted(_EXACT)]}})
 # A policy's log-probs: the exact tokens of a model call, or JSON of its own.
 LogProbs = Annotated[
     Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], _OWN, Tag("own")],
-    Discriminator(_kind_of_logprobs),
+    Discriminator(_discriminate_logprobs),
 ]
 
 
 class ObservationData(Body):
-    """The prompt of a decision, and the facts that every step has in every mode (DESIGN.md 4.2).
+    """The prompt of a decision, and further facts of its state (DESIGN.md 4.2).
 
     As a sequence it is the whole prompt, as in source 2: `observation_data[-1].content`. For a conversation
-    the wire carries only new messages; the process that played it knows all.
+    only new messages are sent over the wire; the process that played it knows all messages.
     """
 
     messages: tuple[Message, ...] = Field(
@@ -231,14 +231,14 @@ class ObservationData(Body):
     )
 
     def recall(self, prompt: Callable[[], tuple[Message, ...]]) -> None:
-        """Set the function that makes the whole prompt again, in this process alone."""
-        self.__dict__[_PROMPT] = prompt  # not a field, so pydantic neither sends nor compares it
+        """Set the function that rebuilds the whole prompt, for this process only."""
+        self.__dict__[_PROMPT] = prompt  # not a field, so that pydantic neither sends nor compares it
 
     @property
     def prompt(self) -> tuple[Message, ...]:
         """All messages that the policy saw.
 
-        Raises ValueError where it came over the wire, and earlier steps hold some of the messages.
+        Raises ValueError if the step came over the wire and some of its messages are in earlier steps.
         """
         if not self.messages_reused:
             return self.messages
@@ -257,11 +257,11 @@ class ObservationData(Body):
         return len(self.prompt)
 
     def __bool__(self) -> bool:
-        return True  # also without messages
+        return True  # even without messages
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         yield from super().__repr_args__()
-        # States may be keyed by str(), with all messages.
+        # An estimator may use str() as a state key, which must contain all messages.
         if self.messages_reused and _PROMPT in self.__dict__:
             yield "prompt", self.prompt
 
@@ -290,7 +290,7 @@ class DecisionRewards(Body):
 
 
 class RewardPart(Body):
-    """A named part of a decision's reward, in addition to those of the environment."""
+    """A part of a decision's reward that does not come from the environment."""
 
     source: Literal["interaction", "tool", "penalty", "user"]
     value: float
@@ -333,9 +333,9 @@ class StepInfo(Body):
 class StepData(Body):
     """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
 
-    `StepData(...)` takes the fields that source 2 publishes, and has them as attributes. `system_step_index`
-    is `turn` - 1. `resulting_messages_history` is known in the process that played the episode, or passed in;
-    it is no field, because the wire would carry the conversation with every step (DESIGN.md 4.2, 4.16).
+    The fields of source 2 are parameters and attributes. `system_step_index` is `turn` - 1.
+    `resulting_messages_history` is known in the process that played the episode, or passed in. It is not a
+    field, because every step would then send the whole conversation (DESIGN.md 4.2, 4.16).
 
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
@@ -381,12 +381,11 @@ class StepData(Body):
         resulting_messages_history: Sequence[Any] | None = None,
         **fields: Any,
     ) -> None:
-        """Make a step that did not come over the wire.
+        """Make a step in this process.
 
-        `system_step_index` may replace `turn` and counts from 0; `resulting_messages_history` is for a step
-        that was not played in this process. Of the fields of the class, observation_data, step_info and
-        policy_logprobs may also be other values, which are kept for estimators in this process; such a step
-        cannot be sent.
+        `system_step_index` counts from 0 and may replace `turn`. `resulting_messages_history` is for a step
+        that was not played in this process. observation_data, step_info and policy_logprobs may have values
+        of other types for estimators in this process; such a step cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -406,11 +405,11 @@ class StepData(Body):
         if resulting_messages_history is not None:
             self.recall(list(resulting_messages_history).copy)
 
-    # Data from the wire is validated past this constructor, at once and without the unsent names.
+    # Lets pydantic validate data from the wire without calling this constructor.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def recall(self, history: Callable[[], Sequence[Message]]) -> None:
-        """Set the function that returns the conversation after this step, in this process alone."""
+        """Set the function that returns the conversation after this step, for this process only."""
         self.__dict__[_HISTORY] = history
 
     def follow(self, before: "StepData | None") -> None:
@@ -419,9 +418,9 @@ class StepData(Body):
 
     @property
     def resulting_messages_history(self) -> list[Message]:
-        """The conversation after this step, with the messages that it caused at the end.
+        """The conversation after this step, including the messages that the step caused.
 
-        Raises ValueError where the step does not know it.
+        Raises ValueError if the step does not know it.
         """
         if _HISTORY in self.__dict__:
             return list(self.__dict__[_HISTORY]())
@@ -442,7 +441,7 @@ class StepData(Body):
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """The states of the loop in this decision, in order; other observation data counts as a new view."""
+        """The states of the loop in this decision, in order; a foreign observation counts as a new view."""
         observation, info = self.observation_data, self.step_info
         is_body = isinstance(observation, ObservationData)
         is_continued = is_body and observation.messages_reused and not observation.changed
@@ -461,28 +460,28 @@ class StepData(Body):
 
     @property
     def assistant_turn_index(self) -> int:
-        """The index of this step's answer in the conversation, which a `StepOutput` names.
+        """The index of this step's answer in the conversation, as in a `StepOutput`.
 
-        It counts from the end of the opening, whose assistant messages are examples and no answers.
+        Assistant messages of the opening are examples and do not count.
         """
         return self.turn - 1
 
 
-# Published fields whose values may be of other types than the wire's bodies.
+# Published fields that may have values of other types in this process.
 _BODIES: dict[str, type[Body]] = {"observation_data": ObservationData, "step_info": StepInfo}
-# Names of values in this process that are no fields.
+# Names of values that are kept in this process and are not fields.
 _PROMPT, _HISTORY, _BEFORE = "_prompt", "_history", "_before"
 
 
 def transcript(steps: Iterable[StepData]) -> list[Message]:
-    """Prompt, answer and tool results of every decision in order; the system message only once.
+    """Return prompt, answer and tool results of every decision in order, and the system message only once.
 
-    A conversation's own `Trajectory.full_history` also has ids, and the messages after the last answer.
+    For conversations, `Trajectory.full_history` also has ids and the messages after the last answer.
     """
     messages: list[Message] = []
     for step in steps:
         prompt, reused = step.observation_data.messages, step.observation_data.messages_reused
-        if reused:  # the prompt of a conversation repeats the previous answer and what followed it
+        if reused:  # a conversation's prompt repeats the previous answer and the messages after it
             del messages[reused:]
         messages.extend(message for message in prompt if not messages or message.role != "system")
         messages.append(read_answer(step))
@@ -494,20 +493,20 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
 
 
 def read_answer(step: StepData) -> Message:
-    """The step's answer as a message."""
-    # The raw output of a call holds the call, which is in tool_calls already.
+    """Return the step's answer as a message."""
+    # The raw output of a tool call contains the call, which tool_calls has already.
     text = step.action_taken.get("content", step.raw_policy_output) or ""
     return Message(role="assistant", content=text, tool_calls=step.tool_calls or None)
 
 
 def exact_tokens(step: StepData) -> PolicyLogprobs | None:
-    """The exact tokens of the step's model call, which training needs; None if they are unknown."""
+    """Return the exact tokens of the step's model call, which training needs; None if they are unknown."""
     tokens = step.policy_logprobs
     return tokens if isinstance(tokens, PolicyLogprobs) else None
 
 
 class UserReward(Body):
-    """The result of a user's reward function, and the environment's own outcome, which its score replaces."""
+    """The result of a user's reward function, and the environment's outcome that its score replaces."""
 
     reward_function: str
     result: EvaluateResult
@@ -516,7 +515,7 @@ class UserReward(Body):
 
 
 def prompts(steps: Iterable[StepData]) -> Iterator[tuple[Message, ...]]:
-    """The whole prompt of each decision, in order, from the parts in the steps.
+    """Yield the whole prompt of each decision, from the parts in the steps.
 
     prompt_t = prompt_{t-1}[:messages_reused], with `changed` in their places, then messages
     """
@@ -575,12 +574,12 @@ class Trajectory(Body):
 
     @property
     def is_continued(self) -> bool:
-        """Whether the episode began at a snapshot of another one."""
+        """Whether the episode began at a snapshot of another episode."""
         return self.parent_rollout_id is not None
 
     @property
     def cut_short(self) -> bool:
-        """Whether a limit outside of the task ended the episode while its policy could have gone on."""
+        """See `is_cut_short`."""
         return is_cut_short(self.stop_reason, truncated=self.truncated)
 
     @property

@@ -1,4 +1,4 @@
-"""Pure: hosts and addresses as people and browsers write them."""
+"""Parsing of hosts and URLs. Pure."""
 
 import ipaddress
 import re
@@ -7,22 +7,22 @@ from urllib.parse import SplitResult, urlsplit
 
 PORTS = {"http": 80, "https": 443}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A name, an IPv4 address, or an IPv6 address in brackets, with or without a port. It must match the whole
-# text: [::1]evil.example only begins like an address, and means another host.
+# A name, an IPv4 address, or an IPv6 address in brackets, with or without a port. Use it with fullmatch:
+# [::1]evil.example begins like an address, but is another host.
 _NAME, _IPV6, _PORT = r"[\w.-]+", r"\[[0-9A-Fa-f:.]+\]", r":[0-9]{1,5}"
 HOST = rf"({_IPV6}|{_NAME})({_PORT})?"
-# In text that a person writes, an IPv6 address may have no brackets.
+# Also accepts an IPv6 address without brackets, as people write it.
 HOST_OR_IPV6 = rf"^({HOST}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
 
 
 def host_name(host: str) -> str | None:
-    """The name or address in a Host header without the port; None if the header is invalid."""
+    """Return the name or address of a Host header without the port; None if the header is invalid."""
     match = re.fullmatch(HOST, host)
     return None if match is None else match[1]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Whether the host is this machine's loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether the host stands for all addresses of a machine."""
+    """Whether the host means all addresses of a machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -38,9 +38,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_http(parts: SplitResult) -> bool:
-    """Whether these are the parts of an http or https URL whose host every parser reads alike.
+    """Whether this is an http or https URL with an unambiguous host (urlsplit accepts `[::1]evil.example`).
 
-    For `[::1]evil.example`, urlsplit returns the host ::1. Raises ValueError where the port is invalid.
+    Raises ValueError if the port is invalid.
     """
     host = parts.netloc.rpartition("@")[2].lower()
     written = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -49,7 +49,7 @@ def is_http(parts: SplitResult) -> bool:
 
 
 def split_http(url: str) -> SplitResult | None:
-    """The parts of an http or https URL with a host and without blanks around it; None: it is none."""
+    """Split an http or https URL; None if the URL is invalid or has blanks around it."""
     try:
         parts = urlsplit(url)
         return parts if is_http(parts) and url == url.strip() else None
@@ -58,13 +58,13 @@ def split_http(url: str) -> SplitResult | None:
 
 
 def host_and_port(parts: SplitResult) -> str:
-    """`host:port` of an http or https URL, in lower case; an IPv6 address in brackets."""
+    """Return `host:port` of an http or https URL in lower case, with an IPv6 address in brackets."""
     host = (parts.hostname or "").lower()
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"
 
 
 def is_listed(parts: SplitResult, hosts: Iterable[str]) -> bool:
-    """Whether the URL's host is one of the list's `host` (any port), `host:port` or plain IPv6 addresses."""
+    """Whether the list has the URL's host as `host` (any port), `host:port` or a plain IPv6 address."""
     name = host_and_port(parts)
     forms = {(parts.hostname or "").lower(), name.rpartition(":")[0], name}
     return not forms.isdisjoint(host.lower() for host in hosts)

@@ -1,8 +1,8 @@
-"""`python -m task_app --host 127.0.0.1 --port 8001`: the task app alone, as `turnwise task-app` starts it.
+"""`python -m task_app --host 127.0.0.1 --port 8001` or `turnwise task-app`: start a task app.
 
-Port 0 takes a free port. When the task app is ready, it prints one line to stdout, which the trainer's
-embedded mode reads: `listening on http://host:port`. With --replicas the line is `task_url = [...]`, for a
-job's [services]. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
+Port 0 takes a free port. When the task app is ready, it prints one line to stdout, which a trainer that
+started it reads: `listening on http://host:port`. With --replicas the line is `task_url = [...]`, for a job's
+[services]. Logs go to stderr. Exit codes: 0 stopped, 2 invalid setting, port or plug-in file.
 """
 
 from service_kit.own_process import begin_imports
@@ -58,7 +58,7 @@ task_app.__signature__ = make_signature(  # type: ignore[attr-defined]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; a wrong setting, port or plug-in file becomes one sentence and exit code 2."""
+    """Run the command; report an invalid setting, port or plug-in file in one sentence, with exit code 2."""
     try:
         begin_command(sys.argv[1:] if arguments is None else arguments)
         app(arguments, prog_name="turnwise task-app")

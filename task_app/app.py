@@ -17,11 +17,7 @@ from service_kit.connections import Posts
 from service_kit.gate import Deadline, Gate
 from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import RequestObserver
-from service_kit.problems import (
-    describe,
-    install_problem_handlers,
-    internal_error_response,
-)
+from service_kit.problems import describe, install_problem_handlers, internal_error_response
 from service_kit.release import version
 from task_app.captures.call_errors import CallErrors
 from task_app.captures.door import CaptureDoor
@@ -48,7 +44,7 @@ from task_app.sessions.idempotency import Once
 from task_app.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-# Whole rollouts and long polls take longer, within limits of their own.
+# Whole rollouts and long polls, which have other time limits.
 LONG = frozenset({"/rollout", "/rollouts"})
 _ROUTERS = (
     steps.router,
@@ -73,12 +69,12 @@ _ROUTERS = (
 
 
 class TaskApp(FastAPI):
-    """FastAPI with our middleware outside of its own."""
+    """FastAPI inside of our own middleware."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.front: ASGIApp = super().__call__
-        # What a connection answers at once, before all middleware.
+        # POSTs that a connection answers at once, without middleware.
         self.posts: Posts = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,26 +90,22 @@ def create_app(
 ) -> TaskApp:
     """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
 
-    Without any key, one that `needs_key` refuses all, and one that does not answers this machine.
+    If no key is set, the app refuses every request with `needs_key`, and otherwise answers this machine only.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     boards = replace(boards or default_plug_boards(), reach=settings)
     services = Services(settings, boards, keys, spans or Spans())
     app = TaskApp(
-        title="Turnwise task app",
-        version=version(),
-        docs_url=None,
-        redoc_url=None,
-        lifespan=_lifespan,
+        title="Turnwise task app", version=version(), docs_url=None, redoc_url=None, lifespan=_lifespan
     )
     app.state.services = services
-    # Pictures are only for people: one is drawn at a time, so that episodes keep the threads.
+    # Draw one picture at a time, so that episodes can use the threads.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for router in _ROUTERS:
-        # Not by include_router, which would make the models of each route a second time, for each app.
+        # include_router would build the models of each route again for each app.
         app.router.routes.extend(router.routes)
-    # For /info: to ask app.openapi() for them makes the whole document, half a second of the event loop.
+    # For /info: app.openapi() would build the whole document, which blocks the event loop for half a second.
     app.state.paths = tuple(dict.fromkeys(
         route.path_format for router in _ROUTERS for route in router.routes
         if isinstance(route, APIRoute) and route.include_in_schema
@@ -126,7 +118,7 @@ def create_app(
 
 
 def _add_middleware(task_app: TaskApp, services: Services) -> None:
-    """Set the middleware before the routes, from the inside out, and the POSTs that need no route."""
+    """Set the middleware, from the inside out, and the POSTs that are answered at once."""
     settings, keys = services.settings, services.keys
     app: ASGIApp = Once(task_app.front, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)
@@ -172,6 +164,6 @@ async def _sweep(services: Services) -> None:
     """Forget expired sessions and results, at intervals."""
     while True:
         await asyncio.sleep(services.settings.sweep_every_s)
-        # boundary() logs an error; without the sweep sessions would pile up.
+        # Continue after an error, which boundary() logs: without the sweep, sessions would accumulate.
         with suppress(CriticalError), boundary("expiry"):
             services.expire()

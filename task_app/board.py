@@ -1,4 +1,4 @@
-"""Entries by name, each loaded when it is first looked up: a task app imports only what requests name."""
+"""A mapping that loads each entry at its first look-up: a task app imports only requested plug-ins."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -7,7 +7,7 @@ P = TypeVar("P")
 
 
 class Board(Mapping[str, P]):
-    """The entries that these functions make, in this order. Names and length load nothing."""
+    """Entries that are made by functions, in the given order. Names and length load nothing."""
 
     def __init__(self, loaders: Mapping[str, Callable[[], P]]) -> None:
         self._loaders = dict(loaders)
@@ -15,7 +15,7 @@ class Board(Mapping[str, P]):
 
     def __getitem__(self, name: str) -> P:
         if name not in self._loaded:
-            # Two threads may load it at once; all get the first one's entry.
+            # If two threads load an entry at the same time, both get the first one.
             self._loaded.setdefault(name, self._loaders[name]())
         return self._loaded[name]
 

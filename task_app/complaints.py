@@ -1,4 +1,4 @@
-"""Pure: turn pydantic's errors into one sentence with the place, the value and what is allowed."""
+"""Turns an error of pydantic into one sentence with place, value and allowed values. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,25 +12,25 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The error to report: an unknown key before the missing key that was probably meant."""
+    """Choose the error to report: an unknown key rather than a missing one, which was probably misspelt."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def invalid(
     error: Mapping[str, Any], *, where: str = "", known: Collection[str] = (), meant: str | None = None
 ) -> InvalidRequest:
-    """An InvalidRequest from one of pydantic's errors, an element of `ValidationError.errors()`.
+    """Make an InvalidRequest from an element of pydantic's `ValidationError.errors()`.
 
-    `where` is the body path that its place continues. `known` are field names, to suggest one for an unknown
-    key, and `meant` is the place to suggest instead.
+    `where` is the path in the body above the error's own place. For an unknown key, the sentence suggests the
+    most similar of the `known` field names, or the place `meant`.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         name = clipped(str(error["loc"][-1]))
         if meant is None:
             return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
-        told = f"{place}: unknown key {name!r}. Did you mean {meant!r}? Known: {', '.join(sorted(known))}"
-        return InvalidRequest(told, where=place)
+        detail = f"{place}: unknown key {name!r}. Did you mean {meant!r}? Known: {', '.join(sorted(known))}"
+        return InvalidRequest(detail, where=place)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "tuple_type":
         message = "a list is needed"
@@ -41,7 +41,7 @@ def invalid(
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
-    """Validate a part of a body, and return it as the model."""
+    """Validate a part of a body. Raises InvalidRequest."""
     try:
         return model.model_validate(value)
     except ValidationError as exc:
@@ -58,7 +58,7 @@ def state_in(model: type[M], data: bytes) -> M:
     """Read the state in an environment's snapshot.
 
     Raises:
-        ValueError: the bytes are no such state; the message has the place, as `restore` must raise it.
+        ValueError: the bytes do not fit the model; `restore` passes this error on.
     """
     try:
         return model.model_validate_json(data)
@@ -69,11 +69,11 @@ def state_in(model: type[M], data: bytes) -> M:
 
 
 def _quote_value(error: Mapping[str, Any], place: str) -> str:
-    """The beginning of the offending value, if it is a scalar and no secret."""
+    """Quote the beginning of the invalid value, if it is a scalar and not a secret."""
     value = error.get("input")
     secret = "key" in place or "ground_truth" in place
     if error["type"] == "missing" or secret or not isinstance(value, str | int | float | bool):
         return ""
     if shown(value) in error["msg"]:
-        return ""  # the message holds it already
+        return ""  # the message contains it already
     return f"; found {value[:80]!r}" if isinstance(value, str) else f"; found {clipped(str(value))}"

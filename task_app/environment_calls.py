@@ -1,4 +1,4 @@
-"""Calls of an environment whose results the service reads: a wrong one is a mistake of its author."""
+"""Calls of an environment with checked results; a wrong result is a mistake of the environment's author."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def reset_environment(environment: Environment, seed: int) -> Observation:
-    """Start the world of a seed; CriticalError if the environment fails or returns something else."""
+    """Start the world of a seed. Raises CriticalError if the environment fails or returns another type."""
     with boundary("environment.reset"):
         return _expect(Observation, environment.reset(seed), environment.reset)
 
@@ -25,7 +25,7 @@ def take_decision(step: Callable[..., DecisionOutcome], *arguments: Any, **optio
 
 
 def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
-    """The tools that the environment offers a model; errors as in `reset_environment`."""
+    """Return the environment's tools; errors as in `reset_environment`."""
     with boundary("environment.tools"):
         tools: Any = environment.tools()
         listed = _expect(tuple, tuple(tools) if isinstance(tools, list) else tools, environment.tools)

@@ -1,7 +1,7 @@
-"""The errors of the task app, as one tree; those of the HTTP edge are in `service_kit.errors`.
+"""The errors of the task app; `service_kit.errors` has those of the HTTP edge.
 
-Every message says where, what was found, what is allowed and the likely intent. `service_kit.problems` turns
-errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
+Every message says where, what was found, what is allowed and the likely intent. `service_kit.problems`
+converts errors to problem+json; `rollouts` converts an EpisodeFailed to a RolloutFailure.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def clipped(name: str, at_most: int = 80) -> str:
-    """A caller's text, shortened for a message: it may be as long as a whole body."""
+    """Shorten a caller's text for a message."""
     return name if len(name) <= at_most else name[:at_most] + "..."
 
 
@@ -25,23 +25,23 @@ class TaskAppError(ServiceError, code="task_app_error"):
     """Base of the tree."""
 
     def __str__(self) -> str:
-        # A reply has place and hint in fields of their own.
+        # A reply has separate fields for place and hint.
         return self.detail
 
 
 class InvalidRequest(TaskAppError, code="invalid_request", status=422):
-    """The request says something that is not possible."""
+    """A value in the request is not allowed."""
 
 
 def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
-    """Refuse the first part of a request that it uses, though it has no effect; `why` follows that."""
+    """Refuse the first used part of a request; none of these parts has an effect, for the reason `why`."""
     for name, is_used in uses.items():
         if is_used:
             raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
 
 
 class UnknownName(InvalidRequest, code="unknown_name"):
-    """`UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter"."""
+    """A name is not on its list: `UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter"."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class UnknownName(InvalidRequest, code="unknown_name"):
 
 
 class HostNotAllowed(InvalidRequest, code="inference_host_not_allowed"):
-    """The operator does not allow that host."""
+    """The host is not on the operator's list."""
 
 
 def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: str, hint: str) -> None:
-    """Raise HostNotAllowed where a URL's host is not on the list of the kind: inference, or environment."""
+    """Raise HostNotAllowed if a URL's host is not on the list for its kind: `inference` or `environment`."""
     if not is_listed(parts, hosts):
         allowed = ", ".join(sorted({name.lower() for name in hosts})) or "none"
         raise HostNotAllowed(
@@ -75,7 +75,7 @@ def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: 
 
 
 class SnapshotRefused(InvalidRequest, code="snapshot_refused"):
-    """The bytes are no snapshot, not whole, or a snapshot of something else."""
+    """The bytes are not a snapshot, incomplete, or a snapshot of another kind."""
 
     def __init__(self, detail: str, *, where: str | None = "snapshot", hint: str | None = None) -> None:
         super().__init__(detail, where=where, hint=hint)
@@ -114,11 +114,11 @@ class IdempotencyConflict(Conflict, code="idempotency_conflict"):
 
 
 class AnswerLost(Conflict, code="answer_lost"):
-    """A retry of a request that was carried out, but whose answer is lost."""
+    """The retried request was executed, but its answer is lost."""
 
 
 class EpisodeOver(Conflict, code="episode_over"):
-    """A step after the end of the episode."""
+    """A step was requested after the end of the episode."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class InferenceKeyNeeded(TaskAppError, code="inference_key_needed", status=428):
 
 
 class CapacityReached(TaskAppError, code="capacity_reached", status=429, retry_after_s=1):
-    """The service holds, or hangs in, as many of these as it may."""
+    """The service has reached its limit of such objects, or of hanging ones."""
 
 
 class ShuttingDown(TaskAppError, code="shutting_down", status=503, retry_after_s=5):
@@ -166,25 +166,25 @@ class JournalDamaged(TaskAppError, code="journal_damaged"):
 
 
 class EpisodeFailed(TaskAppError, code="episode_failed", status=424):
-    """An episode without a trajectory.
+    """An episode failed and has no trajectory.
 
-    No 5xx: the service works, and what it depends on does not. A client need not repeat the request.
+    The status is not 5xx, because the service works, and a client need not repeat the request.
     """
 
     decisions_done = 0
-    """How many were complete when it failed."""
+    """Number of complete decisions."""
 
 
 class PolicyUnavailable(EpisodeFailed, code="inference_unavailable", status=502):
-    """The model could not be asked, or its reply breaks the protocol."""
+    """The model could not be called, or its reply breaks the protocol."""
 
 
 class PromptRefused(PolicyUnavailable, code="inference_refused", status=422):
-    """The model's server refuses what the request says: its messages or tools, or a setting of the policy."""
+    """The model's server refuses the messages, the tools, or a setting of the policy."""
 
 
 class ContextLengthExceeded(EpisodeFailed, code="context_length_exceeded", status=422, recurs=True):
-    """The prompt does not fit the model; this ends an episode, or fails one without a complete decision."""
+    """The prompt is too long; this ends an episode, or fails an episode without a complete decision."""
 
 
 class DeadlineExceeded(EpisodeFailed, code="deadline_exceeded", status=504):
@@ -200,7 +200,7 @@ class InteractionFailed(EpisodeFailed, code="interaction_failed"):
 
 
 class AgentFailed(EpisodeFailed, code="agent_failed"):
-    """The agent had no model call answered, or its process ended in another way than it may."""
+    """No model call of the agent was answered, or its exit code is not allowed."""
 
 
 class CriticalError(EpisodeFailed, code="critical_error", recurs=True):
@@ -208,5 +208,5 @@ class CriticalError(EpisodeFailed, code="critical_error", recurs=True):
 
 
 def boundary(what: str, call: Callable[..., object] | None = None) -> Boundary:
-    """Turn whatever a plug-in raises within it into a CriticalError; see `Boundary`."""
+    """Make a `Boundary` that converts exceptions of plug-ins to CriticalError."""
     return Boundary(what, CriticalError, call)

@@ -1,12 +1,12 @@
-"""How much of the rollouts and captures a service holds in memory."""
+"""Limits the memory for rollouts and captures."""
 
 from task_app.errors import CapacityReached
 
 
 class Held:
-    """Bytes of JSON that rollouts and captures hold.
+    """Counts the bytes of JSON that rollouts and captures hold.
 
-    At `most` nothing new is accepted. A rollout that was accepted is played to its end.
+    From `most` bytes on, nothing new is accepted; an accepted rollout is still played to its end.
     """
 
     def __init__(self, most: int) -> None:

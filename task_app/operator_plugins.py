@@ -1,9 +1,9 @@
-"""The operator's own plug-ins: of `--plugins FILE`, and of packages.
+"""The operator's own plug-ins, from `--plugins FILE` and from packages.
 
-The file is Python with some of the dict literals `ENVIRONMENTS` and `POLICIES`, in the form of `plugins.py`,
-`AGENTS` (task_app.captures.agents), and `REWARD_FUNCTIONS`, made with `@reward_function`. It runs once when
-the task app starts, and once in each process of a reward function; no request can name a file or a class. A
-package has entry points for the same.
+The file is Python with any of the dicts `ENVIRONMENTS` and `POLICIES`, in the form of `plugins.py`, `AGENTS`
+(task_app.captures.agents), and `REWARD_FUNCTIONS`, made with `@reward_function`. It is executed when the task
+app starts, and in each process of a reward function; requests cannot name files or classes. A package has
+entry points for the same.
 """
 
 from collections import ChainMap
@@ -18,7 +18,7 @@ from task_app.captures.agents import PREFIX, Agent, agent_plugin
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
-# The type of the entries on each board, what one is called, and how to write it.
+# Type of the entries of each board, their name in errors, and advice on how to write them.
 _KINDS: dict[str, tuple[type[Any], str, str]] = {
     "ENVIRONMENTS": (EnvironmentPlugin, "environment", "write EnvironmentPlugin(ConfigClass, build)"),
     "POLICIES": (PolicyPlugin, "policy", "write PolicyPlugin(ConfigClass, build)"),
@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[type[Any], str, str]] = {
 
 
 def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
-    """The plug boards with the entries of the files added."""
+    """Add the entries of the files to the plug boards."""
     for file in files:
         place = f"--plugins {file}"
         module = load_module(file, option="--plugins")
@@ -38,22 +38,23 @@ def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
             entries = getattr(module, board, {})
             if not isinstance(entries, dict):
                 raise SettingsError(f"{place}: {board} is no dict but {type(entries).__name__}")
-            boards = _with(boards, board, entries, place=place, source=str(file.resolve()))
+            boards = _add_entries(boards, board, entries, place=place, source=str(file.resolve()))
     return boards
 
 
 def with_packages(boards: PlugBoards) -> PlugBoards:
-    """The plug boards with the entry points of installed packages added."""
+    """Add the entry points of installed packages to the plug boards."""
     for board in _KINDS:
         for point in package_plugs(f"turnwise.{board.lower()}"):
-            boards = _with(boards, board, {point.name: point.plug}, place=point.place, source=point.value)
+            entries = {point.name: point.plug}
+            boards = _add_entries(boards, board, entries, place=point.place, source=point.value)
     return boards
 
 
-def _with(
+def _add_entries(
     boards: PlugBoards, board: str, entries: Mapping[Any, Any], *, place: str, source: str
 ) -> PlugBoards:
-    """The boards with these entries on one of them, each of the right type and with a name of its own."""
+    """Add entries to a board. Raises SettingsError if a type is wrong or a name is taken."""
     kind, noun, advice = _KINDS[board]
     field = "environments" if board == "AGENTS" else board.lower()
     known: Any = getattr(boards, field)

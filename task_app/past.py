@@ -1,4 +1,4 @@
-"""What environments share: messages of past decisions or of the state alone, and a refused decision."""
+"""Shared functions of environments: messages of past decisions or of the state, and refused decisions."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolR
 
 
 def refuse_decision(observation: Observation, calls: Sequence[ToolRequest], reason: str) -> DecisionOutcome:
-    """The outcome of a decision of which no call is carried out: one noop of reward 0."""
+    """Make the outcome of a decision of which no call is executed: one noop with reward 0."""
     reason = encodable(reason)
     text = f"error: {reason}"
     return DecisionOutcome(
@@ -18,7 +18,7 @@ def refuse_decision(observation: Observation, calls: Sequence[ToolRequest], reas
 
 
 def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
-    """Each decision's calls and their results; where it called nothing, the user's answer."""
+    """Make the messages of past decisions: calls and results, or a user's message without calls."""
     messages: list[Message] = []
     for t, decision in enumerate(past):
         calls = tuple(
@@ -39,9 +39,9 @@ def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
 def state_alone(
     observation: Observation, past: Sequence[PastDecision], *, system: str | None
 ) -> tuple[Message, ...]:
-    """The messages of an environment whose state says all that matters, with why the last call was refused.
+    """Make the messages of an environment whose state is sufficient, with the reason of a refused last call.
 
-    Without `system`, the rules, they are the text alone, for a small model.
+    Without a `system` message, which has the rules, there is only the observation, for a small model.
     """
     if system is None:
         return (Message(role="user", content=observation.text),)

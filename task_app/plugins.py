@@ -1,5 +1,6 @@
-"""The plug boards: the names that requests may use, and how to build them. A new policy is an entry here,
-an environment a file in `environments/`.
+"""The plug boards: the names that requests may use, and how to build them.
+
+A new policy is an entry here, a new environment a file in `environments/`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from task_app.protocols import (
 from task_app.settings import Reach, Settings
 from task_app.threads import Threads
 
-if TYPE_CHECKING:  # they take a tenth of a second, and the first rollouts may need none of them
+if TYPE_CHECKING:  # the imports take a tenth of a second, and the first rollouts may not need them
     import aiohttp
 
     from task_app.policies.openai import ModelAccess
@@ -51,17 +52,17 @@ class InteractionEntry:
 
     @property
     def never_blocks(self) -> bool:
-        """Whether the class promises not to block, and may run on the service's event loop."""
+        """Whether the class declares that it never blocks, so that it may run on the service's event loop."""
         return bool(getattr(self.kind, "never_blocks", False))
 
     @property
     def ground_truth_is_number(self) -> bool:
-        """Whether the class refuses a row whose `ground_truth` is no number, as it says of its config."""
-        tell = getattr(self.kind, "ground_truth_is_number", None)
-        return callable(tell) and bool(tell(self.config))
+        """Whether the class, with its config, refuses a row whose `ground_truth` is not a number."""
+        check = getattr(self.kind, "ground_truth_is_number", None)
+        return callable(check) and bool(check(self.config))
 
     def build(self) -> BaseInteraction:
-        """Build an object; its config holds its name too, as published."""
+        """Build an object; as published, its config also has its name."""
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})
 
 
@@ -69,7 +70,7 @@ def validate_config(model: type[B], config: Mapping[str, Any]) -> B:
     """Validate the config of a built-in interaction.
 
     Raises:
-        InvalidRequest: a key is unknown, missing or out of bounds; the message says which.
+        InvalidRequest: a key is unknown, missing or out of bounds.
     """
     return validated(model, {key: value for key, value in config.items() if key != "name"}, where="config")
 
@@ -79,37 +80,38 @@ C = TypeVar("C", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """The parts of the service that a policy may use, apart from its config."""
+    """The parts of the service that a policy may use, in addition to its config."""
 
     settings: Settings
     open_session: "Callable[[], aiohttp.ClientSession]"
-    """Returns the session of the service, which is made when a plug-in first needs it."""
+    """Returns the session of the service, which is made at its first use."""
     client: HttpClient | None = None
-    """For the requests of policies that ask a model server; without one each opens a connection."""
+    """Client for requests to model servers; without it, each request opens a connection."""
     rollout_id: str | None = None
     inference_key: SecretStr | None = None
     on_retry: Callable[[], None] = lambda: None
     threads: Threads | None = None
     boards: "PlugBoards | None" = None
-    """The boards that name it, for a policy that asks another one."""
+    """The plug boards, for a policy that uses another policy."""
     seed: int | None = None
-    """For a config that takes one; a job gives it to every policy without a model."""
+    """Seed for a config that has such a key; a job sends it for every policy without a model."""
 
     @property
     def session(self) -> "aiohttp.ClientSession":
-        """For a plug-in's own requests."""
+        """The session for a plug-in's own requests."""
         return self.open_session()
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """How to build an environment, cheaply: `reset` makes the world. The first state key is the default."""
+    """How to build an environment. Building must be fast: `reset` makes the world. The first state key is the
+    default."""
 
     config: type[C]
     build: Callable[[C], Environment]
     state_keys: Mapping[str, StateKey] = field(default_factory=dict)
     needs: str | None = None
-    """An optional package, without which nothing can be played."""
+    """The optional package that the environment needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +125,14 @@ class PolicyPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class RewardPlugin:
-    """A reward function by its mode, and by where its processes find it."""
+    """The mode and the location of a reward function."""
 
     mode: RewardMode
     source: str
-    """A file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package."""
+    """A file with REWARD_FUNCTIONS, or `module:function` of an installed package."""
 
 
-def _access(context: PolicyContext) -> "ModelAccess":
-    """What a policy needs to ask a server, apart from its config."""
+def _make_access(context: PolicyContext) -> "ModelAccess":
     return {
         "client": context.client,
         "allowed_hosts": context.settings.inference_hosts,
@@ -142,12 +143,12 @@ def _access(context: PolicyContext) -> "ModelAccess":
     }
 
 
-def _operators_server(settings: Settings) -> dict[str, Any]:
+def _server_defaults(settings: Settings) -> dict[str, Any]:
     values = {"inference_url": settings.inference_url, "model": settings.inference_model}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _crafter() -> EnvironmentPlugin[Any]:
+def _load_crafter() -> EnvironmentPlugin[Any]:
     from task_app.environments.crafter.balrog import BalrogEnvironment
     from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
     from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
@@ -159,8 +160,8 @@ def _crafter() -> EnvironmentPlugin[Any]:
     )
 
 
-def _environment(name: str) -> EnvironmentPlugin[Any]:
-    """The `PLUGIN` of an environment's file, which is `environment.py` where it has a folder."""
+def _load_environment(name: str) -> EnvironmentPlugin[Any]:
+    """Return the `PLUGIN` of an environment's file; in a folder this is `environment.py`."""
     module = import_module(f"task_app.environments.{name}")
     if hasattr(module, "__path__"):
         module = import_module(f"{module.__name__}.environment")
@@ -168,33 +169,33 @@ def _environment(name: str) -> EnvironmentPlugin[Any]:
     return plugin
 
 
-def _openai() -> PolicyPlugin[Any]:
+def _load_openai() -> PolicyPlugin[Any]:
     from task_app.policies.openai import OpenAIAgentPolicy
     from task_app.policies.openai_config import OpenAIConfig
 
     def build(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
-        return OpenAIAgentPolicy(config, **_access(context))
+        return OpenAIAgentPolicy(config, **_make_access(context))
 
-    return PolicyPlugin(OpenAIConfig, build, _operators_server)
+    return PolicyPlugin(OpenAIConfig, build, _server_defaults)
 
 
-def _labelled() -> PolicyPlugin[Any]:
+def _load_labelled() -> PolicyPlugin[Any]:
     from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 
     def build(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
         boards = context.boards or default_plug_boards()
         name = boards.policy_name(config.teacher, where="teacher: ")
-        # Key and id are those of the model that plays: the teacher's server may be another operator's, and at
-        # our own gateway a second conversation under this id would break the first one's.
-        apart = replace(context, inference_key=None, rollout_id=None, seed=None)
-        teacher = boards.policy(name, config.teacher_config, apart, where="teacher_")
-        return LabelledPolicy(config, teacher, **_access(context))
+        # The teacher gets neither key nor id of the playing model: its server may be another operator's, and
+        # at our own gateway a second conversation with the same id would break the first.
+        teacher_context = replace(context, inference_key=None, rollout_id=None, seed=None)
+        teacher = boards.policy(name, config.teacher_config, teacher_context, where="teacher_")
+        return LabelledPolicy(config, teacher, **_make_access(context))
 
-    return PolicyPlugin(LabelledConfig, build, _operators_server)
+    return PolicyPlugin(LabelledConfig, build, _server_defaults)
 
 
-def _without_model(module: str, config: str, policy: str) -> Callable[[], PolicyPlugin[Any]]:
-    """Make the entry of a policy that asks no model, by the names of its classes."""
+def _load_policy(module: str, config: str, policy: str) -> Callable[[], PolicyPlugin[Any]]:
+    """Make the loader of a policy without a model from the names of its module and classes."""
 
     def load() -> PolicyPlugin[Any]:
         classes = import_module(f"task_app.policies.{module}")
@@ -206,36 +207,36 @@ def _without_model(module: str, config: str, policy: str) -> Callable[[], Policy
 
 # The first is that of requests which name none.
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
-    {"crafter": _crafter}
-    | {name: partial(_environment, name) for name in built_in_environments() if name != "crafter"}
+    {"crafter": _load_crafter}
+    | {name: partial(_load_environment, name) for name in built_in_environments() if name != "crafter"}
 )
 
 POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(
     {
-        "openai": _openai,
-        "labelled": _labelled,
-        "crafter_teacher": _without_model("scripted", "TeacherConfig", "CrafterTeacher"),
-        "sums_teacher": _without_model("sums", "SumsTeacherConfig", "SumsTeacher"),
-        "documents_teacher": _without_model("documents", "DocumentsTeacherConfig", "DocumentsTeacher"),
-        "sokoban_teacher": _without_model("teachers", "DetourConfig", "SokobanTeacher"),
-        "babyai_teacher": _without_model("teachers", "DetourConfig", "BabyAITeacher"),
-        "orders_teacher": _without_model("teachers", "DetourConfig", "OrdersTeacher"),
-        "random": _without_model("scripted", "RandomConfig", "RandomPolicy"),
+        "openai": _load_openai,
+        "labelled": _load_labelled,
+        "crafter_teacher": _load_policy("scripted", "TeacherConfig", "CrafterTeacher"),
+        "sums_teacher": _load_policy("sums", "SumsTeacherConfig", "SumsTeacher"),
+        "documents_teacher": _load_policy("documents", "DocumentsTeacherConfig", "DocumentsTeacher"),
+        "sokoban_teacher": _load_policy("teachers", "DetourConfig", "SokobanTeacher"),
+        "babyai_teacher": _load_policy("teachers", "DetourConfig", "BabyAITeacher"),
+        "orders_teacher": _load_policy("teachers", "DetourConfig", "OrdersTeacher"),
+        "random": _load_policy("scripted", "RandomConfig", "RandomPolicy"),
     }
 )
 
-# No built-in ones; the operator's files add theirs.
+# No reward function is built in; the operator's files add them.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
 
-# Names that other Crafter task apps use, in lower case. Requests may use them wherever they name a plug-in; a
-# plug-in of that name comes first.
+# Names of other Crafter task apps, in lower case, which requests may use; a plug-in with such a name has
+# priority.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlugBoards:
-    """The plug-ins of a service; tests bring their own."""
+    """The plug-ins of a service."""
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
@@ -243,7 +244,7 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
     reach: Reach = LOCAL
     homes: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """The file or the package of each that is not built in, by board and name, for errors."""
+    """File or package of each plug-in that is not built in, by board and name, for errors."""
 
     @property
     def playable(self) -> dict[str, EnvironmentPlugin[Any]]:
@@ -255,7 +256,7 @@ class PlugBoards:
         }
 
     def environment_name(self, name: str, *, where: str = "") -> str:
-        """The name on the board, also for an alias; a foreign environment's is its own."""
+        """Resolve an alias; the name of a foreign environment is returned unchanged. Raises UnknownName."""
         if name not in self.environments and find_kind(name) is not None:
             return name
         resolved = _resolve_name(name, self.environments, ENVIRONMENT_ALIASES)
@@ -270,7 +271,7 @@ class PlugBoards:
         )  # fmt: skip
 
     def policy_name(self, name: str, *, where: str = "") -> str:
-        """The name on the board, also for an alias."""
+        """Resolve an alias. Raises UnknownName."""
         resolved = _resolve_name(name, self.policies, POLICY_ALIASES)
         if resolved is None:
             raise UnknownName("policy", name, self.policies, where=where + "policy_name")
@@ -295,12 +296,12 @@ class PlugBoards:
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
     ) -> dict[str, StateKey | PromptKey]:
-        """The state keys of an environment that was built by this name."""
+        """Return the state keys of an environment that was built by this name."""
         own = self.environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
     def resolve(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
-        """The same spec with every setting written out, so that equal environments compare equal."""
+        """Return the spec with all settings, so that equal environments have equal specs."""
         name = self.environment_name(spec.env_name, where=where)
         plugin = self.environment_plugin(name, where=where)
         config = validated(plugin.config, spec.config, where=where + "config")
@@ -309,10 +310,10 @@ class PlugBoards:
     def policy(
         self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
     ) -> AgentPolicy:
-        """Build the named policy; errors name the body path below `where`."""
+        """Build the named policy; `where` is the prefix of the path in errors."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
-        seed_names = _names_of_seed(plugin.config)
+        seed_names = _list_seed_names(plugin.config)
         if context.seed is not None and seed_names and seed_names.isdisjoint(complete):
             complete["seed"] = context.seed
         settings = validated(plugin.config, complete, where=where + "config")
@@ -324,7 +325,7 @@ class PlugBoards:
             raise
 
     def environment_plugin(self, name: str, *, where: str = "") -> EnvironmentPlugin[Any]:
-        """The plug-in of the name, or one made for a foreign environment."""
+        """Return the plug-in of the name, or make one for a foreign environment."""
         on_board = self.environment_name(name, where=where)
         if on_board in self.environments:
             return self.environments[on_board]
@@ -334,8 +335,8 @@ class PlugBoards:
         return EnvironmentPlugin(kind.config, lambda config: kind.build(argument, config, self.reach))
 
 
-def _names_of_seed(config: type[Body]) -> set[str]:
-    """The names by which a config takes the setting "seed"; empty if it takes none."""
+def _list_seed_names(config: type[Body]) -> set[str]:
+    """Return the names by which a config accepts the setting "seed"; empty if it has no such setting."""
     by_name = config.model_config.get("populate_by_name") or config.model_config.get("validate_by_name")
     for name, field_ in config.model_fields.items():
         alias = field_.validation_alias
@@ -349,7 +350,7 @@ def _names_of_seed(config: type[Body]) -> set[str]:
 
 
 def _resolve_name(name: str, board: Mapping[str, Any], aliases: Mapping[str, str]) -> str | None:
-    """The name on the board, also for an alias; None if it has neither."""
+    """Return the name on the board, also for an alias; None if there is none."""
     resolved = name if name in board else aliases.get(name.lower(), name)
     return resolved if resolved in board else None
 

@@ -1,4 +1,4 @@
-"""The process of a task app: it reads settings and plug-ins, listens, and serves until it is stopped."""
+"""Runs a task app: reads settings and plug-ins, listens, and serves until a stop signal."""
 
 import asyncio
 import gc
@@ -25,8 +25,9 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# New objects between two collections of garbage. The steps of an episode stay until it is sent, and Python's
-# 700 would look through them again and again: a tenth of the CPU time of a scripted decision.
+# New objects between two garbage collections. The steps of an episode stay until it is sent, and with
+# Python's 700 the collector looks through them again and again, in a tenth of the CPU time of a scripted
+# decision.
 _OBJECTS_A_COLLECTION = 10_000
 
 
@@ -45,7 +46,7 @@ def run(settings: Settings) -> int:
     if settings.interaction_config_path is not None:
         interactions |= load_interactions(settings.interaction_config_path, settings)
     boards = replace(boards, interactions=interactions)
-    # A variable that is set and empty is a secret that failed, and no wish to have none.
+    # A variable that is set but empty is a secret that failed to load, not a wish to have no key.
     wants_key = any(name.startswith(TASK_APP_KEY) for name in os.environ)
     needs_key = wants_key or not is_loopback(settings.host)
     app = create_app(settings, boards=boards, needs_key=needs_key, spans=configure_spans(os.environ))
@@ -68,7 +69,7 @@ def build_server(app: TaskApp, *, ready: Callable[[], None]) -> Server:
     settings = services.settings
 
     async def drain(orphaned: bool) -> None:
-        # Without the parent no further results would be fetched.
+        # If the parent has ended, no further results are fetched.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
     return Server(

@@ -21,7 +21,7 @@ RewardMode = Literal["pointwise", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows after a reset or a decision; values of numpy become plain ones."""
+    """What an environment shows after a reset or a decision; numpy's values become plain values."""
 
     text: str
     """The observation as a person or a model reads it."""
@@ -34,20 +34,21 @@ class Observation:
     """Reward of the last env step; 0.0 after a reset."""
 
     def __post_init__(self) -> None:
-        # Here, where the plug-in makes it: an error has the plug-in's line, and no route meets such a value.
-        _refuse_no_text(self.text, "text")
-        _set(self, "data", plain_json(self.data, "data"))
+        # A check here fails at the plug-in's own line, and no route meets a wrong value.
+        _check_text(self.text, "text")
+        _set_field(self, "data", plain_json(self.data, "data"))
         counts = self.achievements_counts
         if any([type(count) is not int for count in counts.values()]):
-            _set(self, "achievements_counts", {name: _count(name, count) for name, count in counts.items()})
+            plain = {name: _read_count(name, count) for name, count in counts.items()}
+            _set_field(self, "achievements_counts", plain)
         reward = self.reward_last_step
         if type(reward) is not float or not isfinite(reward):
-            _set(self, "reward_last_step", plain_number(reward, "reward_last_step"))
+            _set_field(self, "reward_last_step", plain_number(reward, "reward_last_step"))
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What the tool calls of one decision did; scalars and arrays of numpy become plain values."""
+    """What the tool calls of one decision did; numpy's scalars and arrays become plain values."""
 
     observation: Observation
     """After the last env step of the decision."""
@@ -71,39 +72,39 @@ class DecisionOutcome:
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation):
             raise TypeError(f"observation is {shown(self.observation)}; an Observation is needed")
-        _refuse_no_text(self.result, "result")
+        _check_text(self.result, "result")
         rewards: Any = self.env_rewards
         if type(rewards) is not tuple or any([type(reward) is not float for reward in rewards]):
             if not isinstance(rewards, Iterable):
                 raise TypeError(f"env_rewards is {shown(rewards)}; a tuple with a number a step is needed")
             numbers = [plain_number(reward, f"env_rewards[{s}]") for s, reward in enumerate(rewards)]
-            _set(self, "env_rewards", tuple(numbers))
+            _set_field(self, "env_rewards", tuple(numbers))
         elif not all(map(isfinite, rewards)):
             raise ValueError(f"env_rewards is {shown(rewards)}; finite numbers are needed")
         for name in ("terminated", "truncated"):
             if type(flag := getattr(self, name)) is not bool:
-                _set(self, name, _flag(name, flag))
+                _set_field(self, name, _read_flag(name, flag))
 
 
-def _refuse_no_text(value: object, name: str) -> None:
+def _check_text(value: object, name: str) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shown(value)}; a text is needed")
 
 
-def _set(made: object, name: str, value: object) -> None:
-    """Set a field of an object that is being made."""
-    object.__setattr__(made, name, value)
+def _set_field(instance: object, name: str, value: object) -> None:
+    """Set a field of a frozen dataclass that is being made."""
+    object.__setattr__(instance, name, value)
 
 
-def _count(name: str, value: Any) -> int:
+def _read_count(name: str, value: Any) -> int:
     count = plain_number(value, f"achievements_counts[{name!r}]")
     if count != int(count):
         raise TypeError(f"achievements_counts[{name!r}] is {count}; a whole number is needed")
     return int(count)
 
 
-def _flag(name: str, value: Any) -> bool:
-    """A flag, which may be numpy's. Text is refused: "False" would count as true."""
+def _read_flag(name: str, value: Any) -> bool:
+    """Return a flag, which may be numpy's. Text is refused, because "False" would count as true."""
     if isinstance(value, str | bytes) or value not in (0, 1):
         raise TypeError(f"{name} is {shown(value)}; a bool is needed")
     return bool(value)
@@ -111,9 +112,9 @@ def _flag(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A tool call after its JSON was parsed: `arguments` is None if the text was no JSON object.
+    """A tool call whose JSON is parsed: `arguments` is None if the text `raw_arguments` was no JSON object.
 
-    `raw_arguments` is that text; a journal stores only the text and parses it again.
+    A journal stores only the text and parses it again.
     """
 
     name: str
@@ -135,13 +136,13 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 class PolicyObservation(list[Message]):
     """The observation that `RLRolloutWorker` passes to a policy: the messages of the prompt, with more facts.
 
-    Each decision gets its own list, never one that grows.
+    Each decision gets a new list.
 
     Attributes:
         data: the observation as plain values, for scripted policies.
         max_tokens: limit of tokens to sample, from the rest of a budget; at least 1; None: no limit.
         stop: strings that end the answer, which an agent of a captured endpoint asks for.
-        options: further settings of such an agent, of those that the policy follows (`FollowsOptions`).
+        options: the agent's further settings that the policy follows (`FollowsOptions`).
     """
 
     __slots__ = ("data", "max_tokens", "options", "stop")
@@ -162,8 +163,7 @@ class PolicyObservation(list[Message]):
 
 
 class Tool(Protocol):
-    """A tool that a model may call. `task_app.tools.function_tool` makes one of a function with a typed
-    signature.
+    """A tool that a model may call. `task_app.tools.function_tool` makes tools of functions.
 
     A tool that works on state is bound to the state of one environment.
     """
@@ -197,13 +197,13 @@ class Environment(Protocol):
         """
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools that a model may call, with JSON Schemas."""
+        """Return the tools that a model may call, with JSON Schemas."""
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The prompt of the next decision; pure, so that a policy route can use it without an episode."""
+        """Return the prompt of the next decision, from the arguments alone: a policy route has no episode."""
 
     def outcome_reward(self) -> float:
-        """The episode's score so far, as `outcome_definition` defines it."""
+        """Return the episode's score so far, as `outcome_definition` defines it."""
 
 
 def steps_quickly(environment: Environment) -> bool:
@@ -220,7 +220,7 @@ class RestorableEnvironment(Environment, Protocol):
     """
 
     def snapshot(self) -> bytes:
-        """The state that the future and `messages` depend on; the config is stored separately.
+        """Return the state that the future and `messages` depend on; the config is stored separately.
 
         Raises EpisodeOver before the first reset.
         """
@@ -234,9 +234,9 @@ class RestorableEnvironment(Environment, Protocol):
 
 @runtime_checkable
 class ReseedableEnvironment(RestorableEnvironment, Protocol):
-    """A RestorableEnvironment whose steps draw random numbers, and which can be given others.
+    """A RestorableEnvironment whose random generator can be given another seed during an episode.
 
-    Without it, episodes that begin at one snapshot share the draws that the snapshot's generator holds.
+    Without it, episodes that begin at one snapshot draw the same numbers.
     """
 
     def reseed(self, seed: int) -> None:
@@ -254,10 +254,10 @@ class ClosableEnvironment(Environment, Protocol):
     """
 
     def close(self) -> None:
-        """Give back what is held; may take milliseconds.
+        """Release everything; may take milliseconds.
 
         Called once, in a thread, when the episode or session has ended in any way; a step that hangs may
-        still run then. A later reset acquires it again.
+        still run then. A later reset acquires everything again.
         """
 
 
@@ -276,14 +276,14 @@ class AnsweredEnvironment(Environment, Protocol):
 class ConversationalEnvironment(AnsweredEnvironment, Protocol):
     """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
 
-    The prompt is then the history; `messages` serves policy routes alone. Each of several calls in a message
-    is carried out or refused separately, with its text in `DecisionOutcome.results`; `invalid_reason` belongs
-    to the first refused one. A class attribute `takes_answers = False` says that only tools count: `answer`
-    is never valid, and no interaction can answer.
+    The prompt is then the history; only policy routes use `messages`. Each of several calls in a message is
+    carried out or refused separately, with its text in `DecisionOutcome.results`; `invalid_reason` is that of
+    the first refused call. A class attribute `takes_answers = False` says that only tools count: `answer` is
+    never valid, and no interaction can answer.
     """
 
     def opening(self) -> tuple[Message, ...]:
-        """The messages before the first decision: at most one system message, then a user message.
+        """Return the messages before the first decision: at most one system message, then a user message.
 
         They stay the same until the next reset. Raises EpisodeOver before the first reset.
         """
@@ -305,7 +305,7 @@ class RestorablePolicy(Protocol):
     """An AgentPolicy with snapshots of its state: generator, memory, count of decisions."""
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as JSON-able data; never a key."""
+        """Return the state as JSON-able data, never with a key."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue like the policy of the snapshot; raise ValueError if the state is no snapshot."""
@@ -317,7 +317,7 @@ class FollowsOptions(Protocol):
 
     @property
     def call_options(self) -> frozenset[str]:
-        """The names of those that it follows: `tool_choice`, `response_format`, `parallel_tool_calls`."""
+        """Names of the settings that it follows: `tool_choice`, `response_format`, `parallel_tool_calls`."""
 
 
 @runtime_checkable
@@ -325,7 +325,7 @@ class CountsTokens(Protocol):
     """An AgentPolicy that tells how many tokens a prompt has, without taking a decision."""
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
-        """The tokens of the prompt; raises EpisodeFailed as `get_action` does."""
+        """Return the number of tokens of the prompt; raises EpisodeFailed as `get_action` does."""
 
 
 # action, raw_policy_output, log_probs, value_estimate: see AgentPolicy.get_action.
@@ -333,7 +333,7 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class AgentPolicy(Protocol):
-    """Decides. Source 2 defines the method and its four-tuple (Task 2.2), and a policy needs nothing else.
+    """Decides. Source 2 (Task 2.2) defines the method and its four-tuple; a policy needs nothing else.
 
     Records use a policy's attribute `name`, or else the name of its class.
     """
@@ -366,7 +366,7 @@ class AgentPolicy(Protocol):
 
 
 def policy_name(policy: AgentPolicy) -> str:
-    """The name of a policy in records."""
+    """Return the name of a policy in records."""
     return str(getattr(policy, "name", type(policy).__name__))
 
 
@@ -450,8 +450,8 @@ class BaseInteraction:
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The current score; `generate_response` may use it, and clients can get it over HTTP."""
+        """Return the current score; `generate_response` may use it, and clients can get it over HTTP."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Release what the episode held; called once for every start, however it ended."""
+        """Release the episode's resources; called once for every start, however the episode ended."""

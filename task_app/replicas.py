@@ -34,7 +34,7 @@ class StartFailed(Exception):
 class Replica(Worker):
     """One process; its index, from 0, is part of its log lines.
 
-    A free port that it takes for port 0 stays its own over restarts.
+    If its port is 0, it takes a free port, and the same port again after a restart.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:
@@ -79,14 +79,14 @@ async def run_replicas(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
 
     def stop_from_thread() -> None:
-        with suppress(RuntimeError):  # the loop may be closed by now
+        with suppress(RuntimeError):  # the loop may be closed already
             loop.call_soon_threadsafe(stop.set)
 
     if settings.exit_with_parent:
         when_parent_ends(stop_from_thread)
     replicas = [
         Replica(
-            index, _arguments(settings, index), settings.port and settings.port + index,
+            index, _make_arguments(settings, index), settings.port and settings.port + index,
             end_s=settings.drain_s + _END_S,
         )
         for index in range(settings.replicas or 0)
@@ -95,7 +95,12 @@ async def run_replicas(settings: Settings) -> int:
     async def announce() -> None:
         for replica in replicas:
             await replica.ready.wait()
-        print(f"task_url = {json.dumps([_local(replica.url) for replica in replicas])}", flush=True)
+        # Callers on this machine reach a server on all interfaces at the loopback address.
+        urls = [
+            replica.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+            for replica in replicas
+        ]
+        print(f"task_url = {json.dumps(urls)}", flush=True)
         await stop.wait()
 
     ends = (stop.wait(), announce(), *[replica.run_forever() for replica in replicas])
@@ -109,8 +114,8 @@ async def run_replicas(settings: Settings) -> int:
         return _BAD_SETTINGS
 
 
-def _arguments(settings: Settings, index: int) -> list[str]:
-    """The options of a replica; the environment holds the variables, and a repeated host counts once."""
+def _make_arguments(settings: Settings, index: int) -> list[str]:
+    """Return the options of a replica; its environment variables are this process's."""
     words = ["--exit-with-parent", "--host", settings.host]
     for host in settings.allowed_inference_hosts:
         words += ["--allow-inference-host", host]
@@ -121,8 +126,3 @@ def _arguments(settings: Settings, index: int) -> list[str]:
     if settings.state_dir is not None:
         words += ["--state-dir", str(settings.state_dir / f"replica-{index}")]
     return words
-
-
-def _local(url: str) -> str:
-    """The URL for callers on this machine; a server on all interfaces is called at the loopback."""
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

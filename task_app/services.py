@@ -34,14 +34,14 @@ from task_app.settings import Settings
 from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads, begin
 
-if TYPE_CHECKING:  # a tenth of a start, which only plug-ins need
+if TYPE_CHECKING:  # the import takes a tenth of the start, and only plug-ins need it
     import aiohttp
 
 log = structlog.get_logger("task_app")
 
-# While draining: the interval for checking whether the last results were acknowledged.
+# How often a draining service checks whether the last results were acknowledged.
 _FETCH_LOOK_S = 0.05
-# At the end of the service: for foreign environments to be left in order.
+# How long the end of the service waits for foreign environments to close in order.
 _CLOSE_S = 2.0
 
 
@@ -55,7 +55,7 @@ class Services:
         self.instance_id = secrets.token_hex(8)
         self.metrics = Metrics()
         self.draining = False
-        # The policies' own requests to model servers; the session is for plug-ins.
+        # The client sends the policies' requests to model servers; the session is for plug-ins.
         self.client = HttpClient(at_most=2 * settings.max_concurrent_rollouts)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +73,7 @@ class Services:
             rejects_form=settings.structured_output is StructuredOutput.REJECT,
         )
         self.runner = RolloutRunner(
-            settings, boards, self._build_context, self.interactions, self.captures,
+            settings, boards, self._make_rollout_context, self.interactions, self.captures,
             instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.count_rollout,
         )  # fmt: skip
         self.threads = Threads(most=settings.max_plugin_threads, stuck_after_s=settings.plugin_stuck_after_s)
@@ -92,7 +92,7 @@ class Services:
         )  # fmt: skip
         self.environments: Sessions[EnvironmentSession] = Sessions(
             "env", capacity=capacity, idle_s=idle_s,
-            on_add=self._watch, on_new=self.store.add, on_remove=self._end,
+            on_add=self._watch_session, on_new=self.store.add, on_remove=self._end_session,
         )  # fmt: skip
         self.policies: Sessions[PolicySession] = Sessions(
             "policy", capacity=capacity, idle_s=idle_s, on_new=self.store.add, on_remove=self.store.remove
@@ -112,7 +112,7 @@ class Services:
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None, seed: int | None = None
     ) -> PolicyContext:
-        """The context of a policy; without a rollout's id it is a conversation of its own."""
+        """Return the context of a policy; without a rollout's id the policy has its own conversation."""
         return PolicyContext(
             settings=self.settings,
             open_session=self.open_session,
@@ -124,18 +124,18 @@ class Services:
             seed=seed,
         )
 
-    def _build_context(self, request: RolloutRequest) -> PolicyContext:
+    def _make_rollout_context(self, request: RolloutRequest) -> PolicyContext:
         spec = request.policy
         return self.policy_context(
             inference_key=spec.inference_key, rollout_id=request.rollout_id, seed=spec.seed
         )
 
-    def _watch(self, session: EnvironmentSession) -> None:
+    def _watch_session(self, session: EnvironmentSession) -> None:
         session.on_decision = self.metrics.count_decision
         session.threads = self.threads
         session.lock.at_most_s = self.settings.session_wait_s
 
-    def _end(self, env_id: str, session: EnvironmentSession) -> None:
+    def _end_session(self, env_id: str, session: EnvironmentSession) -> None:
         self.store.remove(env_id, session)
         session.begin_close()
 
@@ -154,7 +154,7 @@ class Services:
             )  # fmt: skip
 
     async def fetch_tools(self, environment: Environment) -> tuple[ToolSpec, ...]:
-        """The environment's tools; a foreign one may have to ask for them first."""
+        """Return the environment's tools; a foreign environment may have to ask its server for them."""
         if steps_quickly(environment):
             return list_tools(environment)
         return await self.threads.run("environment.tools", list_tools, environment)

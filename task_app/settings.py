@@ -2,7 +2,7 @@
 
 `TURNWISE_MAX_SESSIONS` sets the field `max_sessions`, and so on; lists are comma separated. The keys have the
 names that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, a file that holds
-it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys. The help of the command reads this file, so it imports
+it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys. The command's help imports this file, so it imports
 little.
 """
 
@@ -34,7 +34,7 @@ from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 
-# Ends the names of the settings that name a Python, after the library that it has.
+# Settings that name a Python are called by the library that it has, with this ending.
 _PYTHON = "_python"
 _LAST_PORT = 65_535
 
@@ -77,7 +77,7 @@ Bytes = Annotated[int, Field(ge=1_024, le=1 << 30)]
 
 
 class _Keys(Key):
-    """The primary key and its aliases, without blanks and repetitions."""
+    """Reads the primary key and its aliases, without blanks and repetitions."""
 
     def read(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         primary = super().read(environ)
@@ -120,7 +120,7 @@ class Reach(SettingsTable):
     )
 
     def python_with(self, library: str) -> str:
-        """The interpreter that has a library; this process's own where no setting names one."""
+        """Return the interpreter that has a library; this process's own where no setting names one."""
         return str(getattr(self, library + _PYTHON) or sys.executable)
 
 
@@ -132,9 +132,7 @@ class Settings(Reach, ServiceSettings):
     port: Port = 8001
     api_keys: Annotated[tuple[SecretStr, ...], _Keys(TASK_APP_KEY)] = Field(default=(), repr=False)
     allowed_inference_hosts: Annotated[
-        tuple[Host, ...],
-        Flag("--allow-inference-host"),
-        Variable("TURNWISE_ALLOWED_INFERENCE_HOSTS"),
+        tuple[Host, ...], Flag("--allow-inference-host"), Variable("TURNWISE_ALLOWED_INFERENCE_HOSTS")
     ] = Field(
         default=LOOPBACK,
         description="host or host:port that an inference_url may name, as those of "
@@ -162,8 +160,7 @@ class Settings(Reach, ServiceSettings):
         default=False, description="end when standard input closes"
     )
     inference_url: InferenceUrl | None = Field(
-        default=None,
-        description="for policies that name none; /info shows it as inference.base_url",
+        default=None, description="for policies that name none; /info shows it as inference.base_url"
     )
     inference_model: str | None = Field(
         default=None, min_length=1, max_length=500, description="its model; /info: inference.default_model"
@@ -267,22 +264,14 @@ class Settings(Reach, ServiceSettings):
 
     @property
     def inference_hosts(self) -> tuple[str, ...]:
-        """Hosts that an inference_url may name, with the operator's own server."""
+        """Return the hosts that an inference_url may name, with the operator's own server."""
         own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
         return (*self.allowed_inference_hosts, *own)
 
     def limits(self) -> dict[str, Any]:
-        """The limits for `/info`, without keys and paths."""
-        hidden = {
-            "api_keys",
-            "state_dir",
-            "interaction_config_path",
-            "mcp_servers",
-            "host",
-            "port",
-            "plugins",
-        }
-        hidden |= {"replicas", "exit_with_parent"}
+        """Return the limits for `/info`, without keys and paths."""
+        hidden = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers", "host", "port"}
+        hidden |= {"plugins", "replicas", "exit_with_parent"}
         hidden |= {name for name in type(self).model_fields if name.endswith(_PYTHON)}
         return self.model_dump(mode="json", exclude=hidden)
 

@@ -4,7 +4,8 @@
         def make(self) -> Environment:
             return MazeEnvironment()
 
-pytest then runs every test below on it. This file needs no pytest. (The idea: dm_env's EnvironmentTestMixin.)
+pytest then runs every test below on it. This file does not import pytest. (Idea: dm_env's
+EnvironmentTestMixin.)
 """
 
 import json
@@ -41,10 +42,10 @@ class EnvironmentContract:
     decisions = 200
     """Longest episode that is played."""
     words = "words without a call"
-    """An answer for an environment that takes words, if it offers nothing to call."""
+    """An answer for an environment that takes words, if it has no tools."""
 
     def make(self) -> Environment:
-        """A new environment with the config to test."""
+        """Return a new environment with the config to test."""
         raise NotImplementedError("subclass EnvironmentContract and return an environment from make()")
 
     def test_it_has_a_name_tools_and_says_what_its_outcome_is(self) -> None:
@@ -232,7 +233,7 @@ class EnvironmentContract:
         return outcome
 
     def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
-        """Play random calls of the environment's own tools, the same every time."""
+        """Play random calls of the environment's own tools, equal at every call."""
         source = random.Random(self.seed)
         environment.reset(self.seed)
         decisions = []
@@ -252,7 +253,7 @@ class EnvironmentContract:
         return environment.step(calls)
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
-        """A random call of a tool; no call if there is no tool."""
+        """Return a random call of a tool; no call if there is no tool."""
         if not environment.tools():
             return ()
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]

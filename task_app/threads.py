@@ -1,4 +1,4 @@
-"""Runs slow calls of plug-ins in threads of their own, so that one that hangs blocks no other."""
+"""Runs each slow call of a plug-in in a thread of its own, so that a call that hangs blocks no other."""
 
 import asyncio
 import contextvars
@@ -26,8 +26,8 @@ class Threads:
     """Runs up to `most` calls at once, in the order of the requests.
 
     A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call that runs longer
-    than `stuck_after_s`, or that is awaited no more, gives its place to the next one; its daemon thread goes
-    on. Once `most` are stuck, no more calls start.
+    than `stuck_after_s`, or that no caller awaits any more, gives its place to the next one; its daemon
+    thread goes on. Once `most` calls hang, no more calls start.
     """
 
     def __init__(self, *, most: int, stuck_after_s: float) -> None:
@@ -38,7 +38,7 @@ class Threads:
         self.stuck_count = 0
 
     async def run(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """The result of `call(*arguments)`; cancelling the wait does not stop the call."""
+        """Return the result of `call(*arguments)`; cancelling the wait does not stop the call."""
         if self.stuck_count >= self._most:
             raise CapacityReached(
                 f"{self.stuck_count} calls of plug-ins hang in this task app; it starts no more of them",
@@ -48,7 +48,7 @@ class Threads:
         loop = asyncio.get_running_loop()
         future = begin(what, call, *arguments)
         given_up: asyncio.Future[None] = loop.create_future()
-        watcher = loop.create_task(self._watch(what, future, given_up))
+        watcher = loop.create_task(self._watch_call(what, future, given_up))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         try:
@@ -56,7 +56,7 @@ class Threads:
         finally:
             given_up.set_result(None)
 
-    async def _watch(self, what: str, future: asyncio.Future[T], given_up: asyncio.Future[None]) -> None:
+    async def _watch_call(self, what: str, future: asyncio.Future[T], given_up: asyncio.Future[None]) -> None:
         begun, stuck_after_s = time.monotonic(), self._stuck_after_s
         either: set[asyncio.Future[Any]] = {future, given_up}
         await asyncio.wait(either, timeout=stuck_after_s, return_when=asyncio.FIRST_COMPLETED)
@@ -72,10 +72,10 @@ class Threads:
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Run the call of a plug-in in a thread: one of `threads`, or one more without them.
+    """Run the call of a plug-in in a thread: one of `threads`, or a further one if this is None.
 
     Raises:
-        CriticalError: the call raised what is no error of the service.
+        CriticalError: the call raised something other than an error of the service.
     """
     if threads is None:
         return await begin(what, call, *arguments)
@@ -89,8 +89,8 @@ def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[
     context = contextvars.copy_context()
 
     def guarded() -> T:
-        # Here and not where the result is awaited: a future takes no StopIteration, and a SystemExit or
-        # CancelledError in it would end the service or look like our own cancellation.
+        # The boundary is here, not where the result is awaited: a future takes no StopIteration, and a
+        # SystemExit or CancelledError in it would end the service or look like our own cancellation.
         with boundary(what):
             return call(*arguments)
 
@@ -99,11 +99,11 @@ def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[
             settle = partial(future.set_result, context.run(guarded))
         except ServiceError as exc:
             settle = partial(future.set_exception, exc)
-        except BaseException as exc:  # of the boundary itself: an unsettled future would hang the call
+        except BaseException as exc:  # the boundary itself failed, and the caller must not wait for ever
             settle = partial(future.set_exception, InternalError(f"{what}: {describe_error(exc)}"))
         with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle)
-        del future, settle  # an error holds this frame, and would hold itself and the plug-in
+        del future, settle  # otherwise an error would hold this frame, and through it itself and the plug-in
 
     threading.Thread(target=run, args=(future,), name=what, daemon=True).start()
     return future

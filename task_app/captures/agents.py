@@ -1,4 +1,4 @@
-"""The operator's agents: commands that a rollout may name, and the process that plays one episode.
+"""The operator's agents: their commands, and the process that plays one episode.
 
     AGENTS = {"guess": Agent(["python", "guess_agent.py"])}
 
@@ -33,21 +33,21 @@ GROUND_TRUTH = "ground_truth"
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as the operator configures it, in a plug-ins file."""
+    """An agent in an operator's plug-ins file."""
 
     command: Sequence[str]
-    """Program and arguments; no shell reads them. A path is relative to `folder`."""
+    """Program and arguments, without a shell. A path is relative to `folder`."""
     folder: Path | str | None = None
-    """Where it runs; None: where the task app does."""
+    """Working directory; None: that of the task app."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Its further environment variables, by value. Of the task app's own it gets those that hold no keys, and
-    no PYTHONPATH."""
+    """Further environment variables. The agent also gets the task app's variables that hold no keys, but not
+    PYTHONPATH."""
     exit_codes: tuple[int, ...] = (0,)
-    """Codes that are an episode's end; any other fails the rollout."""
+    """Exit codes of a finished episode; any other code fails the rollout."""
     models: tuple[str, ...] = ()
-    """Names that it may ask for; empty: any, and the policy answers."""
+    """Model names that the agent may request; empty allows any name. The policy always answers."""
     sees_ground_truth: bool = False
-    """Whether its task has the row's ground truth, by which it can reward itself."""
+    """Whether its task contains the row's ground truth, by which the agent can compute its reward."""
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
@@ -58,7 +58,7 @@ class Agent:
 
     @property
     def program(self) -> str | None:
-        """Where the program is, as its process will find it; None: nowhere."""
+        """The path at which the agent's process will find the program; None if there is none."""
         name = self.command[0]
         if self.folder is not None and os.path.dirname(name):
             name = os.path.join(self.folder, name)
@@ -66,13 +66,13 @@ class Agent:
 
 
 class AgentConfig(Body):
-    """The config of an agent's environment: whatever the agent reads."""
+    """The config of an agent's environment: any keys that the agent reads."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class AgentEnvironment:
-    """An agent by its name on the board. It cannot be stepped: the agent itself asks the policy."""
+    """An agent on the plug board. It cannot be stepped, because the agent calls the policy itself."""
 
     outcome_definition = OUTCOME
     quick_step = True
@@ -106,15 +106,11 @@ class AgentEnvironment:
 
 
 def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
-    """The agent as an environment on the plug board."""
     return EnvironmentPlugin(AgentConfig, lambda config: AgentEnvironment(PREFIX + name, agent, config))
 
 
 async def start_agent(agent: Agent, task: Mapping[str, Any], *, url: str, key: str, output: Output) -> Child:
-    """Start the agent, and give it its task and its model at the capture's `url`, without /v1.
-
-    The key is of the capture alone.
-    """
+    """Start an agent's process with its task; its model is at the capture's `url` (without /v1)."""
     model = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
@@ -126,7 +122,7 @@ async def start_agent(agent: Agent, task: Mapping[str, Any], *, url: str, key: s
         agent.command, prints=output, folder=agent.folder, is_ours=False,
         env={**without_keys(os.environ), **agent.variables, **model},
     )  # fmt: skip
-    with suppress(BrokenPipeError, ConnectionResetError):  # one that reads no task
+    with suppress(BrokenPipeError, ConnectionResetError):  # the agent need not read its task
         child.stdin.write(json.dumps(task).encode())
         child.stdin.close()
     return child

@@ -1,6 +1,6 @@
-"""ASGI middleware: every error below a capture's /v1 in the form that the caller's library reads.
+"""ASGI middleware that translates every error below a capture's /v1 into the dialect of the caller's library.
 
-Also those of the gate and the router: a wrong key, a body that is too large, a route that is not there.
+It also translates errors of the gate and the router: a wrong key, a body that is too large, an unknown route.
 """
 
 import json
@@ -19,7 +19,7 @@ CLIENT_MISTAKE = 400
 
 
 def split_path(scope: Scope) -> tuple[str, str]:
-    """The capture, and what follows /v1/, in the path of a request; both are empty for another one."""
+    """Return the capture's id and the path after /v1/; both are empty for any other path."""
     path = scope.get("path", "")
     if not path.startswith(PATH):
         return "", ""
@@ -28,9 +28,9 @@ def split_path(scope: Scope) -> tuple[str, str]:
 
 
 class CallErrors:
-    """Translates the problem bodies of answers below a capture's /v1.
+    """Translates problem bodies below a capture's /v1.
 
-    `find_dialect` tells the dialect of a path behind /v1/, or of the headers.
+    `find_dialect` finds the dialect by the path after /v1/ or by the headers.
     """
 
     def __init__(self, app: ASGIApp, find_dialect: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:
@@ -44,7 +44,7 @@ class CallErrors:
 
 
 class _Translation:
-    """The send channel of a call: it holds a problem back until its body is whole."""
+    """A send channel that holds a problem back until its body is complete."""
 
     def __init__(self, dialect: Dialect, send: Send) -> None:
         self._dialect, self._send = dialect, send
@@ -64,7 +64,7 @@ class _Translation:
                 await self._send_translated(self._start, json.loads(self._body))
 
     async def _send_translated(self, start: Message, problem: Mapping[str, Any]) -> None:
-        """A mistake of the caller's is a 400, which no library repeats."""
+        """Send the problem in the dialect; mistakes of the caller become a 400, which no library retries."""
         is_name = problem["code"] == UnknownName.code
         code = "model_not_found" if is_name else problem["code"]
         status = 404 if is_name else CLIENT_MISTAKE if start["status"] in (409, 422) else start["status"]

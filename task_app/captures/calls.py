@@ -1,4 +1,4 @@
-"""What the three dialects of a captured endpoint share: a call, its answer, and how a body is read."""
+"""Shared parts of the three dialects of captures: a call, its answer, and the reading of a body."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,33 +14,32 @@ from shared_schemas.tool_choice import chosen_tools, read_tool_choice
 from task_app.errors import InvalidRequest, clipped
 
 Json = dict[str, Any]
-# One server-sent event: its name, if the dialect has names, and its data.
+# A server-sent event: its name, if the dialect has names, and its data.
 Event = tuple[str | None, Json | str]
-# Forms of an answer that an agent may ask for.
+# Values of a response format's `type`.
 _FORMS = ("text", "json_object", "json_schema")
-# Levels that stand above a tool's schema where rollouts are stored and sent, and some to spare.
+# JSON levels above a tool's schema in a stored rollout, and some to spare.
 _ABOVE_SCHEMA = 11
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model call of an agent, in the form in which policies are asked."""
+    """A model call of an agent, independent of its dialect."""
 
     model: str
-    """The name that the agent gives."""
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     max_tokens: int | None = None
-    """The agent's own limit; the policy's holds too."""
+    """The agent's own limit, in addition to the policy's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer."""
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Settings of the agent that have no effect, because the policy's own apply."""
+    """Settings of the call that have no effect, because the policy's own apply."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings, in Chat Completions' form: `tool_choice` where a call is forced, `response_format`,
-    `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`)."""
+    """Further settings in the form of Chat Completions: `tool_choice` if a call is required,
+    `response_format`, `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Answer:
     """The answer to a call."""
 
     call_id: str
-    """Id of the capture and the turn; each dialect puts its prefix before it."""
+    """Id of the capture and the turn; each dialect adds its prefix."""
     turn: int
     """Number of the decision, from 1."""
     created: int
@@ -63,11 +62,11 @@ class Answer:
     ignored: tuple[str, ...] = ()
     """Settings of the call without effect."""
     dropped: tuple[str, ...] = ()
-    """The ignored options that the policy does not follow."""
+    """The ignored settings that are options which the policy does not follow."""
 
 
 class Dialect(Protocol):
-    """One API: `read` raises InvalidRequest for what it does not offer."""
+    """The form of requests and replies of one API. `read` raises InvalidRequest for unsupported features."""
 
     def read(self, body: Json) -> Call: ...
 
@@ -82,16 +81,16 @@ class Dialect(Protocol):
 
 @dataclass(slots=True)
 class Keys:
-    """The keys of a request's body, each of which is read, refused or reported: none is dropped in silence.
+    """Reads the keys of a request's body; every key is read, refused or reported as ignored.
 
-    A key that is null counts as absent, at every depth that is read here.
+    A key that is null counts as absent.
     """
 
     body: Json
     ignored: list[str] = field(default_factory=list)
-    """Keys without effect so far."""
+    """Keys without effect, as far as the body was read."""
     options: Json = field(default_factory=dict)
-    """Options as in `Call`, so far."""
+    """`Call.options`, as far as the body was read."""
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -107,18 +106,18 @@ class Keys:
         return value
 
     def skip(self, *names: str) -> None:
-        """Keys for the caller's own records."""
+        """Accept keys that are for the caller's own records."""
         self._read.update(names)
 
     def refuse(self, name: str, allowed: Sequence[Any], hint: str) -> None:
-        """Refuse every value of a key but these."""
+        """Refuse any value of a key that is not allowed."""
         self._read.add(name)
         value = self.body.get(name)
         if name in self.body and not is_among(value, allowed):
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
-        """The tools that may be called; a call that the agent forces becomes an option."""
+        """Return the tools that may be called; a required call becomes an option."""
         specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
         try:
@@ -134,9 +133,9 @@ class Keys:
         return tuple(specs[place] for place in places)
 
     def form(self, value: Any, where: str) -> None:
-        """Note the form that the agent wants of the answer; text is none.
+        """Store the requested form of the answer as an option; plain text needs none.
 
-        `value` is as Chat Completions has it, or with the schema's keys at its top, as the others do.
+        `value` has the form of Chat Completions, or the schema's keys at its top as in the other dialects.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -149,7 +148,7 @@ class Keys:
         self.options[RESPONSE_FORMAT] = value
 
     def form_in(self, name: str) -> None:
-        """Note the form at `format` of this key, whose other settings have no effect."""
+        """Store the answer's form from the key's `format`; its other settings have no effect."""
         part = self.take(name, dict, {})
         self.form(part.get("format"), f"{name}.format")
         self.ignored += [f"{name}.{clipped(other)}" for other in part if other != "format"]
@@ -172,13 +171,13 @@ class Keys:
         return tuple(filter(None, texts))
 
     def rest(self) -> tuple[str, ...]:
-        """All keys without effect."""
+        """Return all keys without effect."""
         full = [name for name, value in self.body.items() if value not in ([], {})]
         unread = [clipped(name) for name in full if name not in self._read]
         return tuple(dict.fromkeys([*self.ignored, *unread]))
 
     def call(self, messages: Iterable[Message], read_tool: Callable[["Item"], ToolSpec], **own: Any) -> Call:
-        """The call with the keys that all dialects share, and the dialect's own facts; read last."""
+        """Make the call from the keys of all dialects and the dialect's `own` fields. Call this last."""
         return Call(
             model=self.take("model", str, ""),
             messages=tuple(messages),
@@ -190,7 +189,6 @@ class Keys:
         )
 
     def messages(self) -> list["Item"]:
-        """The messages, at least one."""
         items = objects(self.take("messages", list, []), "messages")
         if not items:
             raise refusal_at("messages", "is empty")
@@ -198,13 +196,13 @@ class Keys:
 
 
 def refusal_at(where: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-    """The refusal of a place in the body; the sentence begins with the place."""
+    """Make the error for a place in the body; the sentence begins with the place."""
     return InvalidRequest(f"{where} {fault}", where=where, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object of a body, with its place there, such as `messages.3`."""
+    """An object in a body, with its place, such as `messages.3`."""
 
     value: Json
     where: str
@@ -213,46 +211,46 @@ class Item:
         return self.value.get(name, default)
 
     def refusal(self, name: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-        """The refusal of its value under a key."""
+        """Make the error for the value of a key."""
         return refusal_at(f"{self.where}.{name}", fault, hint=hint)
 
     def part(self, name: str, kind: type, needed: str) -> Any:
-        """The value under a key, which has to be of this kind; `needed` names it."""
+        """Return the value of a key, which must be of this kind; `needed` names the kind in the error."""
         if not isinstance(self.get(name), kind):
             fault = f"{self.where}.{say_needed(self.value, name, needed)}"
             raise InvalidRequest(fault, where=f"{self.where}.{name}")
         return self.value[name]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """The text under a key; without a default it may not be absent."""
+        """Return the text of a key, which is required if there is no default."""
         if name not in self.value and default is not None:
             return default
         text: str = self.part(name, str, "a text")
         return text
 
     def role(self, roles: Mapping[str, str]) -> str:
-        """The role of a message as policies know it."""
+        """Return the role of a message in the policies' terms."""
         role = self.get("role")
         if not isinstance(role, str) or role not in roles:
             raise self.refusal("role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
         return roles[role]
 
     def part_text(self, kinds: Iterable[str]) -> str:
-        """The text of a part of a content, which has to be of one of these kinds."""
+        """Return the text of a content part, which must be of one of these kinds."""
         kind = self.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             fault = f"is {clipped(repr(kind))}; the policy reads text alone"
             raise self.refusal("type", fault, hint="images, sound and files are not offered here")
-        # Chat Completions has the text of a refusal under that name.
+        # In Chat Completions the text of a refusal has the key `refusal`.
         return self.text("refusal" if kind == "refusal" else "text")
 
     def content(self, name: str, kinds: Iterable[str]) -> str:
-        """The text of a content: absent, a text, or a list of parts of these kinds."""
+        """Return the text of the content under a key; see `parts_text`."""
         return parts_text(self.get(name), kinds, where=f"{self.where}.{name}")
 
 
 def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
-    """As `Item.content`, of the content at a place."""
+    """Return the text of a content: absent, a text, or a list of parts of these kinds."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -279,7 +277,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def tool_spec(function: Item, schema_key: str) -> ToolSpec:
-    """A tool in OpenAI's form; `schema_key` is the dialect's name of the arguments' schema."""
+    """Convert a tool to OpenAI's form; `schema_key` is the dialect's key for the arguments' schema."""
     schema = function.part(schema_key, dict, "a JSON Schema") if schema_key in function.value else {}
     try:
         read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
@@ -291,8 +289,8 @@ def tool_spec(function: Item, schema_key: str) -> ToolSpec:
     return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 
-def with_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "") -> None:
-    """Append calls, and the text before them, to the assistant's message at the end, or as a new one."""
+def append_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "") -> None:
+    """Append text and calls to the assistant's message at the end, or add such a message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if last is None:
         messages.append(Message(role="assistant", content=text, tool_calls=tuple(calls) or None))
@@ -302,9 +300,10 @@ def with_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "
 
 
 def arguments_object(call: ToolCall) -> Json:
-    """A call's arguments as an object, for a dialect without text; what is none stands below `arguments`,
+    """Return a call's arguments as an object, for a dialect that has no text form.
 
-    and so do numbers that no body may hold.
+    Text that is not a JSON object, or that holds numbers which no body may hold, becomes `{"arguments":
+    text}`.
     """
     try:
         value = read_quotation(call.function.arguments.encode())

@@ -1,11 +1,11 @@
-"""OpenAI Chat Completions, as a captured endpoint speaks it."""
+"""The dialect of OpenAI Chat Completions for captures."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from shared_schemas.base import shown
 from shared_schemas.chat import openai_error
-from shared_schemas.messages import Message, ToolCall, ToolSpec
+from shared_schemas.messages import Message, ToolCall
 from task_app.captures.calls import Answer, Call, Event, Item, Json, Keys, objects, tool_call, tool_spec
 
 _TEXT = ("text", "refusal")
@@ -25,8 +25,8 @@ class ChatCompletions:
         keys.skip("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
         stream_options = keys.take("stream_options", dict, {})
         return keys.call(
-            map(_message, messages),
-            _tool,
+            map(_read_message, messages),
+            lambda item: tool_spec(_read_function(item), "parameters"),
             max_tokens=keys.max_tokens("max_completion_tokens", "max_tokens"),
             stop=keys.stop("stop"),
             include_usage=bool(stream_options.get("include_usage")),
@@ -34,13 +34,13 @@ class ChatCompletions:
 
     def body(self, answer: Answer, call: Call) -> Json:
         ending = {"logprobs": None, "finish_reason": answer.finish_reason}
-        choice = {"index": 0, "message": _answer(answer), **ending}
+        choice = {"index": 0, "message": _answer_message(answer), **ending}
         return {**_frame(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, answer: Answer, call: Call) -> Iterable[Event]:
-        frame, delta = _frame(answer, "chat.completion.chunk"), _answer(answer)
-        for place, one in enumerate(delta.get("tool_calls", ())):
-            one["index"] = place
+        frame, delta = _frame(answer, "chat.completion.chunk"), _answer_message(answer)
+        for index, call_delta in enumerate(delta.get("tool_calls", ())):
+            call_delta["index"] = index
         for part, reason in ((delta, None), ({}, answer.finish_reason)):
             yield None, {**frame, "choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
         if call.include_usage:
@@ -54,7 +54,7 @@ class ChatCompletions:
         return {"error": openai_error(sentence, status=status, code=code, where=where)}
 
 
-def _message(item: Item) -> Message:
+def _read_message(item: Item) -> Message:
     role = item.role(_ROLES)
     fields: dict[str, Any] = {"content": item.content("content", _TEXT)}
     if name := item.text("name", default=""):
@@ -62,28 +62,24 @@ def _message(item: Item) -> Message:
     if role == "tool":
         fields["tool_call_id"] = item.text("tool_call_id", default="")
     if calls := objects(item.get("tool_calls", []), f"{item.where}.tool_calls"):
-        fields["tool_calls"] = tuple(map(_call, calls))
+        fields["tool_calls"] = tuple(map(_read_call, calls))
     return Message(role=role, **fields)
 
 
-def _call(item: Item) -> ToolCall:
-    function = _function(item)
+def _read_call(item: Item) -> ToolCall:
+    function = _read_function(item)
     name, arguments = function.text("name"), function.text("arguments")
     return tool_call(item.text("id"), name, arguments)
 
 
-def _tool(item: Item) -> ToolSpec:
-    return tool_spec(_function(item), "parameters")
-
-
-def _function(item: Item) -> Item:
+def _read_function(item: Item) -> Item:
     kind = item.get("type", "function")
     if kind != "function":
         raise item.refusal("type", f"is {shown(kind)}; only functions are offered here")
     return Item(item.part("function", dict, "an object"), f"{item.where}.function")
 
 
-def _answer(answer: Answer) -> Json:
+def _answer_message(answer: Answer) -> Json:
     message: Json = {"role": "assistant", "content": answer.text or None, "refusal": None}
     if answer.tool_calls:
         message["tool_calls"] = [call.model_dump(mode="json") for call in answer.tool_calls]

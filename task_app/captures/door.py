@@ -1,4 +1,4 @@
-"""The captures of a service by their ids, and the door that lets an agent in with its capture's key alone."""
+"""The captures of a service by id, and the door that accepts a capture's own key for that capture."""
 
 import hmac
 from collections.abc import Collection
@@ -15,12 +15,12 @@ from task_app.held import Held
 from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
-# Below a capture: the paths of the dialects, which always need its key.
+# Prefix, below a capture, of the dialects' paths, which always need a key.
 V1 = "/v1/"
 
 
 class Captures:
-    """The captures that are not forgotten; `held` counts the bytes of captures and rollouts."""
+    """The open captures of a service; `held` counts the bytes of captures and rollouts."""
 
     def __init__(self, *, capacity: int, idle_s: float, held: Held, rejects_form: bool = False) -> None:
         self.held, self._rejects_form = held, rejects_form
@@ -31,14 +31,15 @@ class Captures:
             end_path="/captures/{capture_id}/end",
             on_remove=self._release,
         )
-        # Host and port at which this service was last asked for a rollout; agents run on this machine.
+        # Host and port of the last request for a rollout, by which agents on this machine reach this service.
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
-        """Open a capture, whose request's size counts as held unless a rollout's does.
+        """Open a capture; `size` is that of its request, or 0 if a rollout's request is counted already.
 
         Raises:
-            CapacityReached: there are too many, or no more bytes fit; a rollout was accepted before.
+            CapacityReached: there are too many captures or held bytes. Bytes are not checked for a rollout's
+                capture, because the rollout was accepted before.
         """
         if spec.max_bytes is not None:
             self.held.check_room()
@@ -48,12 +49,12 @@ class Captures:
         return capture
 
     def _release(self, _: str, capture: Capture) -> None:
-        """A call that is still being answered is refused then, so nothing is held later."""
+        # A pending call is refused after this end, so it will hold no bytes.
         capture.end(StopReason.ENVIRONMENT_DONE)
         capture.hold(-capture.held_bytes)
 
     def find_url(self, capture: Capture) -> str:
-        """The address of a capture on this machine, without /v1."""
+        """Return the URL of a capture on this machine, without /v1."""
         if self.address is None or self.address[1] is None:
             raise InvalidRequest("agents reach this service over TCP, and it was asked over another socket")
         host, port = self.address
@@ -68,9 +69,9 @@ class Captures:
 
 
 class CaptureDoor(KeyDoor):
-    """The service's door, which a capture's own key opens too, for that capture alone.
+    """The service's door, which also accepts a capture's own key for that capture.
 
-    A model call needs a key even where the service has none: an agent with a wrong one is told so.
+    Model calls need a key even if the service has none, so that an agent with a wrong key gets an error.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Anthropic Messages, as a captured endpoint speaks it."""
+"""The dialect of Anthropic Messages for captures."""
 
 from collections.abc import Iterable
 
@@ -13,12 +13,12 @@ from task_app.captures.calls import (
     Item,
     Json,
     Keys,
+    append_calls,
     arguments_object,
     objects,
     parts_text,
     tool_call,
     tool_spec,
-    with_calls,
 )
 from task_app.errors import clipped
 
@@ -26,7 +26,7 @@ _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
 _UNSHOWN = ("thinking", "redacted_thinking")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# A conversation that the server holds. Where the error says that it cannot, its library sends all of it.
+# Key of a conversation that the server stores. After this error, Anthropic's library sends the whole one.
 _THREAD = "thread"
 _NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": []}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -41,13 +41,13 @@ class AnthropicMessages:
         system = parts_text(keys.take("system", (str, list)), _TEXT, where="system")
         messages = [Message(role="system", content=system)] if system else []
         for item in items:
-            _add(messages, item)
+            _add_message(messages, item)
         keys.skip("metadata", "service_tier")
         keys.refuse(_THREAD, (), "send the whole conversation in each call")
         keys.form_in("output_config")
-        keys.form(keys.take("output_format", dict), "output_format")  # its name while it was a beta
+        keys.form(keys.take("output_format", dict), "output_format")  # the name in the beta
         limit, stop = keys.max_tokens("max_tokens"), keys.stop("stop_sequences")
-        return keys.call(messages, _tool, max_tokens=limit, stop=stop)
+        return keys.call(messages, _read_tool, max_tokens=limit, stop=stop)
 
     def body(self, answer: Answer, call: Call) -> Json:
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
@@ -56,7 +56,7 @@ class AnthropicMessages:
             "type": "message",
             "role": "assistant",
             "model": answer.model,
-            "content": _blocks(answer),
+            "content": _make_blocks(answer),
             "stop_reason": _STOP[answer.finish_reason],
             "stop_sequence": None,
             "usage": usage,
@@ -87,7 +87,7 @@ class AnthropicMessages:
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        # The API's own words, by which libraries know that a shorter prompt may fit.
+        # Libraries recognise these words of the API, and retry with a shorter prompt.
         reason = "prompt is too long" if code == CONTEXT_LENGTH_EXCEEDED else code
         error: Json = {"type": kind, "message": f"{reason}: {sentence}"}
         if where == _THREAD:
@@ -95,8 +95,8 @@ class AnthropicMessages:
         return {"type": "error", "error": error}
 
 
-def _add(messages: list[Message], item: Item) -> None:
-    """Append a message; results of calls, which stand in the user's here, become messages before it."""
+def _add_message(messages: list[Message], item: Item) -> None:
+    """Append a message; tool results, here blocks of the user's message, become messages before it."""
     role, content = item.role(_ROLES), item.get("content")
     if isinstance(content, str):
         messages.append(Message(role=role, content=content))
@@ -117,18 +117,18 @@ def _add(messages: list[Message], item: Item) -> None:
             texts.append(block.part_text(_TEXT))
     if role == "assistant":
         messages.append(Message(role="assistant", content=""))
-        with_calls(messages, calls, "".join(texts))
+        append_calls(messages, calls, "".join(texts))
     elif texts:
         messages.append(Message(role="user", content="".join(texts)))
 
 
-def _tool(item: Item) -> ToolSpec:
+def _read_tool(item: Item) -> ToolSpec:
     if item.get("type", "custom") != "custom":
         raise item.refusal("type", f"is {clipped(repr(item.get('type')))}; only custom is offered")
     return tool_spec(item, "input_schema")
 
 
-def _blocks(answer: Answer) -> list[Json]:
+def _make_blocks(answer: Answer) -> list[Json]:
     blocks: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
     blocks += [
         {"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments_object(call)}

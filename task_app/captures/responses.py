@@ -1,4 +1,4 @@
-"""OpenAI Responses, as a captured endpoint speaks it: nothing is stored, so each call has its whole input."""
+"""The dialect of OpenAI Responses for captures. Nothing is stored, so each call must have its whole input."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +12,10 @@ from task_app.captures.calls import (
     Item,
     Json,
     Keys,
+    append_calls,
     objects,
     tool_call,
     tool_spec,
-    with_calls,
 )
 from task_app.errors import InvalidRequest, clipped
 
@@ -35,8 +35,8 @@ class Responses:
         keys.form_in("text")
         keys.skip("user", "metadata", "store", "include", "safety_identifier", "prompt_cache_key",
                   "stream_options", "truncation", "service_tier")  # fmt: skip
-        messages = _messages(keys.take("instructions", str, ""), keys.take("input", (str, list), []))
-        return keys.call(messages, _tool, max_tokens=keys.max_tokens("max_output_tokens"))
+        messages = _read_messages(keys.take("instructions", str, ""), keys.take("input", (str, list), []))
+        return keys.call(messages, _read_tool, max_tokens=keys.max_tokens("max_output_tokens"))
 
     def body(self, answer: Answer, call: Call) -> Json:
         is_cut = answer.finish_reason == "length"
@@ -45,7 +45,7 @@ class Responses:
             **_frame(answer, call),
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": _items(answer),
+            "output": _make_items(answer),
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0},
@@ -62,8 +62,8 @@ class Responses:
             ("response.created", {"response": start}),
             ("response.in_progress", {"response": start}),
         ]
-        for place, item in enumerate(whole["output"]):
-            parts += _item_events(item, place)
+        for index, item in enumerate(whole["output"]):
+            parts += _item_events(item, index)
         end = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
         parts.append((end, {"response": whole}))
         for number, (name, data) in enumerate(parts):
@@ -76,25 +76,25 @@ class Responses:
         return {"error": openai_error(sentence, status=status, code=code, where=where)}
 
 
-def _messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Message, ...]:
+def _read_messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Message, ...]:
     is_text = isinstance(text_or_items, str)
     items = [{"role": "user", "content": text_or_items}] if is_text else text_or_items
     messages: list[Message] = []
     for item in objects(items, "input"):
-        _add(messages, item)
+        _add_item(messages, item)
     if not messages:
         raise InvalidRequest("input holds no message", where="input")
     system = [Message(role="system", content=instructions)] if instructions else []
     return (*system, *messages)
 
 
-def _add(messages: list[Message], item: Item) -> None:
-    """Append an item; the text and the calls of one answer become one message again."""
+def _add_item(messages: list[Message], item: Item) -> None:
+    """Append an item; text and calls of one answer become one message."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
     if kind == "function_call":
-        with_calls(messages, [tool_call(*map(item.text, ("call_id", "name", "arguments")))])
+        append_calls(messages, [tool_call(*map(item.text, ("call_id", "name", "arguments")))])
         return
     if kind == "function_call_output":
         text, call_id = item.content("output", _TEXT), item.text("call_id", default="")
@@ -104,12 +104,12 @@ def _add(messages: list[Message], item: Item) -> None:
         raise item.refusal("type", f"is {clipped(repr(kind))}, which is not offered here")
     role, text = item.role(_ROLES), item.content("content", _TEXT)
     if role == "assistant" and messages and messages[-1].role == "assistant":
-        with_calls(messages, [], text)
+        append_calls(messages, [], text)
     else:
         messages.append(Message(role=role, content=text))
 
 
-def _tool(item: Item) -> ToolSpec:
+def _read_tool(item: Item) -> ToolSpec:
     if (kind := item.get("type")) != "function":
         raise item.refusal("type", f"is {clipped(repr(kind))}; only functions are offered here")
     return tool_spec(item, "parameters")
@@ -124,7 +124,7 @@ def _frame(answer: Answer, call: Call) -> Json:
     }  # fmt: skip
 
 
-def _items(answer: Answer) -> list[Json]:
+def _make_items(answer: Answer) -> list[Json]:
     items: list[Json] = []
     if answer.text or not answer.tool_calls:
         part = {"type": "output_text", "text": answer.text, "annotations": []}
@@ -132,16 +132,16 @@ def _items(answer: Answer) -> list[Json]:
             {"type": "message", "id": f"msg_{answer.call_id}", "role": "assistant", "status": "completed",
              "content": [part]}
         )  # fmt: skip
-    for place, call in enumerate(answer.tool_calls):
+    for index, call in enumerate(answer.tool_calls):
         items.append(
-            {"type": "function_call", "id": f"fc_{answer.call_id}_{place}", "call_id": call.id,
+            {"type": "function_call", "id": f"fc_{answer.call_id}_{index}", "call_id": call.id,
              "name": call.function.name, "arguments": call.function.arguments, "status": "completed"}
         )  # fmt: skip
     return items
 
 
-def _item_events(item: Json, place: int) -> list[tuple[str, Json]]:
-    spot = {"item_id": item["id"], "output_index": place}
+def _item_events(item: Json, index: int) -> list[tuple[str, Json]]:
+    spot = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
         start, text = {**item, "arguments": "", "status": "in_progress"}, item["arguments"]
         named = "response.function_call_arguments"
@@ -159,7 +159,7 @@ def _item_events(item: Json, place: int) -> list[tuple[str, Json]]:
             ("response.content_part.done", {**spot, "part": part}),
         ]
     return [
-        ("response.output_item.added", {"output_index": place, "item": start}),
+        ("response.output_item.added", {"output_index": index, "item": start}),
         *middle,
-        ("response.output_item.done", {"output_index": place, "item": item}),
+        ("response.output_item.done", {"output_index": index, "item": item}),
     ]

@@ -1,9 +1,9 @@
 """A capture: the model calls of one agent as the decisions of one episode.
 
-A call that begins with the messages and the answer of an earlier call continues its *branch*; any other call
-opens one: the first, a sub-agent's, one after a compaction or with another system prompt. Each branch has a
-policy of its own, and so a conversation of its own at our gateway, whose ids stay exact however the branches
-take turns. Decisions are recorded in the order in which they were answered.
+A call that begins with the messages and the answer of an earlier call continues its *branch*. Any other call
+opens a branch: the first call, a call of a sub-agent, a call after a compaction or with another system
+prompt. Each branch has its own policy, and so its own conversation at our gateway, whose token ids stay exact
+in any order of the branches' calls. Decisions are recorded in the order in which they were answered.
 """
 
 import asyncio
@@ -59,22 +59,22 @@ OUTCOME = "reward: sum of the rewards that were given to the episode and to its 
 _NOTHING_SEEN = Observation(text="", data={})
 _EFFECT = DecisionEffect(DecisionOutcome(_NOTHING_SEEN, env_rewards=()))
 
-# Of a trajectory's JSON: at most what stands around the decisions, and what a reward adds to one.
+# Largest size, in a trajectory's JSON, of everything but the decisions, and of the reward of a decision.
 _AROUND_BYTES, _REWARD_BYTES = 1_024, 64
 
-# Builds the policy of a branch, from its number (from 0).
+# Builds the policy of a branch from the branch's number, which counts from 0.
 MakePolicy = Callable[[int], AgentPolicy]
 
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent: the prompt that its next call continues, and its token ids."""
+    """A conversation of the agent."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
-    """Keys of the messages of its last call and of the answer."""
+    """Hashes of the messages of its last call and of the answer."""
     token_ids: tuple[int, ...] = ()
-    """Ids of the last prompt and answer, if the policy returns them."""
+    """Token ids of the last prompt and answer, if the policy returns them."""
     size: int = 0
     """Bytes of its messages."""
     is_busy: bool = True
@@ -85,24 +85,24 @@ class CaptureSpec:
     """The settings of a new capture."""
 
     env_name: str
-    """Its name in the trajectory."""
+    """Name of the environment in the trajectory."""
     make_policy: MakePolicy
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     seed: int = 0
     models: tuple[str, ...] = ()
-    """Models that the agent may ask for; empty: any name is the policy."""
+    """Model names that the agent may request; empty allows any name."""
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
-    """Size limit of its trajectory; calls are also refused while no more bytes can be held. None: it belongs
-    to a rollout, which was accepted."""
+    """Size limit of the trajectory; calls are also refused while the service can hold no more bytes. None for
+    the capture of a rollout, which was accepted before."""
 
 
 class Capture:
-    """One captured episode; everything but `call` is synchronous.
+    """One captured episode.
 
-    `held` counts what it holds. With `rejects_form` it refuses a call whose `response_format` the policy does
-    not follow.
+    `held` counts the bytes that it holds. With `rejects_form` it refuses a call whose `response_format` the
+    policy does not follow.
     """
 
     def __init__(
@@ -118,7 +118,9 @@ class Capture:
         self.lock = SessionLock()
         self.capture_id = ""
         self.failure: TaskAppError | None = None
-        self.too_long: ContextLengthExceeded | None = None  # of the last prompt that was; it fails nothing
+        self.too_long: ContextLengthExceeded | None = (
+            None  # the last such error, which does not fail the capture
+        )
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
         self.steps: list[StepData] = []
@@ -133,11 +135,13 @@ class Capture:
         self._call_ids: set[str] = set()
         self._tools: dict[str, ToolSpec] = {}
         self._ignored: dict[str, None] = {}
-        self.refused: StopReason | None = None  # the limit by which the last call was; None: it was answered
+        self.refused: StopReason | None = (
+            None  # the limit that refused the last call; None if it was answered
+        )
         self._rewards: dict[int, float] = {}
         self._episode_reward: float | None = None
         self._outcome_reward = 0.0
-        # Of the decision that was recorded last.
+        # Of the last recorded decision.
         self._prompt_keys: tuple[int, ...] = ()
         self._token_ids: tuple[int, ...] = ()
         self.conversations: list[list[Message]] = []
@@ -152,31 +156,31 @@ class Capture:
         Raises:
             EpisodeOver: the capture has ended, or its decisions or the bytes of its trajectory are used up.
             CapacityReached: this service can hold no more bytes.
-            ContextLengthExceeded: the prompt does not fit; the agent may go on with a shorter one.
-            PromptRefused: the model's server refuses what the agent sent; it may go on with something else.
-            UnknownName: it asks for a model that the capture does not have.
-            InvalidRequest: it wants a form of the answer, which this service rejects.
-            EpisodeFailed: the policy could not be asked, which fails the capture.
+            ContextLengthExceeded: the prompt is too long; the agent may continue with a shorter one.
+            PromptRefused: the model's server refuses the prompt; the agent may continue with another one.
+            UnknownName: the agent may not request this model.
+            InvalidRequest: the call has a response_format, and this service rejects it.
+            EpisodeFailed: the policy could not be called, which fails the capture.
         """
         self._refuse(call)
         if self._calls:
-            call = replace(call, messages=tuple(map(self._as_sampled, call.messages)))
-        keys = tuple(map(_key, call.messages))
-        branch = self._branch(keys)
+            call = replace(call, messages=tuple(map(self._restore_calls, call.messages)))
+        keys = tuple(map(_hash_message, call.messages))
+        branch = self._find_branch(keys)
         self._running += 1
         try:
             start_s = self._clock()
             if dropped := self._options_without_effect(branch.policy, call):
                 call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
-            if left_out := choice.log_probs.get("ignored"):  # by our gateway
+            if left_out := choice.log_probs.get("ignored"):  # our gateway ignored these
                 call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
                 answer = self._record(branch, call, keys, choice, action, self._clock() - start_s)
             return replace(answer, dropped=dropped) if dropped else answer
         except BaseException as exc:
-            # The gateway may know an answer that never arrived, so the next call sends all ids again. Its
-            # policy continues with the next decision's seed.
+            # The gateway may have stored an answer that did not arrive. So the next call uses a new policy,
+            # which sends all ids again and continues with the next decision's seed.
             policy, before = self._spec.make_policy(self._branches.index(branch)), branch.policy
             if isinstance(policy, RestorablePolicy) and isinstance(before, RestorablePolicy):
                 policy.restore(before.snapshot())
@@ -189,11 +193,11 @@ class Capture:
             branch.is_busy = False
 
     async def count_tokens(self, call: Call) -> int:
-        """How many tokens the prompt of a call has; it takes no decision.
+        """Count the tokens of a call's prompt; no decision is made.
 
         Raises:
-            InvalidRequest: the policy counts none.
-            UnknownName, EpisodeOver, EpisodeFailed: as of `call`; it fails no capture.
+            InvalidRequest: the policy cannot count tokens.
+            UnknownName, EpisodeOver, EpisodeFailed: as in `call`, but none of them fails the capture.
         """
         self._refuse_after_end()
         self.refuse_model(call.model)
@@ -204,12 +208,12 @@ class Capture:
         return await policy.count_tokens(call.messages, tools)
 
     def reward(self, value: float, *, turn: int | None = None, response_id: str | None = None) -> int | None:
-        """Reward a call, by its turn or by the id of its answer, or the episode; return the turn.
+        """Reward a call, named by its turn or its answer's id, or else the episode; return the turn.
 
         Raises:
             UnknownId: there is no such call.
-            RewardConflict: it has a reward already.
-            InvalidRequest: the sum of the rewards would be no finite number.
+            RewardConflict: the call or the episode has a reward already.
+            InvalidRequest: the sum of the rewards would not be finite.
             EpisodeOver: the capture has ended.
         """
         if self.stop_reason is not None or self.failure is not None:
@@ -237,7 +241,7 @@ class Capture:
         return turn
 
     def end(self, reason: StopReason) -> None:
-        """End it; later calls and rewards are refused, and a second end changes nothing."""
+        """End the capture: later calls and rewards are refused. A second end changes nothing."""
         if self.stop_reason is None and self.failure is None:
             self.stop_reason = reason
             self._wall_s = self._clock() - self._start_s
@@ -249,16 +253,18 @@ class Capture:
             self.over.set()
 
     def hold(self, size: int) -> None:
-        """Count further bytes that the capture holds, as JSON."""
+        """Add to the bytes of JSON that the capture holds."""
         self.held_bytes += size
         self._held.total += size
 
     def trajectory(self) -> Trajectory:
-        """The ended episode, which has a decision at least."""
+        """Return the ended episode, which must have a decision."""
         reason = self.stop_reason
         assert reason is not None and self.steps, "it has ended, and made a call"
-        steps = [_rewarded(step, self._rewards.get(step.turn)) for step in self.steps]
-        steps[-1] = mark_end(_rewarded(steps[-1], self._episode_reward), reason, environment_truncated=False)
+        steps = [_add_reward(step, self._rewards.get(step.turn)) for step in self.steps]
+        steps[-1] = mark_end(
+            _add_reward(steps[-1], self._episode_reward), reason, environment_truncated=False
+        )
         warnings = []
         if self._ignored:
             names = ", ".join(sorted(self._ignored))
@@ -283,7 +289,7 @@ class Capture:
         )
 
     def refuse_model(self, name: str) -> None:
-        """Raise UnknownName where the agent may not ask for this model."""
+        """Raise UnknownName if the agent may not request this model."""
         if self._spec.models and name not in self._spec.models:
             raise UnknownName("model", name, self._spec.models, where="model")
 
@@ -297,27 +303,27 @@ class Capture:
         if self._spec.max_bytes is not None:
             self._held.check_room()
 
-    def _as_sampled(self, message: Message) -> Message:
-        """The message with the calls as the policy wrote them, because clients may reformat arguments."""
+    def _restore_calls(self, message: Message) -> Message:
+        """Replace a message's calls by the policy's original ones, because clients may reformat arguments."""
         calls = tuple(self._calls.get(_call_key(call), call) for call in message.tool_calls or ())
         is_same = calls == (message.tool_calls or ())
         return message if is_same else message.model_copy(update={"tool_calls": calls})
 
-    def _own_id(self, call: ToolCall, turn: int) -> ToolCall:
-        """The call with an id that no earlier one has: some agents take a repeated id for the same call."""
+    def _make_id_unique(self, call: ToolCall, turn: int) -> ToolCall:
+        """Give the call a new id if an earlier call has the same: agents may take both for the same call."""
         while call.id in self._call_ids:
             call = call.model_copy(update={"id": f"{call.id}_{turn}"})
         self._call_ids.add(call.id)
         return call
 
-    def _branch(self, keys: tuple[int, ...]) -> Branch:
-        """The branch that a call continues, the longest of several; or a new one."""
-        ahead = [
+    def _find_branch(self, keys: tuple[int, ...]) -> Branch:
+        """Return the longest branch that a call continues, or a new one."""
+        candidates = [
             branch
             for branch in self._branches
             if not branch.is_busy and len(branch.keys) < len(keys) and keys[: len(branch.keys)] == branch.keys
         ]
-        branch = max(ahead, key=lambda one: len(one.keys), default=None)
+        branch = max(candidates, key=lambda branch: len(branch.keys), default=None)
         if branch is None:
             branch = Branch(self._spec.make_policy(len(self._branches)))
             self._branches.append(branch)
@@ -326,7 +332,7 @@ class Capture:
         return branch
 
     def _options_without_effect(self, policy: AgentPolicy, call: Call) -> tuple[str, ...]:
-        if not call.options:  # as of most calls; the check of a protocol takes as long as the rest of them
+        if not call.options:  # most calls have none, and the isinstance check of a protocol is slow
             return ()
         followed = policy.call_options if isinstance(policy, FollowsOptions) else frozenset()
         dropped = sorted(call.options.keys() - followed)
@@ -347,7 +353,7 @@ class Capture:
         try:
             with self._spec.spans.decision(branch.policy, None, conversation=self.capture_id) as notes:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
-                # Of calls at the same time the first answer is the next decision.
+                # Of simultaneous calls, the first answer is the next decision.
                 notes.answer(reply, turn=len(self.steps) + 1)
         except ContextLengthExceeded as exc:
             self.refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
@@ -373,8 +379,9 @@ class Capture:
     ) -> Answer:
         turn = len(self.steps) + 1
         if action.tool_calls:
-            action = replace(action, tool_calls=tuple(self._own_id(one, turn) for one in action.tool_calls))
-        choice, ids = self._in_order(branch, choice)
+            calls = tuple(self._make_id_unique(tool_call, turn) for tool_call in action.tool_calls)
+            action = replace(action, tool_calls=calls)
+        choice, ids = self._rebase_ids(branch, choice)
         prompt = Prompt(call.messages, count_shared(keys, self._prompt_keys))
         decision = Decision(
             turn=turn,
@@ -398,17 +405,17 @@ class Capture:
         self._prompt_keys = keys
         self._tools |= tools
         self._ignored |= dict.fromkeys(call.ignored)
-        self._calls |= {_call_key(one): one for one in action.tool_calls}
+        self._calls |= {_call_key(tool_call): tool_call for tool_call in action.tool_calls}
         self._model = choice.log_probs.get("model") or self._model
         text = encodable(choice.action.get("content") or "")
         message = Message(role="assistant", content=text, tool_calls=action.tool_calls or None)
-        branch.keys = (*keys, _key(message))
+        branch.keys = (*keys, _hash_message(message))
         self.conversations[self._branches.index(branch)] = conversation = [*call.messages, message]
         before, branch.size = branch.size, len(to_json(conversation))
         self.hold(branch.size - before)
-        return self._answer(turn, call, text, action, choice)
+        return self._make_answer(turn, call, text, action, choice)
 
-    def _answer(self, turn: int, call: Call, text: str, action: Action, choice: Choice) -> Answer:
+    def _make_answer(self, turn: int, call: Call, text: str, action: Action, choice: Choice) -> Answer:
         ending = "tool_calls" if action.tool_calls else "stop"
         is_cut = choice.log_probs.get("finish_reason") == "length" and not action.tool_calls
         return Answer(
@@ -425,7 +432,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Record a decision and the facts of its call, unless the trajectory would become too large."""
+        """Count the bytes of a decision and its call. Raises EpisodeOver if the trajectory is too large."""
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:
@@ -436,11 +443,11 @@ class Capture:
         self._trajectory_bytes = total
         self.hold(size)
 
-    def _in_order(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
-        """The choice with its prompt's ids relative to the decision before, as the wire wants them, and all
-        ids of prompt and answer.
+    def _rebase_ids(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
+        """Make the ids of a prompt relative to the previous decision, as the wire requires.
 
-        The policy's are relative to the last call of its branch.
+        The policy's ids are relative to the last call of its branch. Return the choice, and all ids of prompt
+        and answer.
         """
         tokens = choice.log_probs
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:
@@ -460,8 +467,8 @@ def _refuse_second(earlier: float | None, whose: str) -> None:
         )
 
 
-def _key(message: Message) -> int:
-    """A hash of what a message says, within this process."""
+def _hash_message(message: Message) -> int:
+    """Hash the content of a message; the hash is valid in this process only."""
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     name = (message.role, message.content or "", message.name, message.tool_call_id)
     return hash((*name, *calls))
@@ -471,7 +478,7 @@ def _call_key(call: ToolCall) -> tuple[str, str, str]:
     return call.id, call.function.name, json.dumps(arguments_object(call), sort_keys=True)
 
 
-def _rewarded(step: StepData, value: float | None) -> StepData:
+def _add_reward(step: StepData, value: float | None) -> StepData:
     if value is None:
         return step
     parts = (*step.reward_parts, RewardPart(source="user", value=value))

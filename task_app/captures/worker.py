@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from service_kit.output import Output
-from service_kit.process import Child, name_exit
+from service_kit.process import name_exit
 from service_kit.tasks import racing
 from shared_schemas.messages import Message
 from shared_schemas.plain_text import encodable
@@ -19,7 +19,7 @@ from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, Unknow
 
 
 class AgentWorker:
-    """Runs one episode once, as task_app.episode.worker.RLRolloutWorker does for environments."""
+    """Plays one episode of an agent, as task_app.episode.worker.RLRolloutWorker does for environments."""
 
     def __init__(
         self, request: RolloutRequest, environment: AgentEnvironment, spec: CaptureSpec, captures: Captures
@@ -37,14 +37,14 @@ class AgentWorker:
         spec = replace(self._spec, spans=self._spec.spans.here())
         capture = self._capture = self._captures.open(spec)
         try:
-            async with capture.lock:  # in use: it does not expire
+            async with capture.lock:  # a locked capture does not expire
                 await self._play(capture, self._captures.find_url(capture))
         except EpisodeFailed as exc:
             exc.decisions_done = self.decisions_done
             raise
         finally:
-            capture.end(StopReason.DEADLINE)  # without effect after another end
-            with suppress(UnknownId):  # a client deleted it
+            capture.end(StopReason.DEADLINE)  # no effect if it has ended
+            with suppress(UnknownId):  # a client may have deleted it
                 self._captures.sessions.remove(capture.capture_id, where="capture_id")
         messages = [message for conversation in capture.conversations for message in conversation]
         return list(capture.steps), messages, self._request.ground_truth
@@ -64,19 +64,23 @@ class AgentWorker:
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._request.limits.timeout_s):
-                    exit_code = await _exit(child, capture)
+                # Do not wait longer than the capture, which may fail or be ended by the agent.
+                async with (
+                    asyncio.timeout(self._request.limits.timeout_s),
+                    racing(child.ended(), capture.over.wait()) as (exit_task, _),
+                ):
+                    exit_code = exit_task.result() if exit_task.done() else None
             if exit_code is None:
                 capture.end(StopReason.DEADLINE)
         finally:
-            await child.end_all()  # then all of its output is there
+            await child.end_all()  # also completes its output
         if (failure := capture.failure) is not None:
-            capture.failure = None  # raised, it would hold the capture
+            capture.failure = None  # its traceback would keep the capture alive
             raise failure
         self._conclude(capture, exit_code, encodable(output.last_text()))
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
-        """End the capture for the reason that holds, or raise why there is no episode."""
+        """End the capture with its stop reason, or raise the reason for which there is no episode."""
         name = self._environment.name
         if not capture.steps and capture.too_long is not None:
             raise capture.too_long
@@ -86,7 +90,7 @@ class AgentWorker:
             if not capture.steps:
                 raise AgentFailed(f"{name} ended its capture before it had an answer{_after(output)}")
             return
-        # After a refusal by a limit many an agent ends by an exception, which is not its fault.
+        # Ignore the exit code after a limit refused a call, because many agents then end with an exception.
         if capture.refused is None and exit_code not in self._environment.agent.exit_codes:
             raise AgentFailed(f"{name} ended with {name_exit(exit_code)}{_after(output)}")
         if not capture.steps:
@@ -96,7 +100,7 @@ class AgentWorker:
         capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
 
     def _task(self) -> dict[str, Any]:
-        """What the agent reads on standard input: seed, rollout_id, and the config of its environment."""
+        """Make the agent's standard input: seed, rollout_id, and the config of its environment."""
         task = {"seed": self._spec.seed, "rollout_id": self._request.rollout_id, **self._environment.config}
         task.pop(GROUND_TRUTH, None)
         if self._environment.agent.sees_ground_truth:
@@ -106,7 +110,7 @@ class AgentWorker:
 
 
 def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment, *, where: str) -> None:
-    """Refuse parts of a request that an agent cannot have, since its prompts and its state are its own."""
+    """Refuse parts of a request that have no effect on an agent, which makes its own prompts and state."""
     parts = {
         "interaction": request.interaction is not None,
         "multi_turn": request.multi_turn != MultiTurn(),
@@ -117,12 +121,6 @@ def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment
         "final_view": request.final_view,
     }
     refuse_used(parts, f"on {environment.name}, which makes its own prompts and state", where=where)
-
-
-async def _exit(child: Child, capture: Capture) -> int | None:
-    """The exit code; None as soon as the capture is over, by a failure or because the agent ended it."""
-    async with racing(child.ended(), capture.over.wait()) as (exit_task, _):
-        return exit_task.result() if exit_task.done() else None
 
 
 def _after(output: str) -> str:

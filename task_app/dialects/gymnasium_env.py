@@ -6,7 +6,7 @@
     observation, reward, terminated, truncated, info = env.step(["move_right", "do"])
 
 A step is one decision: `reward` is the sum of its env rewards, `info["decision_rewards"]` its achievements.
-The seed is the world's: `reset(seed=17)` starts the world of POST /env/create with seed 17.
+`reset(seed=17)` starts the same world as POST /env/create with seed 17.
 """
 
 import json
@@ -33,7 +33,7 @@ RENDER_SIDE = 288
 
 
 class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
-    """An `Environment` of ours behind gymnasium's API; one episode at a time, not thread-safe.
+    """Wraps an `Environment` in gymnasium's API; one episode at a time, not thread-safe.
 
     Args:
         environment: a name on the plug board, or an environment of your own.
@@ -67,7 +67,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the world of `seed`; without one, a world drawn from the generator of the last seed.
+        """Start the world of `seed`; without a seed, draw the world from the generator of the last seed.
 
         Raises:
             ValueError: the seed is outside [0, 2**31 - 1), or there are options.
@@ -79,10 +79,10 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
         super().reset(seed=seed)
         world = int(self.np_random.integers(SEEDS)) if seed is None else seed
         self._observation, self._turn = self._environment.reset(world), 0
-        return self._observed(), {"seed": world, **self._facts()}
+        return self._dump_observation(), {"seed": world, **self._facts()}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Carry out one decision.
+        """Execute one decision.
 
         Raises:
             ValueError: the action cannot be read.
@@ -93,7 +93,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
         self._observation = outcome.observation
         self._turn += 1
         reward, info = float(sum(outcome.env_rewards)), self._info(before, outcome)
-        return self._observed(), reward, outcome.terminated, outcome.truncated, info
+        return self._dump_observation(), reward, outcome.terminated, outcome.truncated, info
 
     def render(self) -> Any:
         if self.render_mode == "ansi":
@@ -106,7 +106,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     def close(self) -> None:
         close(self._environment)
 
-    def _observed(self) -> dict[str, Any]:
+    def _dump_observation(self) -> dict[str, Any]:
         return {"text": self._observation.text, "data": dict(self._observation.data)}
 
     def _facts(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ _LONGEST_SAMPLE = 4
 
 
 class _Loose(gymnasium.Space[Any]):
-    """A space without shape or array form; spaces of one class are equal, as vector environments require."""
+    """A space without shape or array form; spaces of a class are equal, as vector environments require."""
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -157,7 +157,7 @@ class _Loose(gymnasium.Space[Any]):
 
 
 class TextSpace(_Loose):
-    """Any text; gymnasium's own Text bounds length and alphabet, which our observations do not."""
+    """Any text; gymnasium's own Text limits length and alphabet."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
@@ -180,16 +180,16 @@ class JsonSpace(_Loose):
 
 
 class DecisionSpace(_Loose):
-    """One decision: a tool call `{"name", "arguments"}`, a list of them, or the names for a tool's one list.
+    """One decision: a tool call `{"name", "arguments"}`, a list of calls, or a list of action names.
 
-    It contains whatever can be read; the environment may still refuse it, at the cost of one no-op
+    It contains everything that can be read; the environment may still refuse it, and then executes a no-op
     (DESIGN.md 4.4).
     """
 
     def __init__(self, tools: Sequence[ToolSpec], seed: int | None = None) -> None:
         super().__init__(seed=seed)
         self._specs = [tool.model_dump(mode="json") for tool in tools]
-        # What a list of names stands for: the only argument, an array, of the only tool.
+        # A list of names is allowed if there is only one tool and its only argument is an array.
         properties = tools[0].function.parameters.get("properties", {}) if len(tools) == 1 else {}
         lists = [name for name, part in properties.items() if part.get("type") == "array"]
         is_only = len(lists) == len(properties) == 1
@@ -207,16 +207,17 @@ class DecisionSpace(_Loose):
         return True
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> dict[str, Any]:
-        """A random call that one of the tools accepts; masks are ignored."""
+        """Return a random call that a tool accepts; masks are ignored."""
         source = random.Random(int(self.np_random.integers(2**63)))
         name, arguments = random_call(self._specs, source, longest=_LONGEST_SAMPLE)
         return {"name": name, "arguments": arguments}
 
     def requests(self, action: Any) -> tuple[ToolRequest, ...]:
-        """The tool calls of an action.
+        """Return the tool calls of an action.
 
         Raises:
-            ValueError: the action holds neither calls nor names, or names where no tool takes a list alone.
+            ValueError: the action holds neither calls nor names, or holds names and no tool takes just a
+            list.
         """
         if isinstance(action, Mapping):
             return requests_from_wire([action])

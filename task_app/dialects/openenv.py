@@ -1,8 +1,8 @@
 """OpenEnv over HTTP: /openenv/{env_name}/reset, /step, /state, /schema, /metadata, /health.
 
-OpenEnv's own /reset and /step have no session: each request gets a new environment, so a step leads nowhere.
-Ours have one: /reset returns `metadata.session_id`, which /step and /state accept. OpenEnv's clients use the
-socket (`openenv_socket.py`), which is a session by itself.
+OpenEnv's own /reset and /step have no session: each request gets a new environment, so steps are useless.
+Here /reset returns `metadata.session_id`, which /step and /state accept. OpenEnv's clients use the socket
+(`openenv_socket.py`), which is a session itself.
 """
 
 from typing import Annotated, Any
@@ -77,7 +77,7 @@ async def reset_openenv(
     env_name: Name,
     body: Annotated[HttpReset, NULL_IS_EMPTY, Body(default_factory=HttpReset)],
 ) -> Response:
-    """Start an episode in a new session, or in the one that `session_id` names."""
+    """Start an episode in a new session, or in the session `session_id`."""
     services = get_services(request)
     if body.session_id is None or body.config is not None:
         session = await OpenEnvSession.start(services, env_name, body)
@@ -89,7 +89,7 @@ async def reset_openenv(
 
 @router.post("/step", response_model=OpenEnvReply)
 async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Response:
-    """One decision; `metadata.ignored` names `timeout_s`, because a step cannot be interrupted."""
+    """Execute one decision; `metadata.ignored` lists `timeout_s`, because a step cannot be interrupted."""
     session = OpenEnvSession.of(get_services(request), env_name, body.session_id)
     ignored = sorted((body.model_extra or {}).keys() - STEP_KEYS)
     return ReplyJSON(await session.step(body.action, where="action", ignored=ignored))
@@ -99,7 +99,7 @@ async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Resp
 async def show_openenv_state(
     request: Request, env_name: Name, session_id: Annotated[EnvId | None, Query()] = None
 ) -> Response:
-    """The episode and its number of steps (decisions); null and 0 without a session."""
+    """Return the episode and its number of steps (decisions); null and 0 without a session."""
     if session_id is None:
         return ReplyJSON(NO_EPISODE)
     return ReplyJSON(OpenEnvSession.of(get_services(request), env_name, session_id).state())
@@ -126,7 +126,7 @@ async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMeta
 
 @router.get("/openapi.json", response_model=OpenApiDocument)
 async def show_openenv_document(request: Request, env_name: Name) -> Response:
-    """These routes alone, as a server with this one environment would describe them (`openenv validate`)."""
+    """Describe these routes like a server with only this environment (`openenv validate`)."""
     get_services(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
     return ReplyJSON(document(request.app.openapi(), prefix=router.prefix, url=url))
@@ -134,6 +134,6 @@ async def show_openenv_document(request: Request, env_name: Name) -> Response:
 
 @router.get("/health")
 async def show_openenv_health(request: Request, env_name: Name) -> OpenEnvHealth:
-    """Healthy, if the environment exists."""
+    """Reply `healthy` if the environment exists."""
     get_services(request).boards.environment(env_name, {}, where="")
     return OpenEnvHealth(status="healthy")

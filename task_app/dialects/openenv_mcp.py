@@ -1,7 +1,8 @@
-"""OpenEnv's MCP door: JSON-RPC by POST /openenv/{env_name}/mcp, and in frames {"type": "mcp"} of a socket.
+"""OpenEnv's MCP interface: JSON-RPC by POST /openenv/{env_name}/mcp, or in a socket's {"type": "mcp"} frames.
 
-OpenEnv's `MCPToolClient` creates a session here, joins it by a socket for reset and state, and calls tools
-here: `openenv/session/create`, `openenv/session/close`, `tools/list`, `tools/call`. A call is a decision.
+OpenEnv's `MCPToolClient` creates a session here, and calls its tools here; it joins the session by a socket
+for reset and state. The methods are `openenv/session/create`, `openenv/session/close`, `tools/list` and
+`tools/call`. A tool call is a decision.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -326
 
 
 class RpcResult(OpenReply):
-    """The result of a method: the session, the tools, or what a tool's call did and earned."""
+    """The result of a method: the session, the tools, or effects and reward of a tool call."""
 
     session_id: str | None = None
     closed: bool = False
@@ -73,7 +74,7 @@ async def call_openenv_mcp(
 async def rpc(
     services: Services, env_name: str, message: Mapping[str, Any], *, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """Answer a request, in its socket's session, or else in the one that `params.session_id` names."""
+    """Answer a request, in the socket's `session` or else in the session `params.session_id`."""
     call_id = message.get("id")
     is_id = call_id is None or type(call_id) in (str, int, float)
     answer: dict[str, Any] = {"jsonrpc": "2.0", "id": call_id if is_id else None}
@@ -86,13 +87,13 @@ async def rpc(
         if method not in METHODS:
             detail = f"no method {method[:80]!r}; known: {', '.join(METHODS)}"
             raise InvalidRequest(detail, where="method", code="no_method")
-        return answer | {"result": await _result(services, env_name, method, params, session)}
+        return answer | {"result": await _call_method(services, env_name, method, params, session)}
     except TaskAppError as exc:
         exc.release_frames()
-        return answer | {"error": _error(exc)}
+        return answer | {"error": _dump_error(exc)}
 
 
-async def _result(
+async def _call_method(
     services: Services, env_name: str, method: str, params: dict[str, Any], session: OpenEnvSession | None
 ) -> dict[str, Any]:
     if method == "openenv/session/create":
@@ -109,13 +110,13 @@ async def _result(
         return {"tools": tools_json(await services.fetch_tools(target.session.environment))}
     call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
     step = await target.step({"type": "call_tool", **call}, where="params", ignored=[])
-    # A CallToolObservation without our `data`, which the client would take for the tool's result.
+    # A CallToolObservation, without our `data`, which the client would take for the tool's result.
     observation = step["observation"]
     reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
     return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}
 
 
-def _error(error: TaskAppError) -> dict[str, Any]:
+def _dump_error(error: TaskAppError) -> dict[str, Any]:
     if isinstance(error, CriticalError):
         return {"code": _INTERNAL, "message": "a plug-in of this task app failed; its log says how"}
     codes = {"no_request": _INVALID_REQUEST, "no_method": _NO_METHOD}

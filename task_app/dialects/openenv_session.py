@@ -1,4 +1,4 @@
-"""OpenEnv's reset, step and state for our sessions, as the socket and the HTTP routes use them."""
+"""OpenEnv's reset, step and state for our sessions, used by the socket and the HTTP routes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ STEP_KEYS = frozenset({"action", "session_id", "request_id"})
 
 @dataclass(slots=True)
 class OpenEnvSession:
-    """One of our environment sessions, looked up for every message, because it may expire.
+    """An environment session, which is looked up for every message, because it may expire.
 
-    `session_id` is its `env_id`, so the /env routes reach it too. `episode_id` is the caller's name for the
+    `session_id` is its `env_id`, so the /env routes can use it too. `episode_id` is the caller's name for the
     episode, or else the session's id.
     """
 
@@ -30,7 +30,6 @@ class OpenEnvSession:
 
     @classmethod
     async def start(cls, services: Services, env_name: str, body: OpenEnvReset) -> "OpenEnvSession":
-        """A new environment in the world of the seed."""
         session_id, _ = await open_session(services, env_name, body.config or {}, seed=body.seed or 0)
         return cls(services, env_name, session_id, body.episode_id or session_id)
 
@@ -53,13 +52,13 @@ class OpenEnvSession:
         self.episode_id = body.episode_id or self.session_id
 
     def reset_reply(self, *, ignored: list[str]) -> dict[str, Any]:
-        """The reply to a reset; `reward` is null, as in OpenEnv."""
+        """Make the reply to a reset; `reward` is null, as in OpenEnv."""
         session = self.session
         metadata = {**self._metadata(ignored), "outcome_definition": session.environment.outcome_definition}
         return reply_data(observation_json(session.observation), None, False, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
-        """Carry out one decision, or list the tools; the reply to a `call_tool` names it and its result."""
+        """Execute a decision, or list the tools; the reply to `call_tool` has the tool's name and result."""
         session = self.session
         tools = list_tools(session.environment)
         if action.get("type") == "list_tools":
@@ -76,7 +75,7 @@ class OpenEnvSession:
         return reply_data(observation, step["reward"], step["done"], metadata)
 
     def state(self) -> dict[str, Any]:
-        """OpenEnv's `step_count` counts `step` messages, that is decisions, and not env steps."""
+        """Return the state; OpenEnv's `step_count` counts `step` messages: decisions, not env steps."""
         session = self.session
         return {
             "episode_id": self.episode_id,
@@ -97,5 +96,5 @@ class OpenEnvSession:
 
 
 def ignored_keys(body: OpenEnvReset) -> list[str]:
-    """Keys of a reset that nothing reads; OpenEnv's own server ignores them in silence."""
+    """List the unknown keys of a reset; OpenEnv's own server ignores them silently."""
     return sorted(body.model_extra or {})

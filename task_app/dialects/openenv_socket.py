@@ -1,8 +1,8 @@
-"""OpenEnv over a WebSocket: /openenv/{env_name}/ws, what the `openenv` client speaks.
+"""OpenEnv over a WebSocket, as the `openenv` client uses it: /openenv/{env_name}/ws.
 
-A socket is a session: the first `reset` makes its environment, and the end of the socket forgets it. With
-`?session_id=` it joins an existing session (made by /openenv/.../reset or /env/create) and leaves it as it
-is. Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
+A socket is a session: the first `reset` makes its environment, which is removed when the socket closes. With
+`?session_id=` the socket joins an existing session (of /openenv/.../reset or /env/create), which is kept
+when the socket closes. Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ router = Router(tags=["openenv"])
 log = structlog.get_logger("task_app")
 
 KINDS = ("reset", "step", "state", "mcp", "close")
-# OpenEnv's own codes for errors; the first class that fits decides.
+# OpenEnv's own error codes; the first class that fits decides.
 _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
     (CapacityReached, "CAPACITY_REACHED"),
     (UnknownName, "FACTORY_ERROR"),
@@ -47,7 +47,7 @@ _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
 
 
 class Sockets:
-    """Counts open sockets; before its first `reset` a socket has no session, so sessions do not bound it."""
+    """Limits the number of open sockets; a socket has no session, and thus no other limit, before `reset`."""
 
     def __init__(self, at_most: int) -> None:
         self._at_most = at_most
@@ -65,20 +65,20 @@ class Sockets:
 
 
 class Conversation:
-    """One socket's side of the protocol, as text in and text out."""
+    """The protocol of one socket: text in, text out."""
 
     def __init__(self, services: Services, env_name: str, session_id: str | None) -> None:
         self._services = services
         self._env_name = env_name
         self._is_joined = session_id is not None
-        # Checked early, so that an unknown name is reported before the first reset.
+        # Reports an unknown name before the first reset.
         services.boards.environment(env_name, {}, where="")
         self._session = OpenEnvSession.of(services, env_name, session_id) if session_id is not None else None
 
     async def answer(self, text: str) -> str | None:
-        """The reply to one message; None closes the socket."""
+        """Return the reply to a message; None closes the socket."""
         try:
-            kind, data = _read(text, self._services.settings.max_body_bytes)
+            kind, data = _read_message(text, self._services.settings.max_body_bytes)
             if kind == "close":
                 return None
             if kind == "reset":
@@ -109,18 +109,18 @@ class Conversation:
         return self._session.reset_reply(ignored=ignored_keys(body))
 
     def end(self) -> None:
-        """Forget the environment that this socket made; a joined one stays."""
+        """Remove the environment of this socket, unless it was joined."""
         if self._session is not None and not self._is_joined:
             self._session.end()
 
 
 @router.websocket("/openenv/{env_name}/ws")
 async def socket(websocket: WebSocket, env_name: str) -> None:
-    """Serve one client until it leaves, is idle for too long, or its session has expired."""
+    """Serve one client until it disconnects, is idle for too long, or its session expires."""
     await websocket.accept()
     services: Services = websocket.app.state.services
     sockets: Sockets = websocket.app.state.openenv_sockets
-    # A refusal is sent as a frame, because OpenEnv's client shows frames but no HTTP status.
+    # Errors are sent as frames, because OpenEnv's client does not show an HTTP status.
     with suppress(WebSocketDisconnect):
         try:
             with sockets.one():
@@ -152,7 +152,7 @@ async def _serve(websocket: WebSocket, talk: Conversation, *, idle_s: float) -> 
         await websocket.send_text(reply)
 
 
-def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
+def _read_message(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
     if len(text) > max_bytes:
         raise InvalidRequest(f"a message of {len(text)} characters; at most {max_bytes}", where="message")
     try:
@@ -171,7 +171,7 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 
 def error_frame(error: TaskAppError) -> str:
-    """An error in the form that OpenEnv's client reads, `message` and `code`, with our own code and place."""
+    """Make the frame of an error: OpenEnv's `message` and `code`, and our own code and place."""
     error.release_frames()
     detail = encodable(error.detail)
     code = next((code for kind, code in _CODES if isinstance(error, kind)), "EXECUTION_ERROR")

@@ -1,11 +1,11 @@
-"""Pure: translate between OpenEnv's messages (openenv 0.10) and our calls, observations and errors.
+"""Translates between OpenEnv's messages (openenv 0.10) and our calls, observations and errors. Pure.
 
-An OpenEnv `step` is one decision. Its action is any of
+An OpenEnv `step` is one decision. Its action is one of
 
     {"tool_name": "interact_many", "arguments": {...}}   also with "type": "call_tool", as MCP clients send
-    {"tool_calls": [...]}                                 several calls of one decision, as POST /env/step
-    {"actions": ["move_left", ...]}                       the arguments alone, where only one tool is on offer
-    {"type": "list_tools"}                                answers the tools; no decision is taken
+    {"tool_calls": [...]}                                 several calls of one decision, as in POST /env/step
+    {"actions": ["move_left", ...]}                       only the arguments, if there is only one tool
+    {"type": "list_tools"}                                lists the tools; makes no decision
 
 Source: openenv/core/env_server/types.py, serialization.py and http_server.py of openenv 0.10.0.
 """
@@ -28,7 +28,7 @@ _NAMES = ("tool_name", "tool", "name", "function")
 
 
 class OpenEnvReset(ForeignBody):
-    """The body of a reset; the reply's `metadata.ignored` names keys that nothing reads."""
+    """The body of a reset; the reply's `metadata.ignored` lists its unknown keys."""
 
     seed: Seed | None = Field(default=None, description="by default the last seed; 0 at first")
     episode_id: str | None = Field(default=None, max_length=255)
@@ -44,7 +44,7 @@ class OpenEnvTool(Reply):
 
 
 class OpenEnvMeta(OpenReply):
-    """Facts about the episode and its last decision; those of a decision are absent after a reset."""
+    """Facts about the episode and, except after a reset, its last decision."""
 
     session_id: str
     episode_id: str
@@ -64,7 +64,7 @@ class OpenEnvMeta(OpenReply):
 
 
 class OpenEnvObservation(Reply):
-    """What a policy sees; after a list_tools action nothing but the tools."""
+    """The observation of a policy; after a list_tools action only the tools."""
 
     text: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)
@@ -78,7 +78,7 @@ class OpenEnvObservation(Reply):
 
 
 class OpenEnvReply(Reply):
-    """The reply to a reset or a step; `reward` is null where no decision was taken."""
+    """The reply to a reset or a step; `reward` is null if no decision was made."""
 
     observation: OpenEnvObservation
     reward: float | None
@@ -87,7 +87,7 @@ class OpenEnvReply(Reply):
 
 
 class _Seen(OpenEnvObservation, title="Observation"):
-    """An observation as OpenEnv's clients hand it on."""
+    """An observation in the form of OpenEnv's clients."""
 
     done: bool
     reward: float | None
@@ -132,7 +132,7 @@ def _find_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Ma
 
 
 def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """The tools in MCP's form."""
+    """Convert tools to MCP's form."""
     return [
         {
             "name": tool.function.name,
@@ -146,15 +146,15 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 def reply_data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A reply with its metadata at both places of OpenEnv's own server; typed clients read the inner one."""
+    """Make a reply with its metadata in both places of OpenEnv's server; typed clients read the inner one."""
     inner = {**observation, "metadata": dict(metadata)}
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
 
 def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """Schemas of `action`, `observation` (also for `reset`) and `state`."""
+    """Make the schemas of `action`, `observation` (also for `reset`) and `state`."""
     return {
-        "action": _action(tools),
+        "action": _action_schema(tools),
         "observation": _Seen.model_json_schema(),
         "reset_observation": _SeenAfterReset.model_json_schema(),
         "state": {**OpenEnvState.model_json_schema(), "title": "State"},
@@ -162,24 +162,24 @@ def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
 
 
 def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, Any]:
-    """The OpenAPI document of one environment, as its own OpenEnv server would have it.
+    """Make the OpenAPI document of one environment, like that of its own OpenEnv server.
 
-    The `whole` is that of the service; paths below `prefix` are kept, which `url` replaces.
+    It has the paths of the service's document `whole` below `prefix`, which becomes the server's `url`.
     """
+
+    def drop_env_name(operation: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = [part for part in operation.get("parameters", ()) if part["name"] != "env_name"]
+        return {**operation, "parameters": parameters}
+
     paths = {
-        path.removeprefix(prefix): {method: _without(one, "env_name") for method, one in item.items()}
+        path.removeprefix(prefix): {method: drop_env_name(item[method]) for method in item}
         for path, item in whole["paths"].items()
         if path.startswith(prefix + "/")
     }
     return {**whole, "servers": [{"url": url}], "paths": paths}
 
 
-def _without(operation: Mapping[str, Any], parameter: str) -> dict[str, Any]:
-    parameters = [one for one in operation.get("parameters", ()) if one["name"] != parameter]
-    return {**operation, "parameters": parameters}
-
-
-def _action(tools: Sequence[ToolSpec]) -> dict[str, Any]:
+def _action_schema(tools: Sequence[ToolSpec]) -> dict[str, Any]:
     forms: list[dict[str, Any]] = [
         {
             "type": "object",

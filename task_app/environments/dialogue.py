@@ -1,7 +1,7 @@
-"""A dialogue without tools, as a `ConversationalEnvironment`: a question, and no world that changes.
+"""A dialogue without tools and without a world, as a `ConversationalEnvironment`.
 
-The rollout's interaction (task_app.interactions) scores and answers the model, or a reward function judges
-the whole dialogue; the environment has no outcome of its own.
+The rollout's interaction (task_app.interactions) scores and answers the model, or a reward function scores
+the whole dialogue; the environment itself has no outcome.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """The prompt; `system` comes before it if it is text alone."""
+    """The prompt; a prompt that is a text gets the system message `system`."""
 
     prompt: tuple[Message, ...] | str = Field(
         min_length=1, description="chat messages, or the text of a user message"
@@ -36,7 +36,7 @@ class DialogueConfig(Body):
 
 
 class DialogueState(Body):
-    """The state of a dialogue; the conversation itself is kept by the episode."""
+    """The state of a dialogue; the episode stores the conversation itself."""
 
     answers: int = Field(ge=0, strict=True)
 

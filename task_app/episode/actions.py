@@ -1,4 +1,4 @@
-"""Pure: convert a policy's action, or the tool calls of a request, for the environment."""
+"""Converts a policy's action, or the tool calls of a request, for the environment. Pure."""
 
 import json
 import math
@@ -28,7 +28,7 @@ NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The four-tuple of `AgentPolicy.get_action` with named fields."""
+    """The return value of `AgentPolicy.get_action` with named fields."""
 
     action: dict[str, Any]
     raw_output: str | None = None
@@ -44,10 +44,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment.
+    """An action of an episode: `tool_calls` are recorded, `requests` are sent to the environment.
 
-    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; `invalid_reason`
-    tells other environments what is wrong. `text` is None if the reply could not be read.
+    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; for other environments
+    `invalid_reason` is the fault. `text` is None if the reply could not be read.
     """
 
     tool_calls: tuple[ToolCall, ...] = ()
@@ -60,16 +60,16 @@ class Action:
 def read_action(action: Mapping[str, Any]) -> Action:
     """Read the first element of `AgentPolicy.get_action`'s tuple.
 
-    The action itself may hold a single call, as in source 2; `tool_calls` may hold several. If both are
-    given, they must hold the same call.
+    The action itself may be a single call, as in source 2; `tool_calls` may have several. If both are given,
+    they must be the same call.
 
     Raises:
-        ValueError: `type` is unknown, or the two forms of a call differ; a fault of the policy's code.
+        ValueError: `type` is unknown, or the two forms of a call differ. This is a bug of the policy.
     """
     match action.get("type"):
         case "tool_call":
             stated = action.get("tool_calls", [action])
-            calls = tuple([_tool_call(call, index) for index, call in enumerate(stated)])
+            calls = tuple([_make_tool_call(call, index) for index, call in enumerate(stated)])
             requests = tuple([tool_request(call) for call in calls])
             if "name" in action and "tool_calls" in action and not _is_one_call(requests, action):
                 raise ValueError(
@@ -79,7 +79,7 @@ def read_action(action: Mapping[str, Any]) -> Action:
             return Action(tool_calls=calls, requests=requests)
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            # A missing call leaves the text valid; any other fault makes it no answer.
+            # A text without a call is valid; with any other fault it is not an answer.
             text = encodable(action.get("content") or "") if reason == NO_TOOL_CALL else None
             return Action(text=text, invalid_reason=encodable(reason))
         case "terminate":
@@ -89,33 +89,33 @@ def read_action(action: Mapping[str, Any]) -> Action:
 
 
 def _is_one_call(requests: Sequence[ToolRequest], action: Mapping[str, Any]) -> bool:
-    """Whether the requests are the call alone that the action itself holds, with arguments of equal value."""
+    """Whether the only request is the call in the action itself, with equal arguments."""
     name, arguments = action["name"], action["arguments"]
     if len(requests) != 1 or requests[0].name != encodable(name):
         return False
     ours = requests[0]
-    if ours.arguments is not None and ours.arguments == arguments:  # as in every action of our own policies
+    if ours.arguments is not None and ours.arguments == arguments:  # always true for our own policies
         return True
-    other = tool_request(_tool_call(action, 0))
+    other = tool_request(_make_tool_call(action, 0))
     if ours.arguments != other.arguments:
         return False
     return other.arguments is not None or ours.raw_arguments == other.raw_arguments
 
 
 def tool_request(call: ToolCall) -> ToolRequest:
-    """The call with parsed arguments; text that is no JSON object stays in `raw_arguments`."""
+    """Parse the arguments of a call; text that is not a JSON object stays in `raw_arguments` only."""
     text = call.function.arguments
     return ToolRequest(name=call.function.name, arguments=json_object(text), raw_arguments=text)
 
 
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """The JSON object in a model's text; None if it is something else, however deeply nested.
+    """Parse a JSON object in a model's text; None if the text is anything else.
 
-    NaN and numbers beyond a float's range are refused, because no record can hold them.
+    NaN and numbers beyond a float's range also give None, because no record can hold them.
     """
     try:
         value = _JSON.decode(text)
-        if not text.isascii() or "\\u" in text:  # only such a text can hold a lone surrogate
+        if not text.isascii() or "\\u" in text:  # otherwise it has no lone surrogates
             value = encodable_json(value)
     except (ValueError, RecursionError):
         return None
@@ -123,15 +123,15 @@ def json_object(text: str) -> Mapping[str, Any] | None:
 
 
 def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest, ...]:
-    """The tool calls of POST /env/step, in OpenAI's form or as {tool | tool_name | name, args | arguments}.
+    """Read the tool calls of POST /env/step: OpenAI's form, or {tool | tool_name | name, args | arguments}.
 
     Raises:
-        ValueError: a call names no tool; the message says which call.
+        ValueError: a call names no tool.
     """
-    return tuple([_wire_request(call, index) for index, call in enumerate(calls)])
+    return tuple([_read_request(call, index) for index, call in enumerate(calls)])
 
 
-def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
+def _read_request(call: Mapping[str, Any], index: int) -> ToolRequest:
     name, arguments = name_and_arguments(call)
     if not isinstance(name, str) or not name:
         raise ValueError(f"tool_calls.{index} names no tool; give 'tool' (or 'function.name')")
@@ -144,20 +144,16 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
 
 
 def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Name and arguments of a call on the wire, under any of their keys; None for an absent one."""
+    """Return name and arguments of a call, which may have several keys; None for a missing one."""
     function = call.get("function")
     source = function if isinstance(function, dict) else call
-    return _first_value(source, _NAMES), _first_value(source, _ARGUMENTS)
+    name, arguments = (
+        next((source[key] for key in keys if key in source), None) for keys in (_NAMES, _ARGUMENTS)
+    )
+    return name, arguments
 
 
-def _first_value(source: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    for key in keys:
-        if key in source:
-            return source[key]
-    return None
-
-
-def _tool_call(call: Mapping[str, Any], index: int) -> ToolCall:
+def _make_tool_call(call: Mapping[str, Any], index: int) -> ToolCall:
     arguments = call["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return ToolCall(

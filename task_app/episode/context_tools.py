@@ -1,4 +1,4 @@
-"""The context tools, with which a model edits its own history; each method returns its result text."""
+"""The context tools, with which a model edits its own history; models see the docstrings of the tools."""
 
 import json
 import re
@@ -17,20 +17,20 @@ from task_app.protocols import ToolRequest
 from task_app.tools import Toolbox, ToolRefused, function_tool
 
 MAX_IDS = 1_000
-# Number of refused ids that get a reason; the model that reads the result has a small window.
+# Number of refused ids that get a reason; more would fill the model's context.
 MAX_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Sorted ids: `accepted` in their given order, and a reason for every other id."""
+    """The `accepted` ids in their given order, and the reasons of the refused ones."""
 
     accepted: tuple[int, ...]
     refusals: tuple[str, ...]
 
     @property
     def complaints(self) -> str:
-        """`"; refused 0 (the system message stays), ..."`, or nothing."""
+        """A text such as `"; refused 0 (the system message stays), ..."`; empty if no id was refused."""
         if not self.refusals:
             return ""
         count = len(self.refusals)
@@ -39,10 +39,10 @@ class Ids:
 
 
 def explain_refusal(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
-    """Why this message may not be edited, beginning with its id; None if it may."""
+    """Return the reason why a message may not be edited, beginning with its id; None if it may be."""
     if deleted is None:
         deleted = frozenset(history.deleted_msg_ids) - summaries(history)
-    # True == 1 and 3.0 == 3 in Python, but neither is an id that the model was shown.
+    # True == 1 and 3.0 == 3 in Python, but neither is an id.
     text = f"a {type(msg_id).__name__}" if isinstance(msg_id, list | dict) else clipped(repr(msg_id), 40)
     if type(msg_id) is not int:
         return f"{text} (an id is a whole number)"
@@ -59,11 +59,11 @@ def explain_refusal(history: History, msg_id: Any, *, deleted: frozenset[int] | 
 
 
 def summaries(history: History) -> frozenset[int]:
-    """Messages that hold a summary: their text is replaced, but they may still be deleted."""
+    """Return the messages that were replaced by a summary; unlike deleted ones, they may still be deleted."""
     return frozenset(i for i, change in history.changes().items() if change.kind == "summary")
 
 
-# The schema asks for integers, and the tool itself refuses other values one by one, with a reason.
+# The schema requires integers; the tool itself refuses each other value with a reason.
 AnyId = Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 0})]
 _IDS = WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_IDS})
 AnyIds = Annotated[list[Any], _IDS]
@@ -72,20 +72,20 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The rest of an episode's budget; a part that is not counted is None."""
+    """The rest of an episode's budget; parts that are not counted are None."""
 
     used_tokens: int | None = None
-    """Tokens of the last prompt and its answer, as the server counted them."""
+    """Tokens of the last prompt and its answer, counted by the server."""
     max_tokens: int | None = None
-    """Limit of a prompt and its answer together."""
+    """Limit for a prompt and its answer together."""
     decisions_left: int | None = None
     """Decisions after this one."""
 
 
 class ContextEditor:
-    """Carries out one call on one history; afterwards `history` holds the edited history.
+    """Executes one call on a history; afterwards `history` is the edited history.
 
-    `fields` holds the result as an object, if the call answers with more than a text.
+    `fields` is the result as an object, if the tool returns one.
     """
 
     def __init__(self, history: History, budget: Budget) -> None:
@@ -103,7 +103,7 @@ class ContextEditor:
         ids = self._sort_ids(message_ids or (), msg_id)
         changes = {i: Change("deleted", self.history.stub(i)) for i in ids.accepted}
         self.history = self.history.with_edit(changes)
-        # As published: a status and the ids. The message explains refused ids.
+        # Status and ids are as published. The message explains refused ids.
         self.fields = {
             "status": "success" if ids.accepted else "error",
             "deleted_msg_ids": list(ids.accepted),
@@ -152,11 +152,11 @@ class ContextEditor:
 
     def undoEdit(self) -> str:
         """Take back your last change of the context: what it deleted is shown again."""
-        return self._move(self.history.undo(), "undone", "no change of the context to undo")
+        return self._switch_history(self.history.undo(), "undone", "no change of the context to undo")
 
     def redoEdit(self) -> str:
         """Make the change again that you took back last."""
-        return self._move(self.history.redo(), "done again", "no undone change to make again")
+        return self._switch_history(self.history.redo(), "done again", "no undone change to make again")
 
     def proposeDeletes(
         self, chars: Annotated[int, Field(ge=1, le=100_000_000, description="how many characters to free")]
@@ -166,9 +166,10 @@ class ContextEditor:
         if not proposals:
             return "there is no message left to delete"
         lines = [
-            f"{one.msg_id}: {one.chars} characters, importance {one.importance:.2f}" for one in proposals
+            f"{message.msg_id}: {message.chars} characters, importance {message.importance:.2f}"
+            for message in proposals
         ]
-        total = sum(one.chars for one in proposals)
+        total = sum(message.chars for message in proposals)
         return "\n".join((f"least important first, {total} characters together:", *lines))
 
     def checkBudget(self) -> str:
@@ -184,7 +185,7 @@ class ContextEditor:
         return "; ".join((*lines, f"{count} of {len(self.history)} messages shown in full"))
 
     def _sort_ids(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
-        """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
+        """Split ids into accepted and refused ones (DESIGN.md 4.12)."""
         ids = [*message_ids, *([] if msg_id is None else [msg_id])]
         if not ids:
             raise ToolRefused("no message is named; give message_ids, a list of msg_id")
@@ -193,17 +194,17 @@ class ContextEditor:
         deleted = frozenset(self.history.deleted_msg_ids) - summaries(self.history)
         accepted: dict[int, None] = {}
         refusals = []
-        for one in ids:
-            reason = explain_refusal(self.history, one, deleted=deleted)
-            if reason is None and one in accepted:
-                reason = f"{one} (named twice)"
+        for message_id in ids:
+            reason = explain_refusal(self.history, message_id, deleted=deleted)
+            if reason is None and message_id in accepted:
+                reason = f"{message_id} (named twice)"
             if reason is None:
-                accepted[one] = None
+                accepted[message_id] = None
             else:
                 refusals.append(reason)
         return Ids(tuple(accepted), tuple(refusals))
 
-    def _move(self, history: History | None, prefix: str, nothing: str) -> str:
+    def _switch_history(self, history: History | None, prefix: str, nothing: str) -> str:
         if history is None:
             return f"there is {nothing}"
         self.history = history
@@ -223,21 +224,21 @@ class Cut:
     """A text without its cut spans."""
 
     text: str
-    """The rest, with a note in place of each span."""
+    """The text with a note in place of each span."""
     spans: tuple[Span, ...]
-    """[start, end) of all cuts so far in the original text, sorted and disjoint."""
+    """[start, end) of all cuts in the original text, sorted and disjoint."""
     chars: int
     """Number of characters that this cut removed."""
 
 
 def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
     """Cut from the first occurrence of `start` to the end of the next `end`; `spans` are earlier cuts."""
-    begin = _first(text, start, spans, after=0)
+    begin = _find_shown(text, start, spans, after=0)
     if begin is None:
         raise ValueError(f"it does not hold the words {start[:80]!r}")
-    # `end` may overlap with `start`, but must not end before it.
+    # `end` may overlap with `start`, but must not end before `start` ends.
     earliest = max(begin, begin + len(start) - len(end))
-    last = _first(text, end, spans, after=earliest)
+    last = _find_shown(text, end, spans, after=earliest)
     if last is None:
         raise ValueError(f"the words {end[:80]!r} do not follow {start[:80]!r}")
     merged: list[Span] = []
@@ -250,11 +251,12 @@ def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
     for a, b in merged:
         parts += [text[place:a], f"[{b - a} characters deleted]"]
         place = b
-    return Cut("".join([*parts, text[place:]]), tuple(merged), _length(merged) - _length(spans))
+    chars = sum(b - a for a, b in merged) - sum(b - a for a, b in spans)
+    return Cut("".join([*parts, text[place:]]), tuple(merged), chars)
 
 
-def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
-    """The first occurrence of the words in the text that is still shown."""
+def _find_shown(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
+    """Find the first occurrence of the words outside of the cut spans."""
     place = text.find(words, after)
     while place >= 0:
         hidden_end = next((b for a, b in spans if a < place + len(words) and place < b), None)
@@ -264,17 +266,13 @@ def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int |
     return None
 
 
-def _length(spans: Sequence[Span]) -> int:
-    return sum(end - begin for begin, end in spans)
-
-
-# Short words occur everywhere and say nothing about use.
+# Short words are left out, because they occur everywhere.
 _WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A message that could be deleted, the characters that frees, and its importance from 0 to 1."""
+    """A message that could be deleted, the characters that this frees, and its importance in [0, 1]."""
 
     msg_id: int
     chars: int
@@ -282,14 +280,14 @@ class Proposal:
 
 
 def propose_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
-    """The least important messages that together free `chars` characters; all if they free less.
+    """Return the least important messages that together free `chars` characters, or all messages.
 
-    importance = (age + use) / 2, both in [0, 1]: `age` is the message's place in the history, 0 the oldest;
-    `use` is the share of its words that the task or a later assistant message also uses.
+    importance = (age + use) / 2, both in [0, 1]: `age` is the message's position in the history, 0 for the
+    oldest; `use` is the share of its words that the task or a later assistant message also has.
     """
     proposals: list[Proposal] = []
     total = 0
-    for proposal in sorted(_deletable(history), key=lambda one: (one.importance, one.msg_id)):
+    for proposal in sorted(_rate_messages(history), key=lambda item: (item.importance, item.msg_id)):
         if total >= chars:
             break
         proposals.append(proposal)
@@ -297,8 +295,8 @@ def propose_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
     return tuple(proposals)
 
 
-def _deletable(history: History) -> list[Proposal]:
-    """Every message that may be deleted and is longer than its stub."""
+def _rate_messages(history: History) -> list[Proposal]:
+    """Rate every message that may be deleted and is longer than its stub."""
     view = history.view()
     deleted = frozenset(history.deleted_msg_ids) - summaries(history)
     task = history.first_user_id
@@ -331,18 +329,18 @@ class EditResult:
     changes_view: bool
     """Whether the view changed; if not, the next prompt continues the previous one."""
     refused: str | None = None
-    """Why the call could not be read; refused ids do not count."""
+    """The reason why the call could not be read; refused ids are not counted."""
     fields: Mapping[str, Any] | None = None
-    """The result as an object, if it is one; a history that shows ids adds them to it."""
+    """The result as an object, if the tool returns one; a history that shows ids adds ids to it."""
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
-    """The named context tools, which the loop offers together with the environment's tools."""
+    """Return the named context tools, which are offered in addition to the environment's tools."""
     return tuple(function_tool(getattr(ContextEditor, name)).spec for name in names)
 
 
 def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
-    """Carry out one call of the last assistant message of the history; its name is one of CONTEXT_TOOLS."""
+    """Execute a call of the history's last assistant message; its name must be in CONTEXT_TOOLS."""
     editor = ContextEditor(history, budget or Budget())
     answer = Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS).answer(call)
     changes_view = editor.history is not history

@@ -1,7 +1,7 @@
-"""A growing conversation: what the model wrote, then the results of its calls or the user's answer.
+"""A growing conversation: the model's message, then the results of its calls or the user's answer.
 
-The states of source 3: PENDING is `prompt`, PROCESSING_TOOLS and INTERACTING are `carry_out`. Tools come
-first; the user answers a message without a call (DESIGN.md 4.11, 4.12).
+The states of source 3: PENDING is `prompt`, PROCESSING_TOOLS and INTERACTING are `carry_out`. The user
+answers only a message without a call (DESIGN.md 4.11, 4.12).
 """
 
 import time
@@ -39,7 +39,7 @@ class UserInteraction(Protocol):
 
 
 class Conversation(Prompts):
-    """A conversational environment, its history, and the user's side.
+    """A conversational environment, its history, and its simulated user.
 
     Without an interaction, only the environment may answer a message without a call. The task's `opening`
     comes before the environment's own messages.
@@ -102,7 +102,7 @@ class Conversation(Prompts):
             outcome = await execute(replace(action, requests=environment_calls))
         else:
             outcome = DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-        # The model's message exactly as the server returned it, so that its tokens stay the same.
+        # Keep the model's message exactly as the server returned it, so that its tokens stay the same.
         content = action.text if action.text is not None else encodable(choice.action.get("content") or "")
         message = Message(role="assistant", content=content, tool_calls=action.tool_calls or None)
         self.history = self.history.with_message(message)
@@ -110,15 +110,15 @@ class Conversation(Prompts):
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
             return DecisionEffect(outcome)
-        # A text: answered by the environment if it refuses it, else by the interaction, if any.
+        # A text is answered by the environment if it refuses the text, or else by the interaction.
         over = outcome.terminated or outcome.truncated
         if outcome.invalid_reason is not None:
-            self._say(f"error: {outcome.invalid_reason}")
+            self._add_user_message(f"error: {outcome.invalid_reason}")
             return DecisionEffect(outcome)
         if self._interaction is not None:
             return await self._interact(outcome, self._interaction)
         if outcome.result and not over:
-            return DecisionEffect(outcome, user_is_silent=not self._speaks(outcome.result))
+            return DecisionEffect(outcome, user_is_silent=not self._add_user_turn(outcome.result))
         return DecisionEffect(outcome if over else replace(outcome, terminated=True))
 
     def remember(self, step: StepData, before: StepData | None) -> None:
@@ -135,8 +135,8 @@ class Conversation(Prompts):
         }
 
     def _answer_calls(self, action: Action, outcome: DecisionOutcome, budget: Budget) -> DecisionOutcome:
-        """Give every call its result, in order; the environment has carried out its own calls already."""
-        results, texts = self._results(action, outcome), []
+        """Give every call its result, in order; the environment has executed its own calls already."""
+        results, texts = self._index_results(action, outcome), []
         invalid_reason = outcome.invalid_reason
         # The call that ended the episode is the last one that was not refused.
         executed = [index for index, text in results.items() if not text.startswith("error: ")]
@@ -157,8 +157,8 @@ class Conversation(Prompts):
             texts.append(text)
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))
 
-    def _results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
-        """The environment's result of each of its own calls, by the call's index in the message."""
+    def _index_results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
+        """Return the environment's results by the indices of its calls in the message."""
         own = [i for i, request in enumerate(action.requests) if request.name not in self._context_tools]
         if len(own) != len(outcome.results):
             raise CriticalError(
@@ -168,27 +168,27 @@ class Conversation(Prompts):
         return dict(zip(own, outcome.results, strict=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
-        """Let the interaction score and answer; the last answer is scored too (DESIGN.md 4.11)."""
+        """Let the interaction score and answer the message; the last one is scored too (DESIGN.md 4.11)."""
         start_s = self._clock()
         reply = await interaction.respond([entry.message for entry in self.history])
         took_s = self._clock() - start_s
         self._last_score = reply.score if reply.score is not None else self._last_score
         parts = () if reply.score is None else (RewardPart(source="interaction", value=reply.score),)
-        is_shown = not reply.should_terminate and self._speaks(reply.response)
+        is_shown = not reply.should_terminate and self._add_user_turn(reply.response)
         unshown = None if is_shown or not reply.response else reply.response
         has_record = reply.metadata or unshown
         answer = UserAnswer(metadata=reply.metadata, unshown=unshown) if has_record else None
         silent = not is_shown and not reply.should_terminate
         return DecisionEffect(outcome, parts, reply.should_terminate, silent, answer, took_s)
 
-    def _speaks(self, text: str) -> bool:
-        """Add an answer of the user; False if no more answers are allowed."""
+    def _add_user_turn(self, text: str) -> bool:
+        """Add an answer of the user; return False if no more answers are allowed."""
         limit = self._multi_turn.max_user_turns
         if limit is not None and self._user_turns >= limit:
             return False
         self._user_turns += 1
-        self._say(text)
+        self._add_user_message(text)
         return True
 
-    def _say(self, text: str) -> None:
+    def _add_user_message(self, text: str) -> None:
         self.history = self.history.with_message(Message(role="user", content=text))

@@ -1,4 +1,4 @@
-"""Pure: the achievement counters before and after a decision, and the step metadata made from them."""
+"""Makes step metadata from the achievement counters before and after a decision. Pure."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
 
 
 def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Sorted names of the achievements that a decision unlocked for the first time in the episode."""
+    """Return the sorted names of the achievements that a decision unlocked first in the episode."""
     if before == after:
         return []
     return sorted(name for name, count in after.items() if count > 0 and before.get(name, 0) == 0)
@@ -22,10 +22,10 @@ def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> l
 def step_metadata(
     before: Mapping[str, int], after: Mapping[str, int], *, turn: int, step_rewards: StepRewards
 ) -> StepMetadata:
-    """The metadata of decision `turn`, with decision_rewards if the switches ask for them.
+    """Make the metadata of decision `turn`, with decision_rewards if the switches require them.
 
-    Every decision gets the record, also one without an achievement, unless the environment has no
-    achievements at all (DESIGN.md 4.2).
+    Decisions without an achievement also get the record, unless the environment has no achievements at all
+    (DESIGN.md 4.2).
     """
     if not step_rewards.emits_decision_rewards or not after:
         return NO_METADATA

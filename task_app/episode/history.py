@@ -1,10 +1,9 @@
-"""Pure: a conversation whose messages have ids, its edits, and the view that a model sees.
+"""A conversation whose messages have ids, its edits, and the view that a model sees. Pure.
 
-Every value is immutable: appending or editing gives a new `History` that shares its messages with the old
-one, so an earlier history costs a few words and no copy.
-Source: 3-context-editing-tool-loop.md (names: full_history, deleted_msg_ids, msg_id,
-msg_id(invoking_assistant), had_delete_operation; docs/conversations.md tells what replaces its
-trajectory_snapshots); DESIGN.md 4.12.
+A history is immutable: appending or editing returns a new `History` that shares its messages with the old
+one, so keeping an earlier history costs little memory. Source: 3-context-editing-tool-loop.md (names:
+full_history, deleted_msg_ids, msg_id, msg_id(invoking_assistant), had_delete_operation; docs/conversations.md
+describes the replacement of its trajectory_snapshots); DESIGN.md 4.12.
 """
 
 import json
@@ -19,7 +18,7 @@ MSG_ID = "msg_id"
 INVOKING = "msg_id(invoking_assistant)"
 TOOL_NAME = "tool_name"
 STUB = "[deleted]"
-# Templates print arguments as an object, and an empty one costs the fewest tokens.
+# Chat templates print arguments as an object, and an empty object has the fewest tokens.
 STUB_ARGUMENTS = "{}"
 
 EditKind = Literal["deleted", "summary", "cut"]
@@ -27,23 +26,23 @@ EditKind = Literal["deleted", "summary", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message with its id, as it was said and as the view shows it before any edit."""
+    """A message of the history."""
 
     msg_id: int
     """Index of the message in the whole history."""
     message: Message
-    """The message as it was said; for a tool result the text alone."""
+    """The original message; for a tool result, only its text."""
     shown: Message
-    """The same, with its ids where the history shows them."""
+    """The message in an unedited view, with ids if the history shows them."""
     invoking: int | None = None
-    """For a tool result, the id of the assistant message with the call."""
+    """Id of the assistant message with the call; only for a tool result."""
     tool_name: str | None = None
-    """For a tool result."""
+    """Only for a tool result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The message that replaces another one: a stub, a summary, or the text without its cut spans."""
+    """The replacement of a message: a stub, a summary, or the text without its cut spans."""
 
     kind: EditKind
     shown: Message
@@ -52,23 +51,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """A conversation so far. `History.start` makes one; the methods `with_...` continue it."""
+    """The conversation so far. `History.start` makes one; the methods `with_...` extend it."""
 
     shows_ids: bool
-    """Tool results show their ids, in conversations whose model may edit its context."""
-    # Shared by all histories that grew from one; each sees its own length. Only the longest one appends in
-    # place; another one copies its own part first.
+    """Whether tool results show their ids, because the model may edit its context."""
+    # All histories that grew from one share the list; each uses its own length. Only the longest appends in
+    # place; another history copies its own part first.
     _log: list[Entry]
     _length: int = 0
     _edits: tuple[Mapping[int, Change], ...] = ()
-    """The edits in force, the oldest first."""
+    """The active edits, oldest first."""
     _redo: tuple[Mapping[int, Change], ...] = ()
-    """Those that were undone, the last one last."""
+    """The undone edits, last undone last."""
     _was_edited: bool = False
 
     @classmethod
     def start(cls, messages: Sequence[Message], *, shows_ids: bool) -> "History":
-        """The history before the first decision: the messages that the environment opens with."""
+        """Make the history before the first decision from the opening messages."""
         if not messages:
             raise ValueError("a conversation opens with at least one message, and there is none")
         history = cls(shows_ids, [])
@@ -77,13 +76,13 @@ class History:
         return history
 
     def with_message(self, message: Message) -> "History":
-        """The history with one more message of the system, the user or the assistant."""
+        """Append a message of the system, the user or the assistant."""
         return self._append(Entry(self._length, message, message))
 
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
-        """The history with the result of a call of the last assistant message.
+        """Append the result of a call of the last assistant message.
 
-        `fields` are the text's content if it is an object: shown with the ids, not as text within text.
+        If the text is an object, `fields` are its members, which are shown in one object with the ids.
         """
         invoking = self.last_assistant_id
         if invoking is None:
@@ -94,7 +93,7 @@ class History:
         return self._append(replace(entry, shown=self.with_text(entry, text, fields)))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
-        """The history after one edit, after which nothing can be redone; an empty edit changes nothing."""
+        """Apply an edit, after which nothing can be redone; an empty edit changes nothing."""
         if not changes:
             return self
         unknown = sorted(changes.keys() - range(self._length))
@@ -103,24 +102,24 @@ class History:
         return replace(self, _edits=(*self._edits, dict(changes)), _redo=(), _was_edited=True)
 
     def undo(self) -> "History | None":
-        """Undo the last edit in force; None if there is none."""
+        """Undo the last active edit; return None if there is none."""
         if not self._edits:
             return None
         return replace(self, _edits=self._edits[:-1], _redo=(*self._redo, self._edits[-1]))
 
     def redo(self) -> "History | None":
-        """Redo the last undone edit; None if there is none, or another edit came after it."""
+        """Redo the last undone edit; return None if there is none or another edit came after it."""
         if not self._redo:
             return None
         return replace(self, _edits=(*self._edits, self._redo[-1]), _redo=self._redo[:-1])
 
     def view(self) -> tuple[Message, ...]:
-        """The messages that the model is shown, with stubs or summaries for edited ones."""
+        """Return the messages that the model sees, with stubs or summaries for edited messages."""
         changes = self.changes()
         return tuple([changes[i].shown if i in changes else self._log[i].shown for i in range(self._length)])
 
     def changes(self) -> dict[int, Change]:
-        """The edits in force, by message id."""
+        """Return the active changes by message id."""
         changes: dict[int, Change] = {}
         for edit in reversed(self._edits):
             for msg_id, change in edit.items():
@@ -140,28 +139,28 @@ class History:
 
     @property
     def last_assistant_id(self) -> int | None:
-        """The id of the message whose calls are being answered."""
-        return self._first("assistant", reversed(range(self._length)))
+        """The id of the last assistant message, whose calls are answered."""
+        return self._find_role("assistant", reversed(range(self._length)))
 
     @property
     def first_user_id(self) -> int | None:
-        """The id of the task, which is never deleted."""
-        return self._first("user", range(self._length))
+        """The id of the first user message, which has the task and is never deleted."""
+        return self._find_role("user", range(self._length))
 
     @property
     def deleted_msg_ids(self) -> tuple[int, ...]:
-        """Sorted ids of the messages whose own text is not shown any more."""
+        """Sorted ids of the messages whose own text is no longer shown."""
         return tuple(sorted([i for i, change in self.changes().items() if change.kind != "cut"]))
 
     @property
     def had_delete_operation(self) -> bool:
-        """Whether the context was ever edited, even if that was undone."""
+        """Whether the context was ever edited, even if the edit was undone."""
         return self._was_edited
 
     def full_history(self, *, start: int = 0) -> tuple[Message, ...]:
-        """Every message from id `start` on as it was said, deleted or not, with the published keys.
+        """Return every original message from id `start` on, deleted or not, with the published keys.
 
-        All messages carry `msg_id`; tool results also `tool_name` and `msg_id(invoking_assistant)`.
+        All messages have `msg_id`; tool results also have `tool_name` and `msg_id(invoking_assistant)`.
         """
         messages = []
         for entry in self._log[start : self._length]:
@@ -172,9 +171,9 @@ class History:
         return tuple(messages)
 
     def with_text(self, entry: Entry, text: str, fields: Mapping[str, Any] | None = None) -> Message:
-        """A message of this history with another text; ids are kept, and a tool result stays one.
+        """Return a message of this history with another text and the same ids.
 
-        `fields` are the content of a tool result that is an object.
+        `fields` are the members of a tool result that is an object.
         """
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
@@ -182,17 +181,18 @@ class History:
         return entry.message.model_copy(update={"content": json.dumps(content, ensure_ascii=False)})
 
     def stub(self, msg_id: int, summary: str | None = None) -> Message:
-        """The message without its text, or with a summary in its place.
+        """Return the message without its text, or with a summary in place of its text.
 
-        Role, tool names and call ids are kept, so that every template renders it and every result has a call.
+        Role, tool names and call ids are kept, so that chat templates can render the stub and every result
+        has a call.
         """
         entry = self[msg_id]
         calls = entry.message.tool_calls
         if summary is not None:
             stub = self.with_text(entry, summary)
         else:
-            # Short and without its id, because stubs fill the window where much is deleted. The text of an
-            # assistant message that only made calls is already empty.
+            # Short and without its id, because many stubs fill the context. The text of an assistant message
+            # with only calls is empty already.
             text = STUB if entry.message.content or not calls else ""
             stub = entry.message.model_copy(update={"content": text})
         if not calls:
@@ -207,5 +207,5 @@ class History:
         log.append(entry)
         return replace(self, _log=log, _length=self._length + 1)
 
-    def _first(self, role: str, ids: "range | Iterator[int]") -> int | None:
+    def _find_role(self, role: str, ids: "range | Iterator[int]") -> int | None:
         return next((i for i in ids if self._log[i].message.role == role), None)

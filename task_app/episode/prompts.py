@@ -1,4 +1,4 @@
-"""How the episode loop gets its prompts: the base `Prompts`, and prompts made for each decision alone.
+"""The prompts of the episode loop: the base class `Prompts`, and `FreshPrompts`, which are independent.
 
 task_app.episode.conversation has the other implementation.
 """
@@ -27,12 +27,11 @@ class Prompt:
     messages: tuple[Message, ...]
     """The whole prompt."""
     reused: int = 0
-    """Number of leading messages that the previous prompt had at the same places, except `changed`."""
+    """Number of leading messages that are the same as in the previous prompt, except `changed`."""
     changed: Mapping[int, Message] = field(default_factory=dict)
-    """Places of messages among `reused` that differ from the previous prompt."""
+    """Messages among `reused` that differ from the previous prompt, by index."""
     again: Callable[[], tuple[Message, ...]] | None = None
-    """Makes the messages once more, because holding those of every prompt of a conversation would cost memory
-    that grows with the square of its length."""
+    """Rebuilds the messages: storing those of all prompts of a conversation would take quadratic memory."""
 
     @property
     def new(self) -> tuple[Message, ...]:
@@ -42,36 +41,36 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class DecisionEffect:
-    """The effect of a decision: the outcome in the environment, and the user's part in it."""
+    """The effect of a decision on the environment and the simulated user."""
 
     outcome: DecisionOutcome
     reward_parts: tuple[RewardPart, ...] = ()
-    """Rewards that the environment did not give."""
+    """Rewards that do not come from the environment."""
     interaction_done: bool = False
     user_is_silent: bool = False
     answer: UserAnswer | None = None
     """The user's answer, for the record."""
     interaction_s: float = 0.0
-    """How long the interaction took."""
+    """Duration of the interaction."""
 
 
 class Prompts:
-    """Makes the prompts of an episode and carries out its actions; without a conversation of its own."""
+    """Makes the prompts of an episode and executes its actions."""
 
     tools: tuple[ToolSpec, ...] = ()
-    """The tools that the policy may call, from `begin` on: a foreign environment knows them then."""
+    """The tools that the policy may call; a foreign environment knows them only from `begin` on."""
     past: Sequence[PastDecision] = ()
     """The last decisions, for environments that show them."""
-    # Each prompt is independent of the last decision, so none can be blamed for its length.
+    # 0 by default, because fresh prompts do not depend on the last decision's length.
     context_length_penalty = 0.0
-    """Reward of a decision after which the next prompt does not fit."""
+    """Reward of a decision after which the next prompt is too long."""
 
     def open(self) -> AbstractAsyncContextManager[None]:
-        """Keep the interaction open for the whole episode, however it ends."""
+        """Keep the interaction open until the end of the episode."""
         return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
-        """Begin the episode; the environment is at its start."""
+        """Begin the episode, after the environment was reset."""
         raise NotImplementedError
 
     def prompt(self, observation: Observation) -> Prompt:
@@ -85,43 +84,43 @@ class Prompts:
         raise NotImplementedError
 
     def remember(self, step: StepData, before: StepData | None) -> None:
-        """Give the step access to the conversation after it; `before` is the step before it."""
+        """Give a step access to the conversation after it; `before` is the previous step."""
         step.follow(before)
 
     def outcome(self) -> tuple[float, str]:
-        """The outcome reward and its definition, for an environment that defines no outcome."""
+        """Return outcome reward and definition for an environment that defines no outcome."""
         return 0.0, "none"
 
     def trajectory_fields(self) -> dict[str, Any]:
-        """Fields of the trajectory that hold the conversation."""
+        """Return the fields of the trajectory that describe the conversation."""
         return {}
 
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens of an episode, as the server's last reply counted them."""
+    """Tokens of an episode, counted by the server."""
 
     sampled: int = 0
-    """Tokens of the policy, in all decisions."""
+    """Sampled tokens of all decisions."""
     context: int | None = None
     """Tokens of the last prompt and its answer; None if the server does not count them."""
 
     def count(self, log_probs: Mapping[str, Any]) -> None:
-        """Add a decision; `log_probs` is the third element of `AgentPolicy.get_action`'s tuple."""
+        """Add a decision; `log_probs` is the third value that `AgentPolicy.get_action` returns."""
         prompt, sampled = log_probs.get("prompt_tokens"), log_probs.get("completion_tokens") or 0
         self.sampled += sampled
         self.context = None if prompt is None else prompt + sampled
 
 
 def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Message, ...]:
-    """The task's messages, then the environment's; only the first system message is kept."""
+    """Join the task's messages and the environment's; only the first system message is kept."""
     if any(message.role == "system" for message in opening):
         own = [message for message in own if message.role != "system"]
     return (*opening, *own)
 
 
 class FreshPrompts(Prompts):
-    """The `opening`, then what the environment renders from its observation and the last decisions."""
+    """Prompts of the `opening` and the environment's messages for its observation and the last decisions."""
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment

@@ -1,4 +1,4 @@
-"""Pure: make the StepData of a decision (DESIGN.md 4.2)."""
+"""Makes the StepData of a decision (DESIGN.md 4.2). Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from task_app.episode.termination import ends_by_a_limit
 from task_app.protocols import Observation
 
 LOGPROB_FIELDS = tuple(PolicyLogprobs.model_fields)
-# Stored in the step itself, in its step_info, or in the trajectory.
+# Keys of log_probs that are stored in the step itself, in its step_info, or in the trajectory.
 RECORDED_ELSEWHERE = ("sampling", "model", "prompt_tokens", "completion_tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A completed decision: the prompt, the choice, its effect, and how long both halves took."""
+    """A completed decision."""
 
     turn: int
     before: Observation
@@ -45,7 +45,7 @@ class Decision:
 
 
 def observation_data(observation: Observation, decision: Decision | None = None) -> ObservationData:
-    """Counters and last reward of an observation; with the decision from it, also prompt and state keys."""
+    """Make counters and last reward of an observation; with its `decision`, also prompt and state keys."""
     counts = dict(observation.achievements_counts)
     data = ObservationData(
         messages=decision.prompt.new if decision else (),
@@ -64,21 +64,28 @@ def observation_data(observation: Observation, decision: Decision | None = None)
 def step_data(
     decision: Decision, *, policy_name: str, step_rewards: StepRewards, costs: CostKeys | None = None
 ) -> StepData:
-    """The record of a decision; `mark_end` marks the last one of an episode."""
+    """Make the record of a decision; `costs` has the penalty of a refused one."""
     choice, outcome = decision.choice, decision.effect.outcome
     penalty = costs.invalid_action_penalty if costs and outcome.invalid_reason is not None else 0.0
     was, now = decision.before.achievements_counts, outcome.observation.achievements_counts
+    action = dict(choice.action)
+    if "name" in action:
+        action.pop("tool_calls", None)  # the record has them already
+    if outcome.invalid_reason is None:
+        action.pop("invalid_reason", None)  # the environment accepted the text
+    own = {name: value for name, value in choice.log_probs.items() if name not in RECORDED_ELSEWHERE}
+    own = {name: value for name, value in own.items() if value is not None}
     return StepData(
         turn=decision.turn,
         observation_data=observation_data(decision.before, decision),
         next_observation=observation_data(outcome.observation),
-        action_taken=encodable_json(_action_taken(decision)),
+        action_taken=encodable_json(action),
         tool_calls=decision.action.tool_calls,
         snapshot=decision.snapshot,
         raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
         policy_name=policy_name,
         sampling=choice.log_probs.get("sampling"),
-        policy_logprobs=policy_logprobs(choice.log_probs) or _own_logprobs(choice.log_probs),
+        policy_logprobs=policy_logprobs(choice.log_probs) or encodable_json(own) or None,
         policy_value_estimate=choice.value,
         env_rewards=tuple(map(finite, outcome.env_rewards)),
         reward_parts=(*decision.effect.reward_parts, *_penalties(penalty)),
@@ -87,22 +94,12 @@ def step_data(
     )
 
 
-def _action_taken(decision: Decision) -> dict[str, Any]:
-    """The action without fields that the record has elsewhere, or that the environment did not object to."""
-    action, outcome = dict(decision.choice.action), decision.effect.outcome
-    if "name" in action:
-        action.pop("tool_calls", None)
-    if outcome.invalid_reason is None:
-        action.pop("invalid_reason", None)
-    return action
-
-
 def mark_end(
     step: StepData, reason: StopReason, *, environment_truncated: bool, penalty: float = 0.0
 ) -> StepData:
-    """The last step of an episode, marked as `terminated` by the task or `truncated` by a limit.
+    """Mark the last step of an episode as `terminated` by the task or `truncated` by a limit.
 
-    `penalty` goes to a decision after which the context no longer fits.
+    `penalty` is added if the next prompt would be too long.
     """
     if reason is StopReason.CONTEXT_LENGTH:
         step = step.model_copy(update={"reward_parts": (*step.reward_parts, *_penalties(penalty))})
@@ -133,15 +130,8 @@ def _step_info(decision: Decision) -> StepInfo:
 
 
 def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """The exact tokens with all fields, or None, so that a missing log-prob never looks like a 0."""
+    """Return the exact tokens, or None if a field is missing."""
     fields = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
     if any(value is None for name, value in fields.items() if name != "experts"):
         return None
     return PolicyLogprobs.model_validate({name: value for name, value in fields.items() if value is not None})
-
-
-def _own_logprobs(log_probs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The policy's own log-prob data, for which the record has no fields."""
-    own = {name: value for name, value in log_probs.items() if name not in RECORDED_ELSEWHERE}
-    data: dict[str, Any] = encodable_json({name: value for name, value in own.items() if value is not None})
-    return data or None

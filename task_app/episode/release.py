@@ -1,4 +1,4 @@
-"""The end of an environment: its resources outside of this process are released."""
+"""Closing an environment, which releases its resources outside of this process."""
 
 import asyncio
 from contextlib import suppress
@@ -9,14 +9,14 @@ from task_app.threads import begin
 
 
 def close(environment: Environment) -> None:
-    """Close it, if it can be closed; an error is logged, since it has no other effect."""
+    """Close an environment that can be closed; an error is only logged."""
     if isinstance(environment, ClosableEnvironment):
         with suppress(TaskAppError), boundary("environment.close"):
             environment.close()
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:
-    """Start to close it in its own thread; None if there is nothing to close."""
+    """Begin to close an environment on its own thread; return None if there is nothing to close."""
     if not isinstance(environment, ClosableEnvironment):
         return None
     return begin("environment.close", close, environment)

@@ -1,9 +1,9 @@
-"""State keys name states, so that estimators can compare decisions that were made in the same state.
+"""State keys identify states, so that estimators can compare decisions of the same state.
 
-A key is a digest of everything that the policy could see, in canonical form: unlike `hash()` it is the same
-in every process and on every machine. It begins with the version of its function, so keys of two versions
-never match. In a conversation the policy also sees its own earlier answers, so equal questions after
-different answers are different states (DESIGN.md 4.7).
+A key is a digest, in canonical form, of what the policy sees; unlike `hash()` it is the same in every
+process. It begins with the version of its function, so keys of different versions differ. In a conversation
+the policy also sees its own earlier answers, so equal questions after different answers are different states
+(DESIGN.md 4.7).
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from task_app.protocols import Observation
 class StateKey:
     """A kind of state key.
 
-    of: the part of an observation that counts, as JSON-able values; equal values are the same state.
-    version: raised whenever `of` changes its value for some observation.
-    past: number of earlier observations that count too; None: all of them.
+    of: returns the compared part of an observation as JSON-able values; equal values are the same state.
+    version: raise it whenever the value of `of` changes for any observation.
+    past: number of earlier observations that are compared too; None: all of them.
     """
 
     of: Callable[[Observation], Any]
@@ -37,18 +37,18 @@ class StateKey:
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """A kind of state key for conversations: the messages that the policy was shown, without call ids."""
+    """A kind of state key for conversations, which compares the prompt's messages without call ids."""
 
     observations: int | None = None
-    """Number of last observations that count, with the answers between them. An observation is all that was
-    said between two answers. None: the whole prompt."""
-    version: int = 2  # version 1 was a digest of the question alone
+    """Number of last observations that are compared, with the answers between them. An observation is all
+    messages between two answers. None: the whole prompt."""
+    version: int = 2  # version 1 was a digest of the question only
     past: int | None = 0
-    """None: all earlier prompts count too."""
+    """None: all earlier prompts are compared too."""
 
 
-# Keys that every environment has; shared_schemas/state_keys.py says what each compares. `select_keys` puts
-# the number of a request into text_last_n.
+# Keys of every environment; shared_schemas/state_keys.py describes them. `select_keys` sets the n of
+# text_last_n.
 STATE_KEYS: Mapping[str, StateKey] = {
     "text": StateKey(attrgetter("text")),
     TEXT_LAST_N: StateKey(attrgetter("text")),
@@ -63,25 +63,25 @@ KeyKinds = Mapping[str, StateKey | PromptKey]
 
 
 class EpisodeStateKeys:
-    """Makes the keys of one episode's decisions in order; each call reads only what is new."""
+    """Makes the keys of one episode's decisions in order; each call reads only new messages."""
 
     def __init__(self, kinds: KeyKinds) -> None:
         self._kinds = kinds
         self._recent = {name: deque[bytes](maxlen=(key.past or 0) + 1) for name, key in kinds.items()}
         self._reads_prompts = any(isinstance(key, PromptKey) for key in kinds.values())
-        # For each message of the last prompt: its digest, and whether it is an answer of the policy.
+        # Digest of each message of the last prompt, and whether the policy wrote it.
         self._messages: list[tuple[bytes, bool]] = []
 
     def next(self, observation: Observation, prompt: Prompt) -> dict[str, str]:
-        """The keys of the next decision's state, by name."""
+        """Make the keys of the next decision's state, by name."""
         if self._reads_prompts:
             self._messages = self._messages[: prompt.reused]
             for place, message in prompt.changed.items():
-                self._messages[place] = _entry(message)
-            self._messages.extend(map(_entry, prompt.new))
-        return {name: self._next(name, key, observation) for name, key in self._kinds.items()}
+                self._messages[place] = _digest_message(message)
+            self._messages.extend(map(_digest_message, prompt.new))
+        return {name: self._make_key(name, key, observation) for name, key in self._kinds.items()}
 
-    def _next(self, name: str, key: StateKey | PromptKey, observation: Observation) -> str:
+    def _make_key(self, name: str, key: StateKey | PromptKey, observation: Observation) -> str:
         if isinstance(key, PromptKey):
             answers = [place for place, (_, is_answer) in enumerate(self._messages) if is_answer]
             count = key.observations
@@ -91,7 +91,7 @@ class EpisodeStateKeys:
             digest = _digest([_canonical(key.of(observation))])
         recent = self._recent[name]
         if key.past is None and recent:
-            digest = _digest([recent[-1], digest])  # a running digest: the whole history in 16 bytes
+            digest = _digest([recent[-1], digest])  # a running digest of the whole history
         recent.append(digest)
         whole = digest if len(recent) == 1 else _digest(list(recent))
         return f"{key.version}:{whole.hex()}"
@@ -100,10 +100,10 @@ class EpisodeStateKeys:
 def keys_by_name(
     of_environment: Mapping[str, StateKey], *, conversation: bool
 ) -> dict[str, StateKey | PromptKey]:
-    """The keys that can be requested: the environment's own, those of every environment, and "default".
+    """Return the keys that can be requested: the environment's own, those of all environments, and "default".
 
-    "default" is the first of the environment's own, or its text. In a conversation, whose prompt grows, the
-    keys of every environment read the prompt.
+    "default" is the first of the environment's own keys, or else its text. In a conversation, the keys of all
+    environments compare prompts.
     """
     of_all: KeyKinds = PROMPT_KEYS if conversation else STATE_KEYS
     return {DEFAULT: next(iter(of_environment.values()), of_all["text"]), **of_all, **of_environment}
@@ -112,19 +112,22 @@ def keys_by_name(
 def select_keys(
     names: Sequence[str], known: Mapping[str, StateKey | PromptKey], *, where: str
 ) -> dict[str, StateKey | PromptKey]:
+    keys: dict[str, StateKey | PromptKey] = {}
     for index, name in enumerate(names):
         if not is_state_key(name, known):
             raise UnknownName("state key", name, known, where=f"{where}.{index}")
-
-    def last_n(name: str) -> StateKey | PromptKey:
+        if name in known:
+            keys[name] = known[name]
+            continue
         kind, n = known[TEXT_LAST_N], read_last_n(name) or 1
-        return replace(kind, observations=n) if isinstance(kind, PromptKey) else replace(kind, past=n - 1)
+        keys[name] = (
+            replace(kind, observations=n) if isinstance(kind, PromptKey) else replace(kind, past=n - 1)
+        )
+    return keys
 
-    return {name: known[name] if name in known else last_n(name) for name in names}
 
-
-def _entry(message: Message) -> tuple[bytes, bool]:
-    """A message's digest, and whether the policy wrote it; call ids are left out, since some are random."""
+def _digest_message(message: Message) -> tuple[bytes, bool]:
+    """Return a message's digest without call ids, which may be random, and whether the policy wrote it."""
     data = message.model_dump(mode="json", exclude={"tool_call_id"}, exclude_none=True)
     for call in data.get("tool_calls", ()):
         del call["id"]
@@ -132,12 +135,12 @@ def _entry(message: Message) -> tuple[bytes, bool]:
 
 
 def _canonical(value: Any) -> bytes:
-    """One text for equal values: sorted names, no spaces. 1, 1.0 and true stay three values."""
+    """Write equal values as equal text: sorted names, no spaces. 1, 1.0 and true stay different."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _digest(parts: Sequence[bytes]) -> bytes:
-    """A digest of the parts, each after its length, so that ["ab", "c"] and ["a", "bc"] differ."""
+    """Make a digest of the parts and their lengths, so that ["ab", "c"] and ["a", "bc"] differ."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Pure: why an episode ends after a decision, from its limits and the facts.
+"""Decides why an episode ends after a decision, by its limits and the facts. Pure.
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.3; DESIGN.md 4.5 has the order.
 """
@@ -15,7 +15,7 @@ from shared_schemas.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFacts:
-    """The facts after the last decision, or after the attempt to take one."""
+    """The facts after the last decision or attempt."""
 
     decisions_done: int
     invalid_decisions: int = 0
@@ -35,15 +35,15 @@ class EpisodeFacts:
     context_exceeded: bool = False
     """The next prompt did not fit the model."""
     sampled_tokens: int = 0
-    """Tokens of all decisions together, as far as the server counts them."""
+    """Tokens of all decisions, as far as the server counts them."""
     user_is_silent: bool = False
-    """An answer of the user was due after the last one that the limit allows."""
+    """The user could not answer, because the limit of answers was reached."""
 
 
 def stop_reason(
     facts: EpisodeFacts, limits: RolloutLimits, *, max_episode_tokens: int | None = None
 ) -> StopReason | None:
-    """The first reason that holds, in the order of `StopReason`; None while the episode continues."""
+    """Return the first reason that holds, in the order of `StopReason`; None while the episode continues."""
     too_many_tokens = max_episode_tokens is not None and facts.sampled_tokens >= max_episode_tokens
     reasons = (
         (StopReason.CRITICAL_ERROR, facts.critical_error),
@@ -62,9 +62,9 @@ def stop_reason(
 
 
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
-    """The function that decides whether a raw policy output, or its action, gives the signal to end.
+    """Make the function that tells whether a raw policy output, or its action, matches the termination regex.
 
-    A policy without a model has no raw output (None), and gives no signal.
+    A policy without a model has no raw output (None), which never matches.
     """
     if limits.termination_regex is None:
         return lambda raw_output, action: False
@@ -78,7 +78,7 @@ def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[s
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """Whether the reason cuts the episode off (`truncated`); an environment decides that for itself.
+    """Whether the reason truncates the episode; for ENVIRONMENT_DONE, the environment decides.
 
     A signal of the policy, by action or by pattern, terminates the episode instead.
     """

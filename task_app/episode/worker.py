@@ -1,4 +1,4 @@
-"""The loop of an episode: prompt -> policy -> environment -> StepData, until there is a reason to stop.
+"""The loop of an episode: prompt -> policy -> environment -> StepData, until a stop reason holds.
 
     worker = RLRolloutWorker(task_definition, agent_policy, max_episode_steps)
     steps, messages, ground_truth = await worker.run_episode()
@@ -63,28 +63,28 @@ from task_app.threads import Threads, in_thread
 
 log = structlog.get_logger("task_app")
 
-# Takes a snapshot before the next decision, if one is due (task_app.rollouts.assembly).
+# Takes a snapshot before the next decision, if it was requested (task_app.rollouts.assembly).
 Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
 
 
 class RLRolloutWorker:
-    """Runs one episode once. `run_episode` collects the steps; afterwards `trajectory()` holds them.
+    """Plays one episode. `run_episode` collects the steps; afterwards `trajectory()` returns them.
 
     Args:
-        task_definition: names the environment and its config, the messages that the episode opens with, its
-            limits, and the ground truth, which the worker only passes on.
-        max_episode_steps: limit of decisions; None means the task's own.
-        environment: used instead of the named one; this worker starts it and shares it with no other.
-        seed: of the world; workers of one task and seed are siblings.
-        start: brings the environment to its start; by default into the world of `seed`.
-        step_rewards: decides whether the steps' metadata carries decision_rewards.
-        prompts: makes the prompts; by default a conversation if the environment holds one, or fresh prompts.
+        task_definition: the environment and its config, the opening messages, the limits, and the ground
+            truth, which the worker only returns.
+        max_episode_steps: limit of decisions; None: the task's own.
+        environment: replaces the environment of the task; it must not be shared.
+        seed: of the world; workers with the same task and seed are siblings.
+        start: brings the environment to its start; by default to the world of `seed`.
+        step_rewards: decides whether the steps' metadata has decision_rewards.
+        prompts: by default `Conversation` for a conversational environment, otherwise `FreshPrompts`.
         multi_turn: limits of a conversation.
-        keep: called before every decision, and before one that a limit prevents; the snapshot that it returns
-            becomes part of the step, or of the trajectory.
-        final_view: ask the policy for one more token where a limit cuts the episode short.
-        spans: of model calls and environment calls.
-        threads: run resets and slow steps; by default the event loop's own threads do.
+        keep: called before every decision, also one that a limit prevents; its snapshot becomes part of the
+            step, or of the trajectory.
+        final_view: whether to ask the policy for one more token if a limit cuts the episode.
+        spans: traces of model calls and environment calls.
+        threads: run resets and slow steps; by default the event loop's own threads.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RLRolloutWorker:
         self._model = ""
         self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
-        # Why the episode ended; None while it runs, and if it failed or was cancelled.
+        # None while the episode runs, and if it failed or was cancelled.
         self.stop_reason: StopReason | None = None
         self._has_begun = False
         self._start_s = self._wall_s = 0.0
@@ -151,20 +151,21 @@ class RLRolloutWorker:
 
     @property
     def max_episode_steps(self) -> int:
-        """The limit of decisions that holds: the argument, or else the task's own."""
+        """The effective limit of decisions."""
         return self.task_definition.max_episode_steps
 
     @property
     def current_messages_history(self) -> list[Message]:
-        """The messages up to the last complete decision, in a list of its own.
+        """A new list of the messages up to the last complete decision.
 
-        Before that the first prompt, and before the environment has started the task's messages.
+        Before the first decision it is the first prompt, and before the environment's start the task's
+        messages.
         """
         return self._steps[-1].resulting_messages_history if self._steps else list(self._first_prompt)
 
     @property
     def collected_step_data(self) -> list[StepData]:
-        """`steps`, in a list of its own."""
+        """`steps` as a new list."""
         return list(self._steps)
 
     @property
@@ -173,13 +174,10 @@ class RLRolloutWorker:
         return tuple(self._steps)
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
-        """Play until there is a reason to stop.
-
-        Returns:
-            The steps, the whole conversation, and the ground truth of the task definition.
+        """Play the episode; return its steps, the whole conversation, and the task's ground truth.
 
         Raises:
-            Conflict: the worker has begun its episode before, whether or not it finished.
+            Conflict: `run_episode` was called before.
         """
         if self._has_begun:
             raise Conflict(
@@ -198,7 +196,7 @@ class RLRolloutWorker:
         finally:
             closing = begin_close(self._environment)
         if closing is not None:
-            await closing  # so that the next episode finds its place free
+            await closing  # the next episode may need the freed resources
         return self.collected_step_data, self.current_messages_history, self.task_definition.ground_truth
 
     async def _play(self) -> None:
@@ -206,18 +204,18 @@ class RLRolloutWorker:
         facts = self._facts()
         while (reason := self._check_termination(facts)) is None:
             facts = await self._decide()
-            # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
+            # A scripted policy never awaits: let cancellations and other rollouts run.
             await asyncio.sleep(0)
         truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
         if is_cut_short(reason, truncated=truncated):
             if self._wants_final_view:
-                self._final_view = await self._view_after()
+                self._final_view = await self._fetch_final_view()
             if reason is not StopReason.ENVIRONMENT_DONE:
                 self._final_snapshot = await self._snapshot()
         self._finish(reason)
 
     def trajectory(self) -> Trajectory:
-        """The finished episode; call it after `run_episode`."""
+        """Return the finished episode; call it after `run_episode`."""
         if self.stop_reason is None:
             raise Conflict("the episode has not finished, so it has no trajectory", hint="Await run_episode.")
         outcome_reward, outcome_definition = self._outcome()
@@ -246,7 +244,7 @@ class RLRolloutWorker:
         )
 
     def _outcome(self) -> tuple[float, str]:
-        """The environment's outcome; if it defines none, the outcome of the interaction."""
+        """Return the outcome of the environment, or of the interaction if the environment defines none."""
         definition = self._environment.outcome_definition
         if not definition:
             return self._prompts.outcome()
@@ -265,7 +263,7 @@ class RLRolloutWorker:
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
 
     async def _decide(self) -> EpisodeFacts:
-        """Try to complete one decision, and return the facts after it."""
+        """Try to complete one decision; return the facts after it."""
         prompt = self._prompts.prompt(self._observation)
         if not self._steps:
             self._first_prompt = tuple(prompt.messages)
@@ -309,14 +307,13 @@ class RLRolloutWorker:
         return self._record(decision)
 
     async def _snapshot(self) -> str | None:
-        """The snapshot before the next decision, if one is due there."""
         return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
 
-    async def _view_after(self) -> PolicyLogprobs | None:
-        """The prompt of the next decision with one more token, as the policy's server renders it.
+    async def _fetch_final_view(self) -> PolicyLogprobs | None:
+        """Return the prompt of the next decision with one more token, rendered by the policy's server.
 
-        None if the prompt does not fit the model, so that no decision could have followed; if the time is
-        over; or if the server returns no tokens.
+        None if the prompt is too long, so that no decision could have followed, if the time is over, or if
+        the server returns no tokens.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
@@ -328,7 +325,7 @@ class RLRolloutWorker:
         return None if reply is None else policy_logprobs(reply[0].log_probs)
 
     def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
-        """The policy's view of these messages, those of the prompt, with the rest of the token budget."""
+        """Make the policy's observation from the prompt's messages and the rest of the token budget."""
         limit = self._multi_turn.max_episode_tokens
         max_tokens = None if limit is None else limit - self._tokens.sampled
         return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
@@ -341,20 +338,20 @@ class RLRolloutWorker:
             max_tokens=getattr(self.agent_policy, "max_model_length", None),
             decisions_left=limits.max_decisions - len(self._steps) - 1,
         )
-        return await self._prompts.carry_out(choice, action, before, self._execute, budget)
 
-    async def _execute(self, action: Action) -> DecisionOutcome:
-        """Carry out an action, or the part of it that is the environment's."""
-        with self._spans.environment(self._environment.name, action, len(self._steps) + 1) as notes:
-            outcome = await self._step(action)
-            notes.outcome(outcome)
-            return outcome
+        async def execute(action: Action) -> DecisionOutcome:
+            with self._spans.environment(self._environment.name, action, len(self._steps) + 1) as notes:
+                outcome = await self._step(action)
+                notes.outcome(outcome)
+                return outcome
+
+        return await self._prompts.carry_out(choice, action, before, execute, budget)
 
     async def _step(self, action: Action) -> DecisionOutcome:
-        """Step the environment; a quick step runs inline, in tens of microseconds."""
+        """Step the environment; a quick step, of tens of microseconds, runs inline."""
         environment = self._environment
         if action.terminate:
-            # No env step runs, so the last one's reward is not paid again.
+            # No env step runs, so the last reward must not count again.
             return DecisionOutcome(replace(self._observation, reward_last_step=0.0), env_rewards=())
         if action.text is not None and isinstance(environment, AnsweredEnvironment):
             step = partial(take_decision, environment.answer, action.text)
@@ -364,14 +361,15 @@ class RLRolloutWorker:
         if steps_quickly(environment):
             return step()
         try:
-            # The time of the whole episode, so that a slow policy does not count against the environment.
+            # The time limit of the whole episode, so that a slow policy does not shorten the environment's
+            # time.
             async with asyncio.timeout(self._limits.timeout_s):
                 return await in_thread(self._threads, "environment.step", step)
         except TimeoutError as exc:
             raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
     def _record(self, decision: Decision) -> EpisodeFacts:
-        """Append the decision to the steps, the prompts and the counters."""
+        """Add the decision to the steps, the prompts and the counters; return the facts after it."""
         with boundary(f"the record of decision {decision.turn}"):
             step = step_data(
                 decision,
@@ -407,7 +405,7 @@ class RLRolloutWorker:
         return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
-        """Mark the last step with the reason; an episode without a complete decision fails."""
+        """Mark the last step with the reason. Raises if there is no complete decision."""
         if self._critical is not None:
             raise self._critical
         if not self._steps:
@@ -427,7 +425,7 @@ class RLRolloutWorker:
 
 
 def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """Create the environment of a task; return it with the opening messages that it does not say itself."""
+    """Create the environment of a task; also return the opening messages that it does not have itself."""
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
     try:
@@ -442,14 +440,14 @@ def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[M
                 where="messages",
             )
         config, opening = {**config, "prompt": opening}, ()
-    # "base_resource_" + "config" is the path that an error names.
+    # The path in an error is "base_resource_" + "config".
     return boards.environment(task.resource_type, config, where="base_resource_"), opening
 
 
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, Action] | None:
-    """Ask the policy for one action; None if it was too slow, which ends the episode."""
+    """Ask the policy for an action; None if it is too slow, which ends the episode."""
     try:
         return await decide(policy, observation, tools, timeout_s=timeout_s)
     except TimeoutError as exc:
@@ -462,7 +460,7 @@ async def ask(
 async def decide(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, Action]:
-    """Ask the policy for one action; TimeoutError if it is too slow."""
+    """Ask the policy for an action. Raises TimeoutError if it is too slow."""
     async with asyncio.timeout(max(0.0, timeout_s)):
         with boundary(f"policy {policy_name(policy)}", policy.get_action):
             action, raw, log_probs, value = await policy.get_action(observation, tools)

@@ -1,11 +1,11 @@
-"""Read the published YAML or TOML file of interactions (`--interactions FILE`), and offer its import names.
+"""Reads the published YAML or TOML file of interactions (`--interactions FILE`).
 
     interaction:
       - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
         config: {}
 
-It is read once, when the task app starts. Its classes are imported from what is installed and from the
-file's own folder; requests name entries, never classes.
+The file is read once, when the task app starts. Its classes are imported from installed packages and from the
+file's folder; requests name entries, never classes.
 """
 
 import importlib
@@ -53,7 +53,7 @@ class _File(Body):
 
 def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEntry]:
     """Read the entries of the file by name, and check that each class can be built."""
-    rows = _rows(path)
+    rows = _read_rows(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -67,28 +67,28 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
             raise SettingsError(f"{where}: {detail}")
         if name in entries:
             raise SettingsError(f"{where}: the name {name!r} is taken; give each entry a name of its own")
-        entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
-        _try(entry, settings, where=where)
+        entry = InteractionEntry(name, _import_class(row.class_name, where=where), row.config)
+        _try_entry(entry, settings, where=where)
         entries[name] = entry
     return entries
 
 
 def package_interactions(settings: Settings) -> dict[str, InteractionEntry]:
-    """The entry points of installed packages, by name; an entry of the operator's file comes before them."""
+    """Load the entry points of installed packages, by name; entries of the operator's file override them."""
     offer_stand_ins()
     entries: dict[str, InteractionEntry] = {}
     for point in package_plugs("turnwise.interactions"):
         if point.name in entries:
             raise SettingsError(f"{point.place}: another package offers an interaction {point.name!r} too")
-        entry = InteractionEntry(point.name, _interaction_class(point.plug, place=point.place), {})
-        _try(entry, settings, where=point.place)
+        entry = InteractionEntry(point.name, _check_class(point.plug, place=point.place), {})
+        _try_entry(entry, settings, where=point.place)
         entries[point.name] = entry
     return entries
 
 
-def _rows(path: Path) -> tuple[_Row, ...]:
-    document = _document(path)
-    for place, text in _texts(document):
+def _read_rows(path: Path) -> tuple[_Row, ...]:
+    document = _parse_file(path)
+    for place, text in _find_texts(document):
         if re.search(r"\$\{[^}]*\}", text):
             raise SettingsError(f"{path}: {place} is {text!r}; write the value itself: ${{}} is not resolved")
     try:
@@ -99,8 +99,12 @@ def _rows(path: Path) -> tuple[_Row, ...]:
         raise SettingsError(f"{path}: {invalid(error, known=known).detail}") from exc
 
 
-def _document(path: Path) -> Any:
-    readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomli.loads}
+def _parse_file(path: Path) -> Any:
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+        ".toml": tomli.loads,
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise SettingsError(f"--interactions {path}: the name must end in {', '.join(readers)}")
@@ -112,18 +116,18 @@ def _document(path: Path) -> Any:
         raise SettingsError(f"{path} is no {path.suffix[1:].upper()}: {' '.join(str(exc).split())}") from exc
 
 
-def _yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except yaml.YAMLError as exc:
         raise ValueError(str(exc)) from exc
 
 
-def _refuse_twins(node: Any) -> None:
-    """Refuse a repeated key, because YAML silently drops the first value."""
+def _refuse_repeated_keys(node: Any) -> None:
+    """Refuse a repeated key, of which YAML silently drops the first value."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -132,38 +136,36 @@ def _refuse_twins(node: Any) -> None:
             if keys.count(key) > 1:
                 raise ValueError(f"{key!r} is given twice in line {node.start_mark.line + 1} and after it")
         for _, value in node.value:
-            _refuse_twins(value)
+            _refuse_repeated_keys(value)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_twins(value)
+            _refuse_repeated_keys(value)
 
 
-def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _find_texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield place and value of every string."""
     if isinstance(value, str):
         yield place.removeprefix("."), value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _texts(one, f"{place}.{key}")
-    elif isinstance(value, list):
-        for index, one in enumerate(value):
-            yield from _texts(one, f"{place}.{index}")
+    elif isinstance(value, Mapping | list):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _find_texts(part, f"{place}.{key}")
 
 
-def _class(class_name: str, *, where: str) -> type[Any]:
+def _import_class(class_name: str, *, where: str) -> type[Any]:
     module_name, _, last = class_name.rpartition(".")
     place = f"{where}.class_name {class_name!r}"
     try:
         with boundary(place):
-            module = _import(module_name, place)
+            module = _import_module(module_name, place)
     except CriticalError as exc:
         raise SettingsError(exc.detail) from exc
     kind = getattr(module, last, None)
     if kind is None:
         raise SettingsError(f"{place}: module {module_name!r} has no {last!r}")
-    return _interaction_class(kind, place=place)
+    return _check_class(kind, place=place)
 
 
-def _interaction_class(kind: Any, *, place: str) -> type[Any]:
+def _check_class(kind: Any, *, place: str) -> type[Any]:
     if not isinstance(kind, type):
         raise SettingsError(f"{place} is no class but {type(kind).__name__}")
     methods = {method: getattr(kind, method, None) for method in _METHODS}
@@ -176,8 +178,8 @@ def _interaction_class(kind: Any, *, place: str) -> type[Any]:
     return kind
 
 
-def _import(module_name: str, place: str) -> ModuleType:
-    """Import the module of a class; a missing module becomes one line, other errors are logged."""
+def _import_module(module_name: str, place: str) -> ModuleType:
+    """Import the module of a class. A missing module is a SettingsError; other errors pass."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -187,7 +189,7 @@ def _import(module_name: str, place: str) -> ModuleType:
         raise SettingsError(f"{place}: {exc.msg}; {where}") from exc
 
 
-def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
+def _try_entry(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
     try:
         with boundary(f"{where}: {entry.kind.__name__}(config)"):
             interaction = entry.build()
@@ -198,7 +200,7 @@ def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
         raise SettingsError(detail) from exc
 
 
-# Contents of each stand-in module; the packages are empty.
+# Contents of each stand-in module; the stand-in packages are empty.
 _STAND_IN_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "verl": {},
     "verl.interactions": {},
@@ -226,11 +228,11 @@ STAND_INS = _StandIns()
 
 
 def offer_stand_ins() -> None:
-    """Let published interaction classes import `verl` modules where verl is not installed.
+    """Let published interaction classes import modules of `verl` if verl is not installed.
 
-    The stand-ins stay installed, because a class may import inside a method at any time. A second call
+    The stand-ins are never removed, because a class may import inside a method at any time. A second call
     changes nothing.
     """
     if STAND_INS not in sys.meta_path:
-        # Last in the list: an installed verl wins, even a newer one that lacks some of these modules.
+        # Last in the list, so that an installed verl has priority, even if it lacks some of these modules.
         sys.meta_path.append(STAND_INS)

@@ -1,4 +1,4 @@
-"""The interaction of grade-school maths: a right answer ends the episode, a wrong one may be corrected."""
+"""The interaction for grade-school maths: a right answer ends the episode, a wrong one may be corrected."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,20 +14,18 @@ Method = Literal["strict", "flexible"]
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """The final answer in a text, without commas, dollar signs and trailing full stop.
+    """Find the final answer in a text, without commas, dollar signs and trailing full stop; None without one.
 
     Args:
-        solution_str: what the assistant wrote. The published function reads its last 300 characters, and so
-            cuts numbers in half; here the last number counts wherever it stands.
+        solution_str: the assistant's text. The published function reads only its last 300 characters, which
+        may
+            begin in a number; this one reads the whole text.
         method: "strict" finds the last `#### 42`, "flexible" the last number.
-
-    Returns:
-        The number as text, or None if there is none.
 
     Raises:
         ValueError: the method is unknown.
     """
-    answer = _answer(solution_str, method)
+    answer = _find_answer(solution_str, method)
     return None if answer is None else answer.text
 
 
@@ -38,28 +36,28 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right answer, `format_score` for a wrong one, 0 for no answer.
+    """Return `score` for the right answer, `format_score` for a wrong answer, 0 for no answer.
 
     Equal numbers are equal answers: "42.0" and "42", "1,000" and "1000". The published function compares
-    text, so `#### 42.` at the end of a sentence is wrong there, and it returns the int 0 for no answer.
+    text, so `#### 42.` at the end of a sentence is wrong there; it also returns the int 0 for no answer.
 
     Raises:
         ValueError: the method is unknown, or no answer can equal the ground truth.
 
     Source: 5-interactions.md, and the function that it imports.
     """
-    truth, answer = read_truth(ground_truth), _answer(solution_str, method)
+    truth, answer = read_truth(ground_truth), _find_answer(solution_str, method)
     if answer is None:
         return 0.0
     return float(score if answer.equals(truth) else format_score)
 
 
 def read_truth(ground_truth: Any) -> Number:
-    """The number that an answer has to equal.
+    """Read the number that an answer must equal.
 
     Raises:
-        ValueError: it is no number. The message contains only its type, because errors reach logs and
-            replies, and the value is the secret answer.
+        ValueError: it is not a number. The message contains only its type, because the value is the secret
+            answer, and errors reach logs and replies.
     """
     truth = read_number(ground_truth)
     if truth is None:
@@ -68,7 +66,7 @@ def read_truth(ground_truth: Any) -> Number:
     return truth
 
 
-def _answer(solution_str: str, method: Method) -> Number | None:
+def _find_answer(solution_str: str, method: Method) -> Number | None:
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}; known: strict, flexible")
     return last_number(solution_str, marked=method == "strict")
@@ -89,13 +87,13 @@ class Gsm8kConfig(Body):
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Scores the last assistant message against `ground_truth` of the data row.
+    """Scores the last assistant message by `ground_truth` of the data row.
 
-    As published, `#### ` is put in front of a response that lacks it. `strict` scores the response as it was
-    written, because the mark is what `strict` checks.
+    As published, `#### ` is put before a response that lacks it. `strict` requires the mark, so there the
+    response is scored unchanged.
 
-    Source: 5-interactions.md. Its example reads the last *user* message and so never scores an answer;
-    DESIGN.md 4.11 says why ours differs.
+    Source: 5-interactions.md, whose example reads the last *user* message, and so never scores an answer
+    (DESIGN.md 4.11).
     """
 
     never_blocks = True
@@ -123,7 +121,7 @@ class Gsm8kInteraction(BaseInteraction):
         has_mark = self._settings.method == "strict" or answer.startswith(MARK)
         self._instance_dict[instance_id]["response"] = answer if has_mark else MARK + answer
         score = await self.calculate_score(instance_id)
-        # Not decided by the score, which does not tell when score = 0.5 or format_score = score.
+        # The configured score cannot decide, because it may be any number, or equal to format_score.
         right = self._score(instance_id, format_score=0.0, score=1.0) == 1.0
         return right, RIGHT if right else WRONG, score, {}
 
@@ -132,7 +130,7 @@ class Gsm8kInteraction(BaseInteraction):
         return self._score(instance_id, format_score=settings.format_score, score=settings.score)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._instance_dict.pop(instance_id, None)  # absent if the start was refused
+        self._instance_dict.pop(instance_id, None)  # missing if the start was refused
 
     def _score(self, instance_id: str, *, format_score: float, score: float) -> float:
         instance, method = self._instance_dict[instance_id], self._settings.method
@@ -140,7 +138,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The content of the last assistant message; empty if there is none."""
+    """Return the content of the last assistant message; empty if there is none."""
     contents = (each.get("content") for each in reversed(messages) if each.get("role") == "assistant")
     content = next(contents, "")
     return content if isinstance(content, str) else ""

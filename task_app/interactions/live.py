@@ -1,4 +1,4 @@
-"""One interaction in one episode: it starts, responds, scores, and is always finalised exactly once."""
+"""Runs one interaction in one episode: start, responses, scores, and exactly one finalisation."""
 
 import asyncio
 import inspect
@@ -24,10 +24,10 @@ from task_app.settings import Settings
 
 @runtime_checkable
 class ConnectedInteraction(Protocol):
-    """An interaction that uses parts of the service: its HTTP client, its list of hosts."""
+    """An interaction that uses parts of the service, such as its HTTP client."""
 
     def check(self, settings: Settings) -> None:
-        """Refuse at the service's start a config that cannot work here, by raising a TaskAppError."""
+        """Check the config at the service's start. Raises TaskAppError if it cannot work here."""
 
     def connect(self, context: PolicyContext) -> None:
         """Called before the first call of an episode."""
@@ -38,19 +38,19 @@ class InteractionReply:
     """An answer of the user."""
 
     should_terminate: bool
-    """The episode ends; `response` is not shown to the model."""
+    """Whether the episode ends; `response` is then not shown to the model."""
     response: str
     score: float | None
     """Reward of the answered decision; None if the interaction gives none."""
     metadata: dict[str, Any]
-    """JSON-able, stored in the record."""
+    """JSON-able data for the record."""
 
 
 class Calls:
-    """The calls to one interaction object, in their published form, one at a time.
+    """Calls the published methods of one interaction object, one at a time.
 
-    All of it runs on the interaction's loop, the object's construction too: any of it may block. The class
-    may return another instance_id than this one.
+    Everything, including the object's construction, runs on the interaction's loop, because it may block. The
+    class may return another instance_id than the given one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Calls:
         self._entry, self.instance_id, self._context = entry, instance_id, context
         self._kwargs = {**kwargs, "name": entry.name}
         self._at_most_bytes = at_most_bytes
-        # A start that timed out may still run; the next call waits for its end.
+        # A call that timed out may still run; the next call waits for its end.
         self._turn = asyncio.Lock()
         self._closed = self.is_started = False
         self._interaction: BaseInteraction | None = None
@@ -75,7 +75,7 @@ class Calls:
             interaction = self._entry.build()
             if isinstance(interaction, ConnectedInteraction):
                 interaction.connect(self._context)
-            # The object may hold resources from here on, even if the call fails.
+            # Set it before the call: even if the call fails, the object may hold resources.
             self._interaction = interaction
             answer = await _wait(interaction.start_interaction(self.instance_id, **deepcopy(self._kwargs)))
             self.instance_id = read_instance_id(answer, self.instance_id, name=self._entry.name)
@@ -83,7 +83,7 @@ class Calls:
 
     async def respond(self, messages: Sequence[dict[str, Any]]) -> InteractionReply:
         async with self._its_turn():
-            # Copies: the class may change what it is given.
+            # Copies, because the class may change its arguments.
             copies, kwargs = deepcopy(list(messages)), deepcopy(self._kwargs)
             respond = self._require_started().generate_response
             answer = await _wait(respond(self.instance_id, copies, **kwargs))
@@ -95,9 +95,9 @@ class Calls:
             return read_score(answer, where=f"interaction {self._entry.name!r}: calculate_score")
 
     async def finalise(self, within_s: float) -> None:
-        """Finalise the object, if it was built.
+        """Finalise the object, if it was built, after waiting `within_s` seconds for a running call.
 
-        A call that still runs gets `within_s` seconds to end; queued and later calls are refused.
+        Queued and later calls are refused.
         """
         self._closed = True
         with suppress(TimeoutError):
@@ -109,7 +109,7 @@ class Calls:
 
     @asynccontextmanager
     async def _its_turn(self) -> AsyncIterator[None]:
-        # Checked before the wait too: `finalise` never releases the lock.
+        # Also check before the wait, because `finalise` never releases the lock.
         self._refuse_when_closed()
         async with self._turn:
             self._refuse_when_closed()
@@ -125,7 +125,7 @@ class Calls:
         return self._interaction
 
     async def _call_with_id(self, method: Callable[..., Any]) -> Any:
-        # The published base class takes no id here; the published subclasses do.
+        # The published base class has no parameter for the id here; the published subclasses have it.
         try:
             inspect.signature(method).bind(self.instance_id)
         except TypeError:
@@ -134,7 +134,6 @@ class Calls:
 
 
 async def _wait(answer: Any) -> Any:
-    """The answer of a method, which may be async."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -146,11 +145,11 @@ DEADLINE = "interaction_deadline"
 
 
 class LiveInteraction:
-    """A running interaction, as the episode loop and the routes use it. The caller that starts it closes it.
+    """A running interaction, for the episode loop and the routes. The caller that starts it must close it.
 
-    The calls run on the `loop`: the service's, or one from `loop_in_thread`, which stops at the end. `on_end`
-    is called when the interaction is finalised, or given up because it `hangs`; in the second case once more
-    if the call returns after all.
+    The calls run on the `loop`: the service's, or a loop of `loop_in_thread`, which stops at the end.
+    `on_end` is called when the interaction is finalised, or abandoned because it `hangs`, and in that case
+    again if the hanging call returns.
     """
 
     def __init__(
@@ -173,8 +172,8 @@ class LiveInteraction:
         self._log("interaction_started")
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """The user's answer to the last assistant message of the conversation, with its score."""
-        # In OpenAI's form; content is never None, because published classes fail on that.
+        """Return the user's answer to the last assistant message of the conversation, with its score."""
+        # In OpenAI's form, but content is never None, because published classes fail on None.
         dicts = [
             {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}
             for message in messages
@@ -187,15 +186,14 @@ class LiveInteraction:
         return reply
 
     async def score(self) -> float:
-        """The score that calculate_score returns now."""
         score = await self._call("calculate_score", self._calls.score())
         self._log("interaction_scored", score=score)
         return score
 
     async def close(self) -> None:
-        """Finalise the interaction; the first call runs to its end, even if its caller is cancelled.
+        """Finalise the interaction, even if the caller is cancelled.
 
-        An error of the class is only logged here: the episode is over, and its data is right.
+        An error of the class is only logged, because the episode is complete.
         """
         await asyncio.shield(self.begin_close())
 
@@ -213,7 +211,7 @@ class LiveInteraction:
         """Start a call on the interaction's loop; cancelling the returned future cancels the call."""
 
         async def guarded() -> T:
-            # Here and not where the result is awaited: a SystemExit would end the loop and its thread.
+            # The boundary is on the loop's side, because a SystemExit would end the loop and its thread.
             with boundary(where):
                 return await work
 
@@ -232,47 +230,54 @@ class LiveInteraction:
             detail = f"{where} gave no answer within {self._deadline_s:g} s"
             raise InteractionFailed(detail, code=DEADLINE) from exc
         except EpisodeFailed as exc:
-            # Any error here is an infrastructure failure, never the policy's: a simulated user's model may
-            # be down or full.
+            # Any error is an infrastructure failure, not the policy's: a simulated user's model may be down.
             has_name = exc.detail.startswith(f"interaction {self.name!r}")
             raise InteractionFailed(exc.detail if has_name else f"{where}: {exc.detail}") from exc
 
     async def _end(self) -> None:
         where = f"interaction {self.name!r}: finalize_interaction"
         task = self._submit(where, self._calls.finalise(self._deadline_s))
-        # Both waits in `finalise`, and a moment for the threads.
+
+        def end_late(task: "asyncio.Future[None]") -> None:
+            self.hangs = False
+            task.exception()  # boundary() has logged it
+            self._stop_loop()
+            self._on_end(self)
+
+        # The time of both waits in `finalise`, and some for the threads.
         await asyncio.wait({task}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not task.done()
         if self.hangs:
-            # It blocks its thread. `finalise` is the next call there, should this one return.
+            # The call blocks its thread. If it returns, `finalise` runs next.
             log.error("interaction_hangs", interaction=self.name, after_s=self._deadline_s)
-            task.add_done_callback(self._end_late)
+            task.add_done_callback(end_late)
         else:
             task.exception()  # boundary() has logged it
             self._stop_loop()
             self._log("interaction_finalised")
         self._on_end(self)
 
-    def _end_late(self, task: "asyncio.Future[None]") -> None:
-        self.hangs = False
-        task.exception()  # boundary() has logged it
-        self._stop_loop()
-        self._on_end(self)
-
 
 def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     """Start an event loop in its own daemon thread; the thread ends when the loop stops.
 
-    One loop serves an interaction from start to finalise, because a client session, lock or task that a class
-    creates in one call is bound to the loop of that call.
+    An interaction uses one loop for all calls, because a client session, lock or task that a class creates
+    is bound to the loop of that call.
     """
     loop = asyncio.new_event_loop()
+
+    async def cancel_tasks() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
 
     def run() -> None:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
-            loop.run_until_complete(_cancel_tasks(asyncio.all_tasks(loop)))
+            loop.run_until_complete(cancel_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
@@ -281,29 +286,18 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that a class left behind, and give them a moment to end."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=1.0)
-
-
-# What an interaction class returned is checked, and converted for the episode.
-
-
 def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply:
-    """Check what generate_response returned; `at_most_bytes` bounds text and metadata together."""
+    """Check the return value of generate_response; `at_most_bytes` limits text and metadata together."""
     where = f"interaction {name!r}: generate_response"
     if not isinstance(value, tuple | list) or len(value) != 4:
         needed = "(should_terminate, response, score, metadata)"
         raise InteractionFailed(f"{where} returned {_describe(value)}; {needed} is needed")
     should_terminate, response, score, metadata = value
     reply = InteractionReply(
-        should_terminate=_flag(should_terminate, where=where),
-        response=_response(response, where=where, at_the_end=bool(should_terminate)),
+        should_terminate=_read_flag(should_terminate, where=where),
+        response=_read_response(response, where=where, at_the_end=bool(should_terminate)),
         score=None if score is None else read_score(score, where=where),
-        metadata=_metadata(metadata, where=where),
+        metadata=_read_metadata(metadata, where=where),
     )
     size = len(reply.response.encode()) + len(json.dumps(reply.metadata))
     if size > at_most_bytes:
@@ -312,9 +306,9 @@ def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply
 
 
 def read_score(value: Any, *, where: str) -> float:
-    """A returned score as a float: classes return 0, True, or numbers of numpy and torch.
+    """Convert a returned score to a float: classes return 0, True, or numbers of numpy and torch.
 
-    NaN is refused, because it would reach the gradient.
+    NaN and infinity are refused, because they would reach the gradient.
     """
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
@@ -328,7 +322,7 @@ def read_score(value: Any, *, where: str) -> float:
 
 
 def read_instance_id(value: Any, default: str, *, name: str) -> str:
-    """The id that start_interaction returned; `default` if it returned None."""
+    """Check the id that start_interaction returned; `default` replaces None."""
     if value is None:
         return default
     if not isinstance(value, str) or not value:
@@ -338,15 +332,15 @@ def read_instance_id(value: Any, default: str, *, name: str) -> str:
     return value
 
 
-def _flag(value: Any, *, where: str) -> bool:
-    """A returned flag, which may be numpy's; the text "False" is refused, because it would count as true."""
+def _read_flag(value: Any, *, where: str) -> bool:
+    """Convert a returned flag, which may be numpy's, to a bool; others, such as "False", are refused."""
     scalar = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
     if not isinstance(scalar, bool):
         raise InteractionFailed(f"{where} returned {_describe(value)} as should_terminate; a bool is needed")
     return scalar
 
 
-def _response(value: Any, *, where: str, at_the_end: bool) -> str:
+def _read_response(value: Any, *, where: str, at_the_end: bool) -> str:
     if value is None and at_the_end:
         return ""
     if not isinstance(value, str):
@@ -354,8 +348,8 @@ def _response(value: Any, *, where: str, at_the_end: bool) -> str:
     return encodable(value)
 
 
-def _metadata(value: Any, *, where: str) -> dict[str, Any]:
-    """Return JSON unchanged. Arrays become lists, and values that JSON cannot hold (an exception) text."""
+def _read_metadata(value: Any, *, where: str) -> dict[str, Any]:
+    """Convert metadata to JSON: arrays become lists, and values that JSON cannot hold become text."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The interactions of a service: one for each episode (`open`), and sessions over HTTP."""
+"""The interactions of a service, for episodes (`open`) and for sessions over HTTP."""
 
 import asyncio
 import secrets
@@ -13,12 +13,12 @@ from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.sessions.registry import SessionLock
 from task_app.settings import Settings
 
-# Time limit for finalising what is still open when the service ends.
+# Time limit for finalising open interactions when the service ends.
 _CLOSE_S = 5.0
 
 
 class Interactions:
-    """The interactions that the operator's file defines, and those that run."""
+    """The entries of the operator's file, and the running interactions."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class Interactions:
         self._open: set[LiveInteraction] = set()
 
     def __len__(self) -> int:
-        """The number of interactions that are not finalised yet."""
+        """Return the number of interactions that are not finalised yet."""
         return len(self._open)
 
     def entry(self, name: str | None, *, where: str = "") -> InteractionEntry:
-        """The entry with this name; without a name, the only entry that there is."""
+        """Return the entry with this name, or without a name the only entry."""
         place = where + "name"
         if not self._entries:
             raise InvalidRequest(
@@ -57,10 +57,10 @@ class Interactions:
     async def open(
         self, name: str | None, kwargs: Mapping[str, Any], *, rollout_id: str, ground_truth: Any = None
     ) -> AsyncIterator[LiveInteraction]:
-        """Start an interaction, and finalise it on every way out.
+        """Start an interaction, and finalise it at the end of the context.
 
-        `kwargs` are the interaction_kwargs of the data row; a `ground_truth` of the request is used where
-        they hold none. The instance_id begins with `rollout_id`.
+        `kwargs` are the interaction_kwargs of the data row; the request's `ground_truth` is used if they have
+        none. The instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:
@@ -82,16 +82,21 @@ class Interactions:
             )
         if ground_truth is not None:
             kwargs = {"ground_truth": ground_truth, **kwargs}
-        # A second attempt at the same rollout is another episode.
+        # A random suffix, because a second attempt at the same rollout is another episode.
         instance_id = f"{rollout_id}/{secrets.token_hex(8)}"
         context, at_most_bytes = self._make_context(rollout_id), self._settings.max_interaction_bytes
         calls = Calls(entry, instance_id, kwargs, context=context, at_most_bytes=at_most_bytes)
         loop = asyncio.get_running_loop()
         if not entry.never_blocks:
-            with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
+            with boundary(f"a thread for interaction {entry.name!r}"):  # no more threads or descriptors
                 loop = loop_in_thread(f"interaction {entry.name}")
         deadline_s = self._settings.interaction_deadline_s
-        live = LiveInteraction(entry.name, calls, loop, deadline_s=deadline_s, on_end=self._forget_finalised)
+
+        def forget(live: LiveInteraction) -> None:
+            if not live.hangs:
+                self._open.discard(live)
+
+        live = LiveInteraction(entry.name, calls, loop, deadline_s=deadline_s, on_end=forget)
         self._open.add(live)
         return live
 
@@ -101,16 +106,12 @@ class Interactions:
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_S)
 
-    def _forget_finalised(self, live: LiveInteraction) -> None:
-        if not live.hangs:
-            self._open.discard(live)
-
 
 @dataclass(slots=True, eq=False)
 class InteractionSession:
-    """An interaction that a client drives over HTTP.
+    """An interaction that a client calls over HTTP.
 
-    `turn` counts its answers. The journal does not hold it, because the class keeps state of its own.
+    `turn` counts its answers. It is not in the journal, because the state of the class cannot be stored.
     """
 
     live: LiveInteraction

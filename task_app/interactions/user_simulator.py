@@ -1,4 +1,4 @@
-"""A user played by a language model behind any OpenAI-compatible server."""
+"""A user that is simulated by a language model behind an OpenAI-compatible server."""
 
 import os
 import re
@@ -25,7 +25,7 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
 class UserSimulatorConfig(OpenAIConfig):
-    """The keys of the policy `openai`, and those that make its model a user."""
+    """The keys of the policy `openai`, and further keys of the user."""
 
     max_tokens: TokenLimit = 256
     ask_token_ids: Literal[False] = False
@@ -48,8 +48,8 @@ class UserSimulatorConfig(OpenAIConfig):
 
 
 class UserSimulatorInteraction(BaseInteraction):
-    """Gives the conversation to a language model as text, so that no chat template has to accept a user
-    who speaks first.
+    """Sends the conversation to a language model as one text, because chat templates may require that the
+    user speaks first.
 
     Hosts, keys, retries and their limits are those of the policy `openai`.
     """
@@ -68,14 +68,14 @@ class UserSimulatorInteraction(BaseInteraction):
         self._score = 0.0
 
     def check(self, settings: Settings) -> None:
-        """Raise InvalidRequest or HostNotAllowed where the server may not be called or its key is missing."""
+        """Raise HostNotAllowed or InvalidRequest if the server may not be called or its key is missing."""
         chat_completions_url(self._settings.inference_url, allowed_hosts=settings.inference_hosts)
-        self._key()
+        self._read_key()
 
     def connect(self, context: PolicyContext) -> None:
-        """Use the service's HTTP client; these calls are not part of the rollout's own conversation."""
+        """Use the service's HTTP client, without the rollout's id: the calls are not in its conversation."""
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
-        context = replace(context, rollout_id=None, inference_key=self._key())
+        context = replace(context, rollout_id=None, inference_key=self._read_key())
         self._user = POLICIES["openai"].build(own, context)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -90,7 +90,7 @@ class UserSimulatorInteraction(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         assert self._user is not None, "connect comes first"
-        # Without the system message, which is meant for the assistant.
+        # Leave out the system message, which is for the assistant.
         lines = [
             f"{_SPEAKERS[message['role']]}: {message['content']}"
             for message in messages
@@ -110,10 +110,9 @@ class UserSimulatorInteraction(BaseInteraction):
         return has_ended, text.replace(self._settings.end_marker, "").strip(), score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of the last answer; 0 without one."""
         return self._score
 
-    def _key(self) -> SecretStr | None:
+    def _read_key(self) -> SecretStr | None:
         name = self._settings.api_key_env
         if name is None:
             return None
@@ -123,7 +122,7 @@ class UserSimulatorInteraction(BaseInteraction):
 
 
 def _fill_instructions(settings: UserSimulatorConfig, kwargs: Mapping[str, Any]) -> str:
-    """The instructions with the row's values; a missing value is an error, not an empty place."""
+    """Insert the row's values into the instructions. Raises InteractionFailed for a missing value."""
     values = {**kwargs, "end_marker": settings.end_marker}
 
     def value(match: re.Match[str]) -> str:

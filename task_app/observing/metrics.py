@@ -1,8 +1,8 @@
-"""What the service counts while it runs, for Prometheus.
+"""Counters of the service for Prometheus.
 
-A registry for each service, so that two of them in a process (tests) never mix. HTTP requests are counted in
-plain numbers (service_kit.observed): counters of the library would cost each request 3 us more, and write the
-edge `1` of a bucket as `1.0`.
+Each service has its own registry, because tests run several in a process. HTTP requests are counted in plain
+numbers (service_kit.observed): the library's counters would take 3 us more per request, and write the edge
+`1` of a bucket as `1.0`.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Metrics:
         )
         decisions = counter("turnwise_decisions", "Decisions taken.", ["source"])
         env_steps = counter("turnwise_env_steps", "Env steps that ran.", ["source"])
-        # A failed rollout has no decisions. A lookup for each step of a session would be slow.
+        # Looked up once, because a look-up for each step of a session would be slow.
         self._of_rollouts, self._of_sessions = (
             (decisions.labels(source), env_steps.labels(source)) for source in ("rollout", "session")
         )

@@ -1,7 +1,7 @@
-"""Pictures for people, and recorded episodes that are played again: for their pictures and their snapshots.
+"""Plays recorded episodes again for pictures and snapshots.
 
-Environments are reproducible, so a replay needs only the seed and the decisions. A replay that departs from
-the record is refused: it would be another episode.
+Environments are reproducible, so a replay needs only the seed and the decisions. A replay that differs from
+the record is refused.
 """
 
 import io
@@ -40,11 +40,11 @@ from task_app.sessions.switches import take_step_rewards
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import require_reseedable, require_restorable, reseed, restore
 
-if TYPE_CHECKING:  # a tenth of a start, which only pictures need
+if TYPE_CHECKING:  # the import takes a tenth of a start, and only pictures need it
     import numpy as np
     import numpy.typing as npt
 
-_PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
+_PALETTE_FROM = 8  # pictures of the palette, which cover dawn to night of a long episode
 Picture: TypeAlias = "npt.NDArray[np.uint8]"
 
 
@@ -53,11 +53,11 @@ class Pictured(Protocol):
     """An `Environment` that can be drawn. Drawing changes nothing, and may take milliseconds."""
 
     def frame(self, width: int, height: int) -> Picture:
-        """[height, width, 3] RGB picture of the episode as it is now."""
+        """Draw the current state as RGB, [height, width, 3]."""
 
 
 def png(picture: Picture) -> bytes:
-    """[height, width, 3] RGB -> a PNG file."""
+    """Convert an RGB picture [height, width, 3] to a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -66,10 +66,10 @@ def png(picture: Picture) -> bytes:
 
 
 def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
-    """At least one picture, all of equal size -> a GIF file, which repeats them, `frame_s` seconds each.
+    """Convert pictures of equal size to a GIF file, which repeats them with `frame_s` seconds each.
 
-    One palette for all, from a few of the pictures: a palette each would triple the file, and make things
-    that stand still flicker.
+    All frames share a palette, which is made from a few pictures: a palette per frame would triple the file,
+    and make static objects flicker.
     """
     if not pictures:
         raise ValueError("an animated GIF needs at least one picture")
@@ -87,29 +87,29 @@ def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
 
 
 class ReplayDeparts(Conflict, code="replay_departs"):
-    """The episode went otherwise when it was played again."""
+    """The replay differs from the recorded episode."""
 
 
 class NoPictures(TaskAppError, code="no_pictures", status=404):
-    """The environment draws none."""
+    """The environment draws no pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A fresh environment, and the record of the episode to play in it."""
+    """A fresh environment, and the recorded episode to play in it."""
 
     environment: Environment
     spec: EnvSpec
-    """The environment, with every setting written out."""
+    """The environment with all settings."""
     record: Sequence[ReplayTurn]
     seed: int
     snapshot_of_start: EnvironmentSnapshot | None = None
-    """Where the episode began; None: in the seed's world."""
+    """The episode's start; None: the seed's world."""
     draws_seed: int | None = None
-    """With a snapshot: of the draws after it; None: those that it holds."""
+    """With a snapshot: seed of its further draws; None: the snapshot's own generator."""
 
     def every(self, at_most: int) -> int:
-        """The smallest n so that the start, every n-th decision and the last are at most so many frames."""
+        """Return the smallest n with which the start, every n-th decision and the last fit `at_most`."""
         return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:
@@ -117,7 +117,7 @@ class Replay:
         return sorted({*range(0, last + 1, every), last})
 
     def only(self, turn: int) -> list[int]:
-        """Raises InvalidRequest when the episode has no such turn."""
+        """Return the turn as a list. Raises InvalidRequest if the episode does not have it."""
         last = len(self.record)
         if turn > last:
             raise InvalidRequest(f"turn is {turn}; the episode has 0 (its start) to {last}", where="turn")
@@ -126,12 +126,13 @@ class Replay:
     def moments(
         self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[EnvironmentFacts]:
-        """Play the record, and stop after each of the turns (at least one).
+        """Play the record, and yield after each of the turns, of which there must be at least one.
 
-        A decision takes milliseconds: use a thread. Later than `until_s` on `clock` the replay gives up.
+        A decision takes milliseconds, so use a thread. The replay ends with an error after `until_s` on
+        `clock`.
 
         Raises:
-            ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.
+            ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last turn.
         """
         try:
             moment = self._begin()
@@ -143,14 +144,14 @@ class Replay:
                         f"the replay had reached decision {moment.turn + 1} when its time was over",
                         hint="ask for a single turn near the start, or for smaller pictures",
                     )
-                moment = self._after(moment, recorded)
+                moment = self._play_turn(moment, recorded)
                 if moment.turn in turns:
                     yield moment
         finally:
             close(self.environment)
 
     def _begin(self) -> EnvironmentFacts:
-        """Bring the environment to the start; turns count from there."""
+        """Bring the environment to the start, from which turns are counted."""
         snapshot = self.snapshot_of_start
         if snapshot is None:
             reset_environment(self.environment, self.seed)
@@ -161,19 +162,19 @@ class Replay:
         return snapshot.facts.model_copy(update={"turn": 0, "step_rewards": None})
 
     def picture(self, side: int) -> Picture:
-        """The environment as it is at this moment; `side` of the square in pixels."""
+        """Draw the environment as a square with sides of `side` pixels."""
         assert isinstance(self.environment, Pictured), "build_replay and replay_in check it"
         with boundary("environment.frame"):
             return self.environment.frame(side, side)
 
     def snapshot(self, moment: EnvironmentFacts, *, at_most_bytes: int) -> str:
-        """The environment at this moment, as a start of rollouts; no switches of rewards are in it."""
+        """Take a snapshot from which rollouts can start, without switches of rewards."""
         assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
         with boundary("environment.snapshot"):
             state = self.environment.snapshot()
         return EnvironmentSnapshot(moment, state).text(at_most_bytes=at_most_bytes)
 
-    def _after(self, moment: EnvironmentFacts, recorded: ReplayTurn) -> EnvironmentFacts:
+    def _play_turn(self, moment: EnvironmentFacts, recorded: ReplayTurn) -> EnvironmentFacts:
         if recorded.terminate:
             return moment.model_copy(update={"turn": moment.turn + 1, "over": True})
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
@@ -201,10 +202,10 @@ def _departure(turn: int) -> ReplayDeparts:
 
 
 def build_replay(record: Record, boards: PlugBoards) -> Replay:
-    """Return the replay of a rollout that this service has.
+    """Prepare the replay of a rollout of this service.
 
     Raises:
-        Conflict: it has not finished, or began at a snapshot, which is not kept.
+        Conflict: the rollout has not finished, or began at a snapshot, which is not stored.
         UnknownId: its environment draws no pictures.
     """
     rollout_id = record.rollout_id
@@ -227,14 +228,14 @@ def build_replay(record: Record, boards: PlugBoards) -> Replay:
 
 
 def replay_in(request: ReplayRequest, boards: PlugBoards, *, at_most_bytes: int) -> Replay:
-    """Return the replay of an episode that a request records.
+    """Prepare the replay of an episode that a request records.
 
-    `at_most_bytes` bounds the snapshot that it may begin at.
+    `at_most_bytes` limits the snapshot at which the episode began.
 
     Raises:
-        InvalidRequest: there is no such environment, or not with this config.
-        SnapshotRefused: the episode cannot have begun at this snapshot.
-        NoPictures, NotRestorable: the environment draws none, or has no snapshots, and they are asked for.
+        InvalidRequest: the environment or its config is invalid.
+        SnapshotRefused: the snapshot is of another environment or config.
+        NoPictures, NotRestorable: the environment has no pictures or snapshots, and they are requested.
     """
     config, _ = take_step_rewards(request.config, where="config")
     environment = boards.environment(request.env_name, config)

@@ -1,10 +1,11 @@
-"""OpenTelemetry spans of episodes, model calls and environment calls; off unless OTEL_* asks for them.
+"""OpenTelemetry spans of episodes, model calls and environment calls; OTEL_* variables switch them on.
 
     invoke_agent POLICY        the episode
-      chat MODEL               a decision (`decide POLICY` where it asks no model)
-      execute_tool TOOL        what the environment did about it
+      chat MODEL               a model call (`decide POLICY` for a policy without a model)
+      execute_tool TOOL        the environment's call
 
-Prompts and answers are not in them: those are in the rollout. Where they are off, nothing is imported.
+Spans contain no prompts and answers, which are in the rollout. If spans are off, OpenTelemetry is not
+imported.
 
 Source: semantic conventions for generative AI, https://opentelemetry.io/docs/specs/semconv/gen-ai/ (v1.41).
 """
@@ -36,22 +37,18 @@ _IDS = ("run_id", "iteration", "group_id", "seed")
 _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 
-# What the conventions name of a request's options.
+# Sampling options that the conventions name.
 _REQUEST = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
-
-
-def _name_option(name: str) -> str:
-    return f"gen_ai.request.{name}" if name in _REQUEST else f"turnwise.request.{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Adds facts to a span when it ends; without a span it does nothing."""
+    """Adds facts to a span; without a span it does nothing."""
 
     span: Span | None = None
 
     def answer(self, reply: tuple[Choice, Action] | None, *, turn: int | None = None) -> None:
-        """Note a policy's answer, and its turn if only the answer decides it; None: it was too slow."""
+        """Add a policy's answer, or None for a timeout, and the turn if it was not known before."""
         if self.span is None:
             return
         if reply is None:
@@ -59,31 +56,33 @@ class Notes:
             return
         facts = reply[0].log_probs
         sampling, finish_reason = facts.get("sampling"), facts.get("finish_reason")
-        told = {
+        attributes = {
             "gen_ai.response.model": facts.get("model"),
             "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
             "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
             "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
             "turnwise.turn": turn,
-            **{_name_option(name): getattr(sampling, name, None) for name in Sampling.model_fields},
         }
-        _set(self.span, told)
+        for name in Sampling.model_fields:
+            prefix = "gen_ai" if name in _REQUEST else "turnwise"
+            attributes[f"{prefix}.request.{name}"] = getattr(sampling, name, None)
+        _set_attributes(self.span, attributes)
 
     def outcome(self, outcome: DecisionOutcome) -> None:
-        """Note what the environment returned."""
+        """Add the outcome of an environment's call."""
         if self.span is not None:
             facts = {"env_steps": len(outcome.env_rewards), "reward": float(sum(outcome.env_rewards))}
             facts["is_invalid"] = outcome.invalid_reason is not None
-            _set(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
+            _set_attributes(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
 
     def end(self, trajectory: Trajectory) -> None:
-        """Note the policy of an episode, and how it ended."""
+        """Add the policy and the end of an episode."""
         if self.span is not None:
             self.span.update_name(f"invoke_agent {trajectory.policy_name}")
             self.span.set_attribute("gen_ai.agent.name", trajectory.policy_name)
             facts = {name: getattr(trajectory, name) for name in _TOTALS}
             facts |= {"stop_reason": str(trajectory.stop_reason), "decisions": len(trajectory.steps)}
-            _set(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
+            _set_attributes(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
 
 
 _NOTHING = nullcontext(Notes())
@@ -91,14 +90,14 @@ _NOTHING = nullcontext(Notes())
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Opens the spans of a task app; without a tracer all of them are nothing."""
+    """Opens the spans of a task app; without a tracer, spans do nothing."""
 
     tracer: Tracer | None = None
     parent: Context | None = None
-    """The spans stand below its span; None: below the one that is current when they are opened."""
+    """Context of the parent span; None: the current span when a span is opened."""
 
     def here(self) -> Spans:
-        """Spans below the current one, also where it is not current: model calls come by other requests."""
+        """Return spans with the current span as parent, for model calls that come by other requests."""
         if self.tracer is None:
             return self
         from opentelemetry.context import get_current
@@ -114,14 +113,14 @@ class Spans:
             "turnwise.env_name": record.env.env_name,
             **{f"turnwise.{name}": getattr(record, name) for name in _IDS},
         }
-        return _opened(self.tracer, "invoke_agent", facts, is_root=True)
+        return _open_span(self.tracer, "invoke_agent", facts, is_root=True)
 
     def decision(
         self, policy: AgentPolicy, turn: int | None, *, conversation: str | None = None
     ) -> AbstractContextManager[Notes]:
-        """The span of a policy's answer; the turn is None where only the answer decides it.
+        """Open the span of a policy's answer; the turn is None if it is not known yet.
 
-        The conversation that it belongs to is named where no episode's span above it does that.
+        `conversation` is added if there is no parent span of an episode, which would have it.
         """
         if self.tracer is None:
             return _NOTHING
@@ -129,10 +128,10 @@ class Spans:
         above = conversation if self.parent is None else None
         facts = {"turnwise.turn": turn, "gen_ai.conversation.id": above}
         if not model:
-            return _opened(self.tracer, f"decide {name}", facts, context=self.parent)
+            return _open_span(self.tracer, f"decide {name}", facts, context=self.parent)
         chat = {"operation.name": "chat", "provider.name": name, "request.model": model}
         facts |= {f"gen_ai.{key}": value for key, value in chat.items()}
-        return _opened(self.tracer, f"chat {model}", facts, is_client=True, context=self.parent)
+        return _open_span(self.tracer, f"chat {model}", facts, is_client=True, context=self.parent)
 
     def environment(self, env_name: str, action: Action, turn: int) -> AbstractContextManager[Notes]:
         if self.tracer is None:
@@ -140,16 +139,16 @@ class Spans:
         tools = [request.name for request in action.requests]
         facts: dict[str, Any] = {"turnwise.env_name": env_name, "turnwise.turn": turn}
         if not tools:
-            return _opened(self.tracer, f"answer {env_name}", facts)
+            return _open_span(self.tracer, f"answer {env_name}", facts)
         facts |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.type": "function"}
         facts["gen_ai.tool.name"] = ",".join(dict.fromkeys(tools))
         if len(action.tool_calls) == 1:
             facts["gen_ai.tool.call.id"] = action.tool_calls[0].id
-        return _opened(self.tracer, f"execute_tool {facts['gen_ai.tool.name']}", facts)
+        return _open_span(self.tracer, f"execute_tool {facts['gen_ai.tool.name']}", facts)
 
 
 @contextmanager
-def _opened(
+def _open_span(
     tracer: Tracer,
     name: str,
     facts: Mapping[str, Any],
@@ -164,10 +163,10 @@ def _opened(
     known = {key: value for key, value in facts.items() if value is not None}
     kind = SpanKind.CLIENT if is_client else SpanKind.INTERNAL
     outer = get_current_span().get_span_context()
-    # Without the exception's text, which may quote what a policy or a server said.
+    # The exception's text is not recorded, because it may quote a policy or a server.
     with tracer.start_as_current_span(
         name,
-        # An episode outlives the request that brought it with many others: it is a trace of its own.
+        # An episode is its own trace, because it outlives the request that posted it with others.
         context=Context() if is_root else context,
         links=[Link(outer)] if is_root and outer.is_valid else None,
         kind=kind,
@@ -182,7 +181,7 @@ def _opened(
             raise
 
 
-def _set(span: Span, facts: Mapping[str, Any]) -> None:
+def _set_attributes(span: Span, facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         if value is not None:
             span.set_attribute(name, value)
@@ -196,11 +195,11 @@ def _fail(span: Span, code: str) -> None:
 
 
 def configure_spans(environ: Mapping[str, str]) -> Spans:
-    """The spans that the standard variables ask for.
+    """Configure spans by the standard variables.
 
-    They are on with OTEL_TRACES_EXPORTER = otlp or console, or an OTLP endpoint, and off with
-    OTEL_SDK_DISABLED = true. The process's own tracer provider is used where one was set, as
-    `opentelemetry-instrument` does; otherwise one is made, whose other variables the SDK reads.
+    Spans are on with OTEL_TRACES_EXPORTER = otlp or console, or with an OTLP endpoint, and off with
+    OTEL_SDK_DISABLED = true. A tracer provider of the process is used if it was set, for example by
+    `opentelemetry-instrument`; otherwise one is made, and the SDK reads its other variables.
     """
     endpoint = next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
     exporter = environ.get(_SWITCH) or ("otlp" if endpoint else "none")
@@ -210,14 +209,14 @@ def configure_spans(environ: Mapping[str, str]) -> Spans:
         log.warning("spans_off", reason=f"{_SWITCH} is {exporter!r}; known: otlp, console, none")
         return Spans()
     try:
-        return Spans(_tracer(exporter))
+        return Spans(_make_tracer(exporter))
     except ImportError as exc:
-        # Clusters set the endpoint for all their containers, also for those without the packages.
+        # Clusters set the endpoint for all containers, including those without the packages.
         log.warning("spans_off", reason=f"{exc}: pip install 'turnwise[otel]'")
         return Spans()
 
 
-def _tracer(exporter: str) -> Tracer:
+def _make_tracer(exporter: str) -> Tracer:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
@@ -230,7 +229,7 @@ def _tracer(exporter: str) -> Tracer:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
             sink = OTLPSpanExporter()
-        provider = TracerProvider()  # it sends the rest at the process's end
+        provider = TracerProvider()  # sends remaining spans at the process's end
         provider.add_span_processor(BatchSpanProcessor(sink))
         trace.set_tracer_provider(provider)
     log.info("spans_on", exporter=exporter)

@@ -1,8 +1,8 @@
-"""The memoryless Crafter teacher: its decision is a function of the facts that the compact text states.
+"""The Crafter teacher without memory: its decision is a function of the facts in the compact text.
 
-Equal texts therefore give equal action lists, and a model that reads the text can learn to do the same. The
-rules are tried in order; each returns the actions of one decision, or None. Walks are executed as written
-(`tree L2 U1` -> left, left, up), then the action follows.
+Equal texts give equal actions, so a model that reads the text can imitate the teacher. The rules are tried in
+order; each returns the actions of one decision, or None. A walk is executed as written (`tree L2 U1` -> left,
+left, up), and then the action follows.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
 
 
 def decide(facts: Facts, *, max_actions: int) -> Actions:
-    """The teacher's actions for one decision: 1 to `max_actions` names."""
+    """Choose the actions of one decision: 1 to `max_actions` names."""
     return purpose(facts, max_actions=max_actions) or explore(facts)[:max_actions]
 
 
@@ -37,7 +37,7 @@ def decide_with_memory(facts: Facts, *, max_actions: int) -> Actions:
 
 
 def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
-    """The actions of the first rule that applies; None if only exploring is left."""
+    """Return the actions of the first rule that applies; None if no rule applies."""
     for rule in RULE_ORDER:
         actions = rule(facts, max_actions)
         if actions:
@@ -46,7 +46,7 @@ def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
 
 
 def moves(facts: Facts, kind: str) -> Actions | None:
-    """The moves to stand in front of `kind`; [] if it is in front already, None if none can be reached."""
+    """Return the moves after which `kind` is in front; [] if it is already, None if it cannot be reached."""
     if facts.target in PLACES.get(kind, (kind,)):
         return []
     return _walk_actions(facts, facts.walks[kind]) if kind in facts.walks else None
@@ -72,7 +72,7 @@ def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
 
 
 def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
-    """Collect `count` of a thing that vanishes when collected: the one in front, then the next one."""
+    """Collect things that vanish when collected: the one in front, then the next one, if `count` allows."""
     if count <= 0:
         return None
     if facts.target != kind:
@@ -117,7 +117,7 @@ def drink_or_eat_when_low(facts: Facts, limit: int) -> Actions | None:
 
 
 def craft(facts: Facts, limit: int) -> Actions | None:
-    """Make every missing tool that can be made here and now."""
+    """Make every missing tool for which materials and places are available."""
     stock = dict(facts.inventory)
     crafts: Actions = []
     for tool in TOOLS:
@@ -146,8 +146,8 @@ def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def set_up_table(facts: Facts, limit: int) -> Actions | None:
-    """Go to a table in view or place one, once there is material for two tools (or the last of its kind)."""
-    tools = _tools_for_a_table(facts)
+    """Go to a visible table or place one, if there is material for the next tools."""
+    tools = _next_tools(facts)
     if not tools or "table" in facts.near:
         return None
     if "table" in facts.walks:
@@ -158,8 +158,8 @@ def set_up_table(facts: Facts, limit: int) -> Actions | None:
     return _go_and(facts, "ground", ["place_table", *(f"make_{tool}" for tool in tools)])
 
 
-def _tools_for_a_table(facts: Facts) -> list[str]:
-    """The next pair of tools (pickaxe and sword of one material), if its materials are there."""
+def _next_tools(facts: Facts) -> list[str]:
+    """Return the missing tools of the next material (pickaxe, sword), if their materials are available."""
     for material in ("wood", "stone", "iron"):
         pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _count(facts, tool)]
         if not pair:
@@ -185,7 +185,7 @@ def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
 
 
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
-    """Sleep after the first lost point of energy: a dozen steps then give `wake_up`, by day and unharmed."""
+    """Sleep after the first lost point of energy: by day, a dozen steps then give `wake_up` without harm."""
     is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
     return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
 
@@ -206,7 +206,7 @@ def first_cow(facts: Facts, limit: int) -> Actions | None:
 
 
 def hunt(facts: Facts, limit: int) -> Actions | None:
-    """Walk up to a creature that is not defeated yet, if strong enough."""
+    """Walk to a creature that was not defeated yet and attack it, if strong enough."""
     if _count(facts, "health") <= WEAK:
         return None
     for creature in ("zombie", "skeleton"):
@@ -216,18 +216,14 @@ def hunt(facts: Facts, limit: int) -> Actions | None:
 
 
 def wood(facts: Facts, limit: int) -> Actions | None:
-    return _gather(facts, "tree", _wood_goal(facts) - _count(facts, "wood"))
-
-
-def _wood_goal(facts: Facts) -> int:
-    """Wood for wooden tools and a table; then for all other tools, and a second table where the iron lies."""
+    """Gather wood for wooden tools and a table; then for other tools, and a second table near the iron."""
     wooden, stony, iron = (
         sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
         for material in ("wood", "stone", "iron")
     )
     tools = wooden or stony + iron
     needs_table = tools > 0 and ("table" not in facts.near or (stony > 0 and not wooden))
-    return tools + _TABLE_WOOD * needs_table
+    return _gather(facts, "tree", tools + _TABLE_WOOD * needs_table - _count(facts, "wood"))
 
 
 def stone(facts: Facts, limit: int) -> Actions | None:
@@ -239,7 +235,7 @@ def stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def ore(facts: Facts, limit: int) -> Actions | None:
-    """Coal, iron and diamonds in view, as far as the pickaxes allow and the plan needs them."""
+    """Gather coal, iron and diamonds in view, as far as the pickaxes allow and tools need them."""
     goals = (
         ("diamond", "iron_pickaxe", 1),
         ("iron", "stone_pickaxe", 1 + (not _count(facts, "iron_pickaxe"))),
@@ -252,7 +248,7 @@ def ore(facts: Facts, limit: int) -> Actions | None:
 
 
 def explore(facts: Facts) -> Actions:
-    """Walk on; if no way leads on, clear the cell in front (a tree, the own plant) and step there."""
+    """Walk out of view; without a way, clear the cell in front (a tree, the own plant) and step there."""
     way = moves(facts, "way")
     if way:
         return way

@@ -1,6 +1,6 @@
-"""A teacher of long documents (kinds `needle` and `keeper`): reads on, deletes what it has read, answers.
+"""A teacher for long documents (kinds `needle` and `keeper`): reads chunks, deletes read ones, answers.
 
-It uses only what its prompt shows, so a model can imitate it.
+It uses only its prompt, so a model can imitate it.
 """
 
 import json
@@ -20,7 +20,7 @@ from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
 
-# Its answer if the document holds none.
+# The teacher's answer if the document has none.
 UNKNOWN = "unknown"
 _QUESTION = re.compile(r"(?:What|Who) is the (?P<asked>(?:code|keeper) of .+)", re.DOTALL)
 _ANSWER = re.compile(r"(\w++)\.")
@@ -54,13 +54,13 @@ class ToolResult:
 
     @property
     def chunk(self) -> str:
-        """The document's chunk in the result, if there is one."""
+        """The document's chunk in the result; empty if there is none."""
         match = _CHUNK_HEADING.match(self.text)
         return self.text[match.end() :] if match else ""
 
 
 class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
-    """In one message it deletes results without the answer and reads the next chunk."""
+    """Deletes results without the answer and reads the next chunk, in one message."""
 
     name = "documents_teacher"
     config_type = DocumentsTeacherConfig
@@ -69,18 +69,18 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
         offered = {tool["function"]["name"] for tool in tools}
         calls = [
             {"id": f"call_{len(observation)}_{i}", "name": name, "arguments": json.dumps(arguments)}
-            for i, (name, arguments) in enumerate(self._calls(observation, offered))
+            for i, (name, arguments) in enumerate(self._choose_calls(observation, offered))
         ]
         return {"type": "tool_call", "tool_calls": calls}, None, None, None
 
-    def _calls(self, messages: Sequence[Message], tools: set[str]) -> list[Call]:
+    def _choose_calls(self, messages: Sequence[Message], tools: set[str]) -> list[Call]:
         contents = [message.content or "" for message in messages if message.role == "tool"]
         if not contents and "buildIndex" in tools:
             return [("buildIndex", {})]
         results = [ToolResult.of(content) for content in contents if content != history.STUB]
-        fact = _fact(messages)
+        fact = _make_fact(messages)
         read = "".join(result.chunk for result in results)
-        if answer := _answer(f"{fact} ", read):
+        if answer := _find_answer(f"{fact} ", read):
             return [("finish", {"answer": answer})]
         if results and results[-1].text == _READ_OUT:
             return [("finish", {"answer": UNKNOWN})]
@@ -92,9 +92,9 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
 
 
 def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
-    """Ids of the results that hold nothing of `fact`, and of messages with only their calls.
+    """Return the ids of results without a part of `fact`, and of the messages with only their calls.
 
-    The last chunk is kept if the fact may begin at its end and continue in the next chunk.
+    The last chunk is kept if the fact may begin at its end.
     """
     chunks = [result for result in results if result.chunk]
     words = re.split(r"[.\n]", chunks[-1].chunk)[-1].strip() if chunks else ""
@@ -106,18 +106,18 @@ def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
     return sorted(msg_id for msg_id in ids if msg_id is not None)
 
 
-def _fact(messages: Sequence[Message]) -> str:
-    """The beginning of the sentence that answers the question."""
+def _make_fact(messages: Sequence[Message]) -> str:
+    """Make the beginning of the sentence that answers the question."""
     question = next((message.content or "" for message in messages if message.role == "user"), "")
-    # Sentence by sentence, because a search from every beginning would take quadratic time.
+    # Sentence by sentence, because a search in the whole text would take quadratic time.
     for sentence in question.split("?")[:-1]:
         if match := _QUESTION.search(sentence):
             return f"The {match['asked']} is"
     return question
 
 
-def _answer(fact: str, text: str) -> str | None:
-    """The word after the fact, if it ends the sentence."""
+def _find_answer(fact: str, text: str) -> str | None:
+    """Return the word after the fact, if it ends the sentence."""
     place = text.find(fact)
     while place >= 0:
         if answer := _ANSWER.match(text, place + len(fact)):

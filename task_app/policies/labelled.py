@@ -1,7 +1,7 @@
 """A model plays and a teacher labels: every decision also records the teacher's choice.
 
-A model that imitates games of a teacher is never told what to do where its own mistakes have led it.
-Here it plays, so the states are its own, and [warmup] of a job imitates the labels.
+A model that imitates a teacher's games never learns what to do after its own mistakes. Here the model plays,
+so the states are its own, and [warmup] of a job imitates the labels.
 
 Source: Ross, Gordon and Bagnell, DAgger, arXiv:1011.0686.
 """
@@ -28,9 +28,9 @@ class LabelledConfig(OpenAIConfig):
 
 
 class LabelledPolicy(OpenAIAgentPolicy):
-    """Plays as `OpenAIAgentPolicy` does; the action's key `label` holds the teacher's calls and words.
+    """Plays like `OpenAIAgentPolicy`; the action's key `label` has the teacher's calls and text.
 
-    The teacher sees each observation; what it answers is never executed.
+    The teacher sees each observation; its answers are never executed.
     """
 
     name = "labelled"
@@ -46,10 +46,10 @@ class LabelledPolicy(OpenAIAgentPolicy):
     ) -> PolicyAnswer:
         action, raw, log_probs, value = await super().get_action(observation, available_tools_specs)
         answer, _, _, _ = await self._teacher.get_action(observation, available_tools_specs)
-        return {**action, "label": _label(answer)}, raw, log_probs, value
+        return {**action, "label": _make_label(answer)}, raw, log_probs, value
 
     def snapshot(self) -> dict[str, Any]:
-        """The model's state, and the teacher's where it has one."""
+        """Return the model's state, and the teacher's if it has one."""
         own, teacher = super().snapshot(), self._teacher
         return {**own, "teacher": teacher.snapshot()} if isinstance(teacher, RestorablePolicy) else own
 
@@ -59,8 +59,8 @@ class LabelledPolicy(OpenAIAgentPolicy):
             self._teacher.restore(state.get("teacher") or {})
 
 
-def _label(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The calls and words of a teacher's answer, and its mark where it is a random detour."""
+def _make_label(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return calls and text of a teacher's answer, and whether it is a random detour."""
     action = read_action(answer)
     label = {
         "content": action.text,

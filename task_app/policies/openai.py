@@ -57,7 +57,7 @@ class Answered(NamedTuple):
 class Endpoint:
     """A chat-completions URL with its headers, timeout and reply limit.
 
-    Without a client each request opens a connection of its own.
+    Without a client each request opens its own connection.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Endpoint:
         self._target: Target | None = None
 
     def without_rollout(self, path: str | None = None) -> "Endpoint":
-        """The endpoint outside of the conversation, or another path of its server."""
+        """Return this endpoint for a request outside of the conversation, perhaps at another path."""
         other = copy(self)
         other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
@@ -84,9 +84,9 @@ class Endpoint:
     async def post(self, data: bytes) -> Answered:
         try:
             if self._client is not None:
-                return await self._post(self._client, data)
+                return await self._send(self._client, data)
             async with HttpClient() as client:
-                return await self._post(client, data)
+                return await self._send(client, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
         except NoReply as exc:
@@ -96,7 +96,7 @@ class Endpoint:
         except ValueError as exc:
             raise protocol_error(type(exc).__name__) from exc
 
-    async def _post(self, client: HttpClient, data: bytes) -> Answered:
+    async def _send(self, client: HttpClient, data: bytes) -> Answered:
         self._target = self._target or Target(self._url, self._headers)
         reply = await client.post(
             self._target, data, timeout_s=self._timeout_s, most_bytes=self._max_reply_bytes
@@ -107,25 +107,25 @@ class Endpoint:
 
 _IGNORED = IGNORED_HEADER.lower()
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-# The server understood who asks for which model, and refuses the body of the request.
+# With these statuses the server refuses the body of the request, not the caller or the model.
 OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
-# Settings of a captured agent that a server without recorded tokens may follow in its own way.
+# Settings of a captured agent that a server may follow in its own way if no tokens are recorded.
 _OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
-# What a prompt consists of, in a request.
+# Keys of a request that make up its prompt.
 _OF_PROMPTS = ("model", "messages", "tools", "chat_template_kwargs")
 # A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
 
 def decision_seed(seed: int, turn: int) -> int:
-    """The sampling seed of decision `turn` (from 1): pure, in [0, 2**31 - 1)."""
+    """Return the sampling seed of decision `turn` (from 1), in [0, 2**31 - 1); no I/O."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**31 - 1)
 
 
 class ModelAccess(TypedDict, total=False):
-    """What a service passes to `OpenAIAgentPolicy` in addition to the config."""
+    """The arguments that a service passes to `OpenAIAgentPolicy` in addition to the config."""
 
     client: HttpClient | None
     allowed_hosts: Collection[str] | None
@@ -144,7 +144,7 @@ class OpenAIAgentPolicy:
     Args:
         client: shared by all policies of a service; without one each request opens its own connection.
         allowed_hosts: the operator's list of inference hosts; None allows any.
-        rollout_id: sent as a header to our gateway alone, which keeps the conversation's ids under it.
+        rollout_id: sent as a header only to our gateway, which keeps the conversation's ids under it.
         inference_key: Bearer key for config.inference_url.
         max_reply_bytes: limit of one reply.
         on_retry: called before every attempt after the first.
@@ -198,9 +198,9 @@ class OpenAIAgentPolicy:
         )
         most = observation.max_tokens if isinstance(observation, PolicyObservation) else None
         sampling = self.sampling(self._turn, most=most)
-        self._refuse_overrun(messages, sampling.max_tokens)
+        self._check_length(messages, sampling.max_tokens)
         body = self.request_body(messages, available_tools_specs or [], sampling)
-        if isinstance(observation, PolicyObservation):  # of the agent of a captured endpoint
+        if isinstance(observation, PolicyObservation):  # a captured agent may set these
             names = self.call_options & observation.options.keys()
             body |= {name: observation.options[name] for name in names}
             body |= {"stop": list(observation.stop)} if observation.stop else {}
@@ -215,18 +215,19 @@ class OpenAIAgentPolicy:
         action = dict(reply.action)
         if not available_tools_specs and action.get("invalid_reason") == NO_TOOL_CALL:
             del action["invalid_reason"]  # no tool was offered
-        return action, reply.text, self._log_probs(reply, sampling), None
+        return action, reply.text, self._describe_tokens(reply, sampling), None
 
     @property
     def max_model_length(self) -> int | None:
-        """The limit of a prompt and its max_tokens together, if this policy has one."""
+        """Return the limit of a prompt and its max_tokens together, if this policy has one."""
         return self.config.max_model_length
 
     @property
     def call_options(self) -> frozenset[str]:
-        """As `protocols.FollowsOptions`: where tokens are recorded, none for which a server uses a grammar.
+        """Return the options of `protocols.FollowsOptions`; if tokens are recorded, none with a grammar.
 
-        Our gateway forces a call by the prompt alone. `leave_out` and `extra_body` of the config precede.
+        Our gateway needs no grammar for `tool_choice`: it forces a call by the prompt alone. `leave_out` and
+        `extra_body` of the config take precedence.
         """
         if self.config.exact_tokens == "vllm":
             return frozenset()
@@ -234,7 +235,7 @@ class OpenAIAgentPolicy:
         return names - {*self.config.leave_out, *self.config.extra_body}
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
-        """As `protocols.CountsTokens`. Our gateway and vLLM count; another server answers one token."""
+        """Count as in `protocols.CountsTokens`; a server that cannot count is asked to sample one token."""
         can_count = self.config.asks_gateway_of_ours or self.config.exact_tokens == "vllm"
         asked = self.request_body(messages, tools, self.sampling(1, most=1))
         if can_count:
@@ -245,11 +246,11 @@ class OpenAIAgentPolicy:
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         if answer.status != 200:
-            raise self._refusal(answer.status, answer.body)
+            raise self._make_refusal(answer.status, answer.body)
         return read_count(answer.body, is_billed=not can_count)
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
-        """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
+        """Return the sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
         config = self.config
         seed = None if "seed" in config.leave_out else config.seed
         return Sampling(
@@ -261,7 +262,7 @@ class OpenAIAgentPolicy:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """The number of the decision; the gateway keeps the conversation's ids."""
+        """Return the number of decisions; the gateway keeps the conversation's ids."""
         return {"turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -274,7 +275,7 @@ class OpenAIAgentPolicy:
     def request_body(
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
     ) -> dict[str, Any]:
-        """The chat-completions request without unused options, which some servers do not know."""
+        """Return the chat-completions request, without unused options, which some servers do not know."""
         is_whole = self.config.exact_tokens == "vllm"
         options = sampling.whole_request_keys() if is_whole else sampling.request_keys()
         body: dict[str, Any] = {
@@ -311,11 +312,11 @@ class OpenAIAgentPolicy:
         return reply
 
     async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
-        """The attempts after the first, apart from it because stamina costs as much as a step."""
+        """Make the attempts after the first, which avoids stamina because it takes as long as a step."""
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
-                on=partial(self._wait, until_s),
+                on=partial(self._find_wait, until_s),
                 attempts=self.config.max_attempts,
                 timeout=self.config.retry_budget_s,
                 wait_initial=0.1,
@@ -331,8 +332,8 @@ class OpenAIAgentPolicy:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         raise AssertionError("retry_context returns or raises")
 
-    def _wait(self, until_s: float, error: Exception) -> bool | float:
-        """Seconds before the next attempt; True: a growing wait; False: no further attempt."""
+    def _find_wait(self, until_s: float, error: Exception) -> bool | float:
+        """Return the seconds before the next attempt; True: a growing wait; False: no further attempt."""
         if not isinstance(error, TryAgain):
             return False
         if error.after_s is None:
@@ -340,8 +341,8 @@ class OpenAIAgentPolicy:
         return self._clock() + error.after_s <= until_s and error.after_s
 
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
-        # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
-        # build on its ids, so the request asks for the whole prompt.
+        # If the first answer was lost, or an earlier attempt at this rollout got it, the gateway must not
+        # build on its ids: the request asks for the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
         status, text, after_s, ignored = await self._post(self._endpoint, request)
         if status == 200:
@@ -350,18 +351,16 @@ class OpenAIAgentPolicy:
             return replace(reply, ignored=left_out) if left_out else reply
         if status in TRY_AGAIN:
             raise TryAgain(refusal(status, text, key=self._key)[1], after_s=after_s)
-        raise self._refusal(status, text)
+        raise self._make_refusal(status, text)
 
     async def _post(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Answered:
-        """As `Endpoint.post`, without the key: some servers and proxies repeat the request, and it would be
-        recorded with the episode.
-        """
+        """Post, and remove the key from the answer: some servers repeat it, and it would be recorded."""
         answer = await endpoint.post(to_json(body))
         if len(self._key) >= SECRET_FROM:
             return answer._replace(body=answer.body.replace(self._key.encode(), b"[key]"))
         return answer
 
-    def _refusal(self, status: int, text: bytes) -> EpisodeFailed:
+    def _make_refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)
         # Our gateway and OpenAI send a code, others only a sentence.
         if code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower():
@@ -369,12 +368,11 @@ class OpenAIAgentPolicy:
         kind = PromptRefused if status in OF_THE_BODY else PolicyUnavailable
         return kind(f"the inference server refused: {sentence}", code="inference_refused")
 
-    def _refuse_overrun(self, messages: tuple[Message, ...], max_tokens: int) -> None:
+    def _check_length(self, messages: tuple[Message, ...], max_tokens: int) -> None:
         """Refuse a prompt that is surely too long for a server that does not know `max_model_length`.
 
         If the conversation only grew, its prompt has at least the tokens that the server's last reply
-        counted. Other prompts, appended messages, and servers without counts are left to the server's own
-        limit.
+        counted. In all other cases only the server's own limit applies.
         """
         limit, last = self.config.max_model_length, self._last
         if limit is None or self.config.asks_gateway_of_ours or last is None:
@@ -385,8 +383,8 @@ class OpenAIAgentPolicy:
             total = f"{count} tokens + max_tokens {max_tokens} = {count + max_tokens}"
             raise ContextLengthExceeded(f"a prompt of at least {total}, but max_model_length is {limit}")
 
-    def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """The sampling and the tokens, as far as they are known; without token ids as text."""
+    def _describe_tokens(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
+        """Return sampling and tokens, as far as they are known; tokens are text if the ids are unknown."""
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:

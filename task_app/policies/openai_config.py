@@ -10,7 +10,7 @@ from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys, To
 from shared_schemas.urls import split_http
 from task_app.errors import InvalidRequest, check_host
 
-# Keys that the policy sets itself; extra_body could contradict the record.
+# Keys that the policy sets itself; if extra_body set them too, it could contradict the record.
 SET_BY_THE_POLICY = frozenset(
     {
         *Sampling.model_fields, "model", "messages", "tools", "tool_choice", "max_completion_tokens",
@@ -68,7 +68,7 @@ class OpenAIConfig(SamplingKeys):
 
     @field_validator("extra_body")
     @classmethod
-    def _adds_only(cls, extra: dict[str, Any]) -> dict[str, Any]:
+    def _check_extra_body(cls, extra: dict[str, Any]) -> dict[str, Any]:
         keys = sorted(SET_BY_THE_POLICY & extra.keys())
         if keys:
             raise ValueError(f"{keys[0]!r} is set by the policy itself, and has a key or flag of its own")
@@ -92,12 +92,12 @@ class OpenAIConfig(SamplingKeys):
 
     @property
     def asks_gateway_of_ours(self) -> bool:
-        """Whether it asks our gateway, which keeps a conversation's ids and accepts keys beyond OpenAI's."""
+        """Whether the server is our gateway, which keeps a conversation's ids and knows more keys."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
 
 CHAT_PATH = "/v1/chat/completions"
-# Place in the policy's config.
+# The key of the policy's config that errors name.
 _WHERE = "inference_url"
 
 
@@ -125,12 +125,7 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
     if allowed_hosts is not None:
         hint = "the operator extends it with TURNWISE_ALLOWED_INFERENCE_HOSTS=host[:port],..."
         check_host("inference", parts, allowed_hosts, where=_WHERE, hint=hint)
-    return urlunsplit((parts.scheme, parts.netloc, _full_path(parts.path), parts.query, ""))
-
-
-def _full_path(path: str) -> str:
-    base = path.rstrip("/")
-    for ending, rest in (("/chat/completions", ""), ("/chat", "/completions"), ("/v1", "/chat/completions")):
-        if base.endswith(ending):
-            return base + rest
-    return base + CHAT_PATH
+    base = parts.path.rstrip("/")
+    endings = {"/chat/completions": "", "/chat": "/completions", "/v1": "/chat/completions"}
+    rest = next((rest for ending, rest in endings.items() if base.endswith(ending)), CHAT_PATH)
+    return urlunsplit((parts.scheme, parts.netloc, base + rest, parts.query, ""))

@@ -1,4 +1,4 @@
-"""Random calls of any tool, and the bases of policies with a random generator."""
+"""Draws random calls of any tool; base classes of policies with a random generator."""
 
 import json
 import random
@@ -15,11 +15,13 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def random_call(tools: Tools, source: random.Random, *, longest: int) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call that one of the tools accepts, as far as any does (`random_object`).
+    """Return name and arguments of a call that one of the tools accepts, if `random_object` finds one.
 
-    The tools, at least one, are in OpenAI's form. Lists are so long where their schema allows it.
+    Args:
+        tools: at least one, in OpenAI's form.
+        longest: length of the lists in the arguments, if their schema allows it.
     """
-    # A single tool costs no draw, so the calls depend on its arguments alone.
+    # Nothing is drawn to choose from a single tool, so the calls depend only on its arguments.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]
     return function["name"], random_object(function.get("parameters") or {}, source, longest=longest)
 
@@ -79,10 +81,13 @@ D = TypeVar("D", bound=DetourConfig)
 
 
 class DetourTeacher(ByChance[D]):
-    """A teacher that sometimes plays a random detour, which is not imitated, to teach states off its way."""
+    """A teacher that sometimes plays a random detour, so that the student also sees states off its way.
+
+    The detour itself is not imitated.
+    """
 
     def makes_detour(self) -> bool:
-        """Draw whether this decision is one by chance; without an epsilon nothing is drawn."""
+        """Draw whether this decision is random; without an epsilon nothing is drawn."""
         return bool(self.config.epsilon) and self._random.random() < self.config.epsilon
 
 

@@ -1,8 +1,8 @@
-"""Random values of a JSON Schema: drawn part by part, and judged as a whole where a draw may miss.
+"""Draws random values of a JSON Schema part by part, and validates them whole if a draw may not fit.
 
 The schema of a tool may be anything that its author wrote, so nothing here raises: a keyword with a value
-that no schema may have counts as absent, and so does a `$ref` that leads nowhere. Patterns and formats of
-strings are not drawn.
+that JSON Schema does not allow counts as absent, and so does a `$ref` that leads nowhere. Patterns and
+formats of strings are not drawn.
 """
 
 import json
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
 
-Schema = Any  # an object or a boolean, or what its author took for one
+Schema = Any  # an object or a boolean, or any other value that its author wrote
 
-# Bounds for numbers that set none, and the text of strings.
+# Bounds of numbers whose schema sets none, and the text of strings.
 _NUMBERS = (0, 9)
 _TEXT = "text"
-# Larger values that a schema demands are not drawn: they would fill the memory.
+# Longer values are not drawn even if the schema demands them: they would fill the memory.
 _LONGEST_TEXT, _LONGEST_LIST = 10_000, 1_000
-# Of a whole value, of an item unlike the others, and parts of a value: schemas may refer to themselves.
+# Draws of a whole value, draws of an item unlike the others, and parts of a value: schemas may refer to
+# themselves.
 _TRIES, _ITEM_TRIES, _PARTS = 30, 30, 2_000
-# Levels: below the first, objects have what they must have, lists as few items as they may, and a choice
-# avoids references; below the second, all is null.
+# From this depth on, objects have only required properties, lists have the fewest items allowed, and a choice
+# avoids references; below `_DEEPEST` every value is null.
 _SMALL_FROM, _DEEPEST = 6, 60
-# Keywords that a draw always fits.
+# A draw always fits these keywords.
 _DRAWN = frozenset(
     {"type", "properties", "required", "items", "enum", "const", "minItems", "maxItems", "minimum", "maximum"}
     | {"exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "additionalProperties", "anyOf"}
@@ -44,61 +45,59 @@ _KEYS_OF_KINDS = {
 
 
 def random_object(schema: Schema, source: random.Random, *, longest: int) -> dict[str, Any]:
-    """An object that the schema describes, or the last one that was drawn where no draw fits.
+    """Draw an object that the schema describes; if no draw fits, return the last one.
 
-    The first draw is the plain one: uniform over enums, with all properties, lists at their longest. Further
-    ones, with fewer properties and items, follow where it does not fit.
-
-    Lists are `longest` items long, if their schema allows it.
+    The first draw is uniform over enums, has all properties, and lists of `longest` items, or as near to it
+    as their schema allows. If it does not fit, draws with fewer properties and items follow.
     """
     whole = {**schema, "type": "object"} if isinstance(schema, Mapping) else {"type": "object"}
     value: dict[str, Any] = {}
     for attempt in range(_TRIES):
-        drawn = _Draws(whole, source, longest, varies=attempt > 0).value(whole)
+        drawn = _Draw(whole, source, longest, varies=attempt > 0).draw_value(whole)
         value = drawn if isinstance(drawn, dict) else {}
-        if not _may_miss(whole) or _fits(value, whole):
+        if not _may_not_fit(whole) or _fits_schema(value, whole):
             break
     return value
 
 
-class _Draws:
-    """One draw of a schema; one that `varies` may leave out optional properties, and have shorter lists."""
+class _Draw:
+    """One draw of a schema; if it `varies`, it may leave out optional properties, and shorten lists."""
 
     def __init__(self, root: Schema, source: random.Random, longest: int, *, varies: bool) -> None:
         self._root, self._source, self._longest, self._varies = root, source, longest, varies
         self._parts_left = _PARTS
 
-    def value(self, schema: Schema, depth: int = 0) -> Any:
+    def draw_value(self, schema: Schema, depth: int = 0) -> Any:
         self._parts_left -= 1
         if self._parts_left < 0 or depth > _DEEPEST:
             return None
-        schema = self._join(schema, set(), is_deep=depth >= _SMALL_FROM)
+        schema = self._merge_parts(schema, set(), is_deep=depth >= _SMALL_FROM)
         if "const" in schema:
             return schema["const"]
-        if listed := _list(schema, "enum"):
+        if listed := _read_list(schema, "enum"):
             return self._source.choice(listed)
-        kind = self._kind(schema, is_deep=depth >= _SMALL_FROM)
+        kind = self._choose_kind(schema, is_deep=depth >= _SMALL_FROM)
         if kind == "object":
-            return self._object(schema, depth)
+            return self._draw_object(schema, depth)
         if kind == "array":
-            return self._items(schema, depth)
+            return self._draw_items(schema, depth)
         if kind == "boolean":
             return self._source.random() < 0.5
         if kind in ("integer", "number"):
-            return self._number(schema, is_whole=kind == "integer")
-        return None if kind == "null" else self._text(schema)
+            return self._draw_number(schema, is_whole=kind == "integer")
+        return None if kind == "null" else self._draw_text(schema)
 
-    def _join(self, schema: Schema, references: set[str], *, is_deep: bool) -> dict[str, Any]:
-        """The schema with its references, all of `allOf`, and one branch of each choice merged into it."""
+    def _merge_parts(self, schema: Schema, references: set[str], *, is_deep: bool) -> dict[str, Any]:
+        """Merge references, all of `allOf`, and one branch of each choice into the schema."""
         if not isinstance(schema, Mapping):
             return {}
-        joined, others = dict(schema), list(_list(schema, "allOf"))
+        merged, others = dict(schema), list(_read_list(schema, "allOf"))
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in references:
             references.add(reference)
-            others.append(_resolve(reference, self._root))
+            others.append(_resolve_reference(reference, self._root))
         for key in ("anyOf", "oneOf"):
-            branches = [branch for branch in _list(schema, key) if branch is not False]
+            branches = [branch for branch in _read_list(schema, key) if branch is not False]
             plain = [branch for branch in branches if "$ref" not in json.dumps(branch, default=str)]
             if branches:
                 others.append(self._source.choice(plain if is_deep and plain else branches))
@@ -106,41 +105,41 @@ class _Draws:
             then = {"allOf": [schema["if"], schema.get("then", True)]}
             others.append(self._source.choice([then, schema.get("else", True)]))
         for other in others:
-            part = self._join(other, references, is_deep=is_deep)
-            merged = {
-                "properties": {**_table(joined, "properties"), **_table(part, "properties")},
-                "required": [*_list(joined, "required"), *_list(part, "required")],
+            part = self._merge_parts(other, references, is_deep=is_deep)
+            both = {
+                "properties": {**_read_table(merged, "properties"), **_read_table(part, "properties")},
+                "required": [*_read_list(merged, "required"), *_read_list(part, "required")],
             }
-            joined |= part | {key: value for key, value in merged.items() if value}
-        return joined
+            merged |= part | {key: value for key, value in both.items() if value}
+        return merged
 
-    def _kind(self, schema: Mapping[str, Any], *, is_deep: bool) -> Any:
+    def _choose_kind(self, schema: Mapping[str, Any], *, is_deep: bool) -> Any:
         kind = schema.get("type")
-        if kinds := _list(schema, "type"):
+        if kinds := _read_list(schema, "type"):
             return "null" if is_deep and "null" in kinds else self._source.choice(kinds)
         if isinstance(kind, str):
             return kind
         return next((name for name, keys in _KEYS_OF_KINDS.items() if keys & schema.keys()), "string")
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        properties = _table(schema, "properties")
-        required = [name for name in _list(schema, "required") if isinstance(name, str)]
+    def _draw_object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        properties = _read_table(schema, "properties")
+        required = [name for name in _read_list(schema, "required") if isinstance(name, str)]
         share = 0.0 if depth >= _SMALL_FROM else self._source.choice((0.0, 0.5, 1.0)) if self._varies else 1.0
         optional = [name for name in properties if share == 1.0 or self._source.random() < share]
         others = schema.get("additionalProperties", True)
         names = [name for name in properties if name in required or name in optional]
         names += [name for name in dict.fromkeys(required) if name not in properties]
-        least = min(int(_number_in(schema, "minProperties") or 0), _LONGEST_LIST)
+        least = min(int(_read_number(schema, "minProperties") or 0), _LONGEST_LIST)
         names += [f"{_TEXT}_{number}" for number in range(least - len(names))]
-        return {name: self.value(properties.get(name, others), depth + 1) for name in names}
+        return {name: self.draw_value(properties.get(name, others), depth + 1) for name in names}
 
-    def _items(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
-        first, others = _list(schema, "prefixItems"), schema.get("items", True)
-        copies = min(int(_number_in(schema, "minContains") or 1), _LONGEST_LIST)
+    def _draw_items(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
+        first, others = _read_list(schema, "prefixItems"), schema.get("items", True)
+        copies = min(int(_read_number(schema, "minContains") or 1), _LONGEST_LIST)
         contained = [schema["contains"]] * copies if "contains" in schema else []
-        least = min(int(_number_in(schema, "minItems") or 0), _LONGEST_LIST)
+        least = min(int(_read_number(schema, "minItems") or 0), _LONGEST_LIST)
         length = max(self._longest, len(first), least)
-        if (most := _number_in(schema, "maxItems")) is not None:
+        if (most := _read_number(schema, "maxItems")) is not None:
             length = max(min(length, int(most)), least)
         if depth >= _SMALL_FROM:
             length = least
@@ -149,17 +148,17 @@ class _Draws:
         parts = [*first, *contained, *[others] * length][: max(length, len(contained))]
         items: list[Any] = []
         for part in parts:
-            item = self.value(part, depth + 1)
+            item = self.draw_value(part, depth + 1)
             for _ in range(_ITEM_TRIES if schema.get("uniqueItems") is True else 0):
                 if item not in items:
                     break
-                item = self.value(part, depth + 1)
+                item = self.draw_value(part, depth + 1)
             items.append(item)
         return items
 
-    def _number(self, schema: Mapping[str, Any], *, is_whole: bool) -> int | float:
-        low, high = _bounds(schema, inside=1 if is_whole else 0)
-        step = _number_in(schema, "multipleOf")
+    def _draw_number(self, schema: Mapping[str, Any], *, is_whole: bool) -> int | float:
+        low, high = _find_bounds(schema, margin=1 if is_whole else 0)
+        step = _read_number(schema, "multipleOf")
         if step is not None and step > 0 and math.isfinite(low / step) and math.isfinite(high / step):
             first, last = math.ceil(low / step), math.floor(high / step)
             multiple = self._source.randint(first, max(first, last)) * step
@@ -169,21 +168,25 @@ class _Draws:
             return self._source.randint(first, max(first, math.floor(high)))
         return self._source.uniform(low, high)
 
-    def _text(self, schema: Mapping[str, Any]) -> str:
-        least = min(int(_number_in(schema, "minLength") or 0), _LONGEST_TEXT)
-        most = _number_in(schema, "maxLength")
+    def _draw_text(self, schema: Mapping[str, Any]) -> str:
+        least = min(int(_read_number(schema, "minLength") or 0), _LONGEST_TEXT)
+        most = _read_number(schema, "maxLength")
         if self._varies:
             letters = self._source.choices("abcdefghijklmnopqrstuvwxyz", k=max(least, len(_TEXT)))
             return "".join(letters)[: None if most is None else int(most)]
         return _TEXT[: len(_TEXT) if most is None else int(most)].ljust(least, ".")
 
 
-def _bounds(schema: Mapping[str, Any], *, inside: int) -> tuple[float, float]:
-    """Bounds of a number; `inside` is the distance from an exclusive one. A lone one gives a width of 9."""
-    low, above = _number_in(schema, "minimum"), _number_in(schema, "exclusiveMinimum")
-    high, below = _number_in(schema, "maximum"), _number_in(schema, "exclusiveMaximum")
-    lows = [bound for bound in (low, None if above is None else above + inside) if bound is not None]
-    highs = [bound for bound in (high, None if below is None else below - inside) if bound is not None]
+def _find_bounds(schema: Mapping[str, Any], *, margin: int) -> tuple[float, float]:
+    """Return the smallest and the largest value of a number.
+
+    Values keep `margin` from an exclusive bound. If the schema sets only one bound, the range has a width of
+    9.
+    """
+    low, above = _read_number(schema, "minimum"), _read_number(schema, "exclusiveMinimum")
+    high, below = _read_number(schema, "maximum"), _read_number(schema, "exclusiveMaximum")
+    lows = [bound for bound in (low, None if above is None else above + margin) if bound is not None]
+    highs = [bound for bound in (high, None if below is None else below - margin) if bound is not None]
     width = _NUMBERS[1] - _NUMBERS[0]
     if not lows:
         lows = [min(_NUMBERS[0], min(highs) - width) if highs else _NUMBERS[0]]
@@ -191,26 +194,26 @@ def _bounds(schema: Mapping[str, Any], *, inside: int) -> tuple[float, float]:
     return first, max(first, min(highs) if highs else first + width)
 
 
-def _number_in(schema: Mapping[str, Any], key: str) -> int | float | None:
-    """The finite number of a keyword, or None."""
+def _read_number(schema: Mapping[str, Any], key: str) -> int | float | None:
+    """Return the number at a keyword; None if there is none, or one that is not finite or very large."""
     value = schema.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e15:
         return None
     return value
 
 
-def _table(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _read_table(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = schema.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
-def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
+def _read_list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
     value = schema.get(key)
     return value if isinstance(value, list | tuple) else ()
 
 
-def _resolve(reference: str, root: Schema) -> Schema:
-    """The schema at a reference within the document; True, which allows anything, if there is none."""
+def _resolve_reference(reference: str, root: Schema) -> Schema:
+    """Return the schema at a reference within the document; True, which allows anything, if there is none."""
     part = root
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -220,35 +223,35 @@ def _resolve(reference: str, root: Schema) -> Schema:
     return part if reference.startswith("#") else True
 
 
-def _may_miss(schema: Schema) -> bool:
-    """Whether a draw may be no value of the schema."""
+def _may_not_fit(schema: Schema) -> bool:
+    """Whether a draw may not fit the schema."""
     if not isinstance(schema, Mapping):
         return schema is False
     if not schema.keys() <= _DRAWN:
         return True
     parts = [
-        *_table(schema, "properties").values(),
-        *_table(schema, "$defs").values(),
-        *_list(schema, "anyOf"),
+        *_read_table(schema, "properties").values(),
+        *_read_table(schema, "$defs").values(),
+        *_read_list(schema, "anyOf"),
     ]
-    return any(map(_may_miss, [*parts, schema.get("items", True)]))
+    return any(map(_may_not_fit, [*parts, schema.get("items", True)]))
 
 
-def _fits(value: Any, schema: Schema) -> bool:
+def _fits_schema(value: Any, schema: Schema) -> bool:
     """Whether the value fits the schema; a schema that cannot be applied accepts every value."""
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 
     try:
-        validator = _validator(json.dumps(schema))
+        validator = _make_validator(json.dumps(schema))
         return validator is None or validator.is_valid(value)
     except (TypeError, ValueError, RecursionError, Unresolvable, UnknownType, re.error):
         return True
 
 
 @lru_cache(64)
-def _validator(schema: str) -> "Draft202012Validator | None":
-    """The validator of a schema, which fetches no other document; None for an invalid schema."""
+def _make_validator(schema: str) -> "Draft202012Validator | None":
+    """Return the validator of a schema, which fetches no other document; None for an invalid schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from referencing import Registry

@@ -1,8 +1,8 @@
-"""Pure: read the action, the text and the exact tokens of a chat completion, also from servers like vLLM.
+"""Reads action, text and exact tokens of a chat completion, also from servers like vLLM; no I/O.
 
-A model's mistakes are data: no tool call, several, unknown names, bad arguments. A server's mistakes are a
+A model's mistakes are data: no tool call, several, unknown names, bad arguments. A server's mistakes raise a
 PolicyUnavailable with code `inference_protocol`: no choices, lists of different lengths, a NaN, a text of
-another type. The message names the field, what was found and what is allowed.
+another type. The message names the field, the value found and the values allowed.
 """
 
 import json
@@ -49,7 +49,7 @@ class Reply:
 
     @property
     def reusable_tokens(self) -> int | None:
-        """How many tokens of this prompt and answer the next prompt repeats; None if unknown."""
+        """Return how many tokens of this prompt and answer the next prompt repeats; None if unknown."""
         if self.prompt_tokens is None or self.completion_tokens is None:
             return None
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
@@ -60,7 +60,7 @@ class _Part(StrictReply):
 
 
 class _Message(StrictReply):
-    """What the model wrote, of which any form of a call is data."""
+    """The text and calls that the model wrote; a call may have any form."""
 
     content: str | tuple[_Part, ...] | None = None
     refusal: str | None = None
@@ -77,12 +77,12 @@ class _Choice(StrictReply):
 
     @property
     def ending(self) -> str | None:
-        """How sampling ended; our gateway reports it apart from "a call was parsed"."""
+        """Return how sampling ended; our gateway reports this apart from "a call was parsed"."""
         return self.sampling_finish_reason or self.finish_reason
 
 
 class _OwnChoice(_Choice):
-    """Of our gateway, or of a server that sends no exact tokens."""
+    """A choice of our gateway, or of a server that sends no exact tokens."""
 
     token_ids: tuple[TokenId, ...] | None = None
     token_logprobs: tuple[DrawnLogprob, ...] | None = None
@@ -100,7 +100,7 @@ class _PlainTokens(StrictReply):
 
 
 class _PlainChoice(_OwnChoice):
-    """With OpenAI's log-probs, which were asked for; they are absent in most replies with calls only."""
+    """A choice with OpenAI's log-probs, which were asked for; most replies with only calls have none."""
 
     logprobs: _PlainTokens | None = None
 
@@ -114,7 +114,7 @@ class _WholeTokens(StrictReply):
 
 
 class _WholeChoice(_Choice):
-    """Of a server like vLLM."""
+    """A choice of a server like vLLM."""
 
     token_ids: tuple[TokenId, ...]
     logprobs: _WholeTokens
@@ -134,7 +134,7 @@ AnyChoice = TypeVar("AnyChoice", bound=_Choice)
 
 
 class Completion(StrictReply, Generic[AnyChoice]):
-    """A chat completion, as far as it is read."""
+    """The fields of a chat completion that are read."""
 
     choices: tuple[AnyChoice, ...] = Field(min_length=1)
     model: str | None = None
@@ -143,7 +143,7 @@ class Completion(StrictReply, Generic[AnyChoice]):
     prompt_ids_reused: Count | None = None
 
 
-# Built once: to name a kind in each call costs as much as to read a reply's calls.
+# Built once, because `Completion[...]` takes as long as reading a reply's calls.
 _OWN, _PLAIN, _WHOLE = Completion[_OwnChoice], Completion[_PlainChoice], Completion[_WholeChoice]
 _NO_USAGE, _NO_DETAILS = _Usage(), _Details()
 
@@ -161,7 +161,7 @@ class _Billed(StrictReply):
 
 
 class ReadTokens(Protocol):
-    """Reads the replies of a kind of server, and their exact tokens; None if it does not send them.
+    """Reads the exact tokens from the replies of a kind of server; None if it does not send them.
 
     `hint` ends the sentence about a wrong field.
     """
@@ -169,7 +169,7 @@ class ReadTokens(Protocol):
     hint: str
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
-        """The class of a reply; `logprobs`: whether OpenAI's were asked for."""
+        """Return the class of a reply; `logprobs`: whether OpenAI's were asked for."""
 
     def __call__(self, reply: Completion[Any]) -> PolicyLogprobs | None: ...
 
@@ -179,10 +179,10 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
     reply = _read(read_tokens.kind(logprobs=logprobs), body, read_tokens.hint)
     choice, usage = reply.choices[0], reply.usage or _NO_USAGE
     plain = choice.logprobs if isinstance(choice, _PlainChoice) else None
-    text = _text(choice.message)
+    text = _join_text(choice.message)
     return Reply(
-        action=_action(choice, text),
-        # All sampled text, if the server sends it; otherwise a reply with only a call has no text.
+        action=_read_action(choice, text),
+        # A server that does not send all sampled text has no text for a reply with only a call.
         text=text if choice.raw_text is None else choice.raw_text,
         tokens=read_tokens(reply),
         finish_reason=choice.ending,
@@ -214,7 +214,7 @@ def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
 
 
 def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
-    """Code and sentence of an error reply in OpenAI's form, as problem+json, or in an unknown form.
+    """Return code and sentence of an error reply in OpenAI's form, as problem+json, or in an unknown form.
 
     Servers often repeat the key that they refuse: for 401 and 403 only the code is used, and `key` is removed
     everywhere.
@@ -225,21 +225,22 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
         value = None
     if not isinstance(value, dict):
         return "", f"status {status}"
-    source = _table(value, "error") or value
-    code = _without(key, _string(source.get("code")) or "")[:100]
+    source = _read_table(value, "error") or value
+    code = _remove_key(key, _read_string(source.get("code")) or "")[:100]
     if status in KEY_STATUSES:
         return code, f"status {status} {code}".strip()
-    sentence = _without(key, _string(source.get("detail")) or _string(source.get("message")) or "")
+    sentence = _read_string(source.get("detail")) or _read_string(source.get("message")) or ""
+    sentence = _remove_key(key, sentence)
     return code, f"status {status} {code} {sentence[:300]}".strip()
 
 
 def retry_after_s(retry_after: str | None) -> float | None:
-    """The Retry-After header in seconds; None without one or for a date, since clocks may differ."""
+    """Return the Retry-After header in seconds; None without one or for a date, since clocks may differ."""
     text = (retry_after or "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _without(key: str, text: str) -> str:
+def _remove_key(key: str, text: str) -> str:
     return text.replace(key, "[key]") if key else text
 
 
@@ -247,51 +248,47 @@ def protocol_error(what: str) -> PolicyUnavailable:
     return PolicyUnavailable(f"the inference server answered nonsense: {what}", code=PROTOCOL)
 
 
-def _action(choice: _Choice, text: str) -> dict[str, Any]:
-    """The action of a message: all its calls together, or text with the reason why there is no call.
+def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
+    """Return the action of a message: all its calls, or its text with the reason why there is no call.
 
-    A single call also has source 2's form: `name`, and `arguments` as an object where possible. `tool_calls`
-    keeps the arguments' text, which the next prompt must repeat exactly.
+    A single call is also given in source 2's form: `name`, and `arguments` as an object if possible.
+    `tool_calls` keeps the arguments' text, which the next prompt must repeat exactly.
     """
     calls = choice.message.tool_calls
     if isinstance(calls, list) and calls:
-        own = [_call(call, index) for index, call in enumerate(calls)]
-        return {"type": "tool_call", **_published(own), "tool_calls": own, "content": text}
+        own = [_read_call(call, index) for index, call in enumerate(calls)]
+        single: dict[str, Any] = {}
+        if len(own) == 1:
+            arguments = json_object(raw := own[0]["arguments"])
+            single = {"name": own[0]["name"], "arguments": raw if arguments is None else arguments}
+        return {"type": "tool_call", **single, "tool_calls": own, "content": text}
     missing = WITHHELD if choice.ending == "content_filter" else NO_TOOL_CALL
     return {"type": "text", "content": text, "invalid_reason": choice.message.tool_call_error or missing}
 
 
-def _call(call: Any, index: int) -> dict[str, str]:
+def _read_call(call: Any, index: int) -> dict[str, str]:
     """Make a call of any value; the environment can carry it out, or refuse it with a reason."""
     source = call if isinstance(call, dict) else {}
-    function = _table(source, "function")
+    function = _read_table(source, "function")
     arguments = function.get("arguments", "")
     return {
-        "id": _string(source.get("id")) or f"call_{index}",
-        "name": _string(function.get("name")) or "",
+        "id": _read_string(source.get("id")) or f"call_{index}",
+        "name": _read_string(function.get("name")) or "",
         "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
     }
 
 
-def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    if len(calls) > 1:
-        return {}
-    text = calls[0]["arguments"]
-    arguments = json_object(text)
-    return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
-
-
-def _text(message: _Message) -> str:
-    """The content of a message, with its parts joined, or else its refusal."""
+def _join_text(message: _Message) -> str:
+    """Return the content of a message, with its parts joined, or else its refusal."""
     if isinstance(message.content, tuple):
         return "".join(part.text for part in message.content if isinstance(part.text, str))
     return message.content or message.refusal or ""
 
 
 class OwnReplies:
-    """Reads the exact tokens of our own gateway's replies; None of a server that sends no such fields.
+    """Reads the exact tokens of our own gateway's replies; None for a server that sends no such fields.
 
-    If they were not asked for, our gateway sends them without those of the prompt, and they are left out too.
+    If exact tokens were not asked for, our gateway sends only the answer's, which are then not used either.
     """
 
     hint = ""
@@ -324,7 +321,7 @@ class OwnReplies:
                 f"choices.0.versions start at the tokens {replies.show_found(starts)}; expected are 0 first, "
                 f"then rising, below {len(ids)} token_ids"
             )
-        return _exact(
+        return _make_tokens(
             prompt_ids_reused=reply.prompt_ids_reused or 0,
             prompt_token_ids=reply.prompt_token_ids or (),
             token_ids=ids,
@@ -335,25 +332,25 @@ class OwnReplies:
         )
 
 
-def _exact(**fields: Any) -> PolicyLogprobs:
-    """Exact tokens of values whose types are checked."""
+def _make_tokens(**fields: Any) -> PolicyLogprobs:
+    """Return exact tokens made of fields whose types are checked already."""
     ids, logprobs = len(fields["token_ids"]), len(fields["logprobs"])
     if ids != logprobs:
         raise protocol_error(f"choices.0.token_ids has {ids} ids, and logprobs has {logprobs}")
     return PolicyLogprobs.model_construct(**fields)
 
 
-def _string(value: Any) -> str | None:
+def _read_string(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object below a key; empty if the value is no object."""
+def _read_table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the object at a key; an empty one if the value is no object."""
     value = source.get(name)
     return value if isinstance(value, dict) else {}
 
 
-# The model of such a server is not trained, so it has one version.
+# The model of a server like vLLM is not trained here, so it has one version.
 _ONE_VERSION = ((0, 0),)
 
 
@@ -364,8 +361,8 @@ class WholeReplies:
         token_ids                   in choices[0]                (the same)
         logprobs.content[].logprob  in choices[0]                (request: logprobs)
 
-    One object reads one conversation. The part of a prompt that repeats the last prompt and answer counts as
-    reused, as with our gateway, so records grow only with the conversation.
+    One object reads one conversation. As with our gateway, the part of a prompt that repeats the last prompt
+    and answer counts as reused and is not recorded again.
     """
 
     hint = " (return_token_ids and logprobs asked for what a sample cannot be weighted without)"
@@ -381,7 +378,7 @@ class WholeReplies:
         if prompt is None:
             raise protocol_error(f"prompt_token_ids is missing{self.hint}")
         reused = count_shared(prompt, self._ids)
-        tokens = _exact(
+        tokens = _make_tokens(
             prompt_ids_reused=reused,
             prompt_token_ids=prompt[reused:],
             token_ids=choice.token_ids,
@@ -394,7 +391,7 @@ class WholeReplies:
 
 
 def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:
-    """The number of equal leading ids; usually all, because a conversation only grows."""
+    """Return the number of equal leading ids; usually all, because a conversation only grows."""
     if tuple(ids[: len(before)]) == tuple(before):
         return len(before)
     pairs = enumerate(zip(ids, before, strict=False))

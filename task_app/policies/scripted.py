@@ -46,17 +46,17 @@ class TeacherConfig(DetourConfig):
 class RandomPolicy(ByChance[RandomConfig]):
     """Calls a random tool in any environment; in Crafter, `max_actions` uniform actions.
 
-    Where no tools are offered it says so.
+    If no tools are offered, it says so in words.
     """
 
     name = "random"
     config_type = RandomConfig
 
     async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
-        if answers := _answers(observation):
-            return _words(self._random.choice(answers))
+        if answers := _list_answers(observation):
+            return _make_text_answer(self._random.choice(answers))
         if not tools:
-            return _words(NO_TOOLS)
+            return _make_text_answer(NO_TOOLS)
         name, arguments = random_call(tools, self._random, longest=self.config.max_actions)
         return call_answer(name, arguments)
 
@@ -72,17 +72,17 @@ class CrafterTeacher(DetourTeacher[TeacherConfig]):
         self._memory = MapMemory() if self.config.memory else None
 
     async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
-        answers = _answers(observation)
-        limit = 1 if answers else _limit(self.config.max_actions, tools)
+        answers = _list_answers(observation)
+        limit = 1 if answers else _limit_actions(self.config.max_actions, tools)
         actions = self.actions(observation.data, max_actions=limit)
         if detour := self.makes_detour():
             actions = random_actions(self._random, limit)
         if answers:
-            return _words(answers[ACTIONS.index(actions[0])], exploratory=detour)
+            return _make_text_answer(answers[ACTIONS.index(actions[0])], exploratory=detour)
         return call_answer("interact_many", {"actions": actions}, exploratory=detour)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """The actions of the rules as plain names: at most `max_actions` (default: the configured number)."""
+        """Return the names of the rules' actions: at most `max_actions` (default: the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)
@@ -102,19 +102,19 @@ def random_actions(source: random.Random, count: int) -> list[str]:
     return [source.choice(ACTIONS) for _ in range(count)]
 
 
-def _answers(observation: Any) -> list[str]:
-    """The words that an environment takes instead of calls, in the order of ACTIONS; none: it takes calls."""
+def _list_answers(observation: Any) -> list[str]:
+    """Return the words that an environment takes instead of calls, as in ACTIONS; none: it takes calls."""
     names = getattr(observation, "data", {}).get("answer_names")
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
-def _words(text: str, *, exploratory: bool = False) -> PolicyAnswer:
+def _make_text_answer(text: str, *, exploratory: bool = False) -> PolicyAnswer:
     action: dict[str, Any] = {"type": "text", "content": text}
     return (action | {"exploratory": True} if exploratory else action), None, None, None
 
 
-def _limit(limit: int, tools: Tools) -> int:
-    """The most actions that the tool on offer accepts, since a longer list would be refused as a whole."""
+def _limit_actions(limit: int, tools: Tools) -> int:
+    """Return how many actions the tool accepts; a longer list would be refused as a whole."""
     for tool in tools:
         actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
         limit = min(limit, actions.get("maxItems", limit))

@@ -11,7 +11,7 @@ from shared_schemas.base import Body
 from task_app.policies.random_calls import ByChance, Tools
 from task_app.protocols import PolicyAnswer
 
-# A sentence, the sign of its calculation, and its number.
+# The number in each sentence; its group names the calculation.
 _SENTENCES = re.compile(
     r"has (?P<has>\d{1,15})\b|finds (?P<more>\d{1,15}) more|gives away (?P<fewer>\d{1,15})\b"
     r"|(?P<times>doubles|triples) them"
@@ -24,7 +24,7 @@ _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "times": ("*", lambda have, count: have * count),
 }
 _FACTORS = {"doubles": 2, "triples": 3}
-# Errors of a slip.
+# How far a slip is off.
 _SLIPS = (-2, -1, 1, 2)
 
 
@@ -50,7 +50,7 @@ class SumsTeacher(ByChance[SumsTeacherConfig]):
 
 
 def solve(question: str, *, slip: int = 0) -> str:
-    """The answer in GSM8K's form; its last step is off by `slip`, but not below 0.
+    """Return the answer in GSM8K's form; its last step is off by `slip`, but not below 0.
 
     A question without a known number gets `#### 0`; a very long one is solved only at its beginning.
     """

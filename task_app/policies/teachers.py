@@ -1,4 +1,4 @@
-"""The teachers of orders, Sokoban and BabyAI: each a class that reads the prompt's data."""
+"""The teachers of orders, Sokoban and BabyAI, which read only the prompt's data."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 class OrdersTeacher(DetourTeacher[DetourConfig]):
-    """At the shop's desk: looks customers up one by one, and grants what they ask for; remembers nothing."""
+    """At the shop's desk: looks customers up one by one, and grants their requests; remembers nothing."""
 
     name = "orders_teacher"
     config_type = DetourConfig
@@ -30,12 +30,12 @@ class OrdersTeacher(DetourTeacher[DetourConfig]):
 
 
 def next_call(data: Mapping[str, Any]) -> Call:
-    """The call for the first request that is not granted yet, or `done`."""
-    calls = (_call_for(request, data) for request in data["requests"])
+    """Return the call for the first request that is not granted yet, or `done`."""
+    calls = (_find_call(request, data) for request in data["requests"])
     return next(filter(None, calls), ("done", {}))
 
 
-def _call_for(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | None:
+def _find_call(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | None:
     customer = request["customer"]
     if customer not in data["cities"]:
         return "find", {"customer": customer}
@@ -55,7 +55,7 @@ def _call_for(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | Non
 
 
 class SokobanTeacher(DetourTeacher[DetourConfig]):
-    """Plays the shortest solution of the board that it sees, a push a decision, and remembers it."""
+    """Plays the shortest solution of the board that it sees, one push a decision, and remembers it."""
 
     name = "sokoban_teacher"
     config_type = DetourConfig
@@ -67,16 +67,16 @@ class SokobanTeacher(DetourTeacher[DetourConfig]):
 
     async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         board, state = read_xsb(observation.data["rows"])
-        if board != self._board:  # the first decision on it: a search of up to a tenth of a second
+        if board != self._board:  # a new board needs a search, of up to a tenth of a second
             self._board, self._left = board, await asyncio.to_thread(pushes_left, board)
         detour = self.makes_detour()
         possible = list(board.pushes(state))
         push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
         if "push" not in {tool["function"]["name"] for tool in tools}:
-            # The way to the push, and the push; where there is none, a move up.
+            # The moves to the push, and the push itself; if no push leads to a solution, a move up.
             moves = ("up",) if push is None else (*push.way, push.direction)
             return call_answer("move", {"moves": list(moves)[:MAX_MOVES]}, exploratory=detour)
-        word = "1-up"  # where no push leads to a solution, one of the first box
+        word = "1-up"  # if no push leads to a solution, push the first box
         if push is not None:
             word = f"{list(cells(state.boxes)).index(push.box) + 1}-{push.direction}"
         return call_answer("push", {"pushes": [word]}, exploratory=detour)
@@ -86,7 +86,7 @@ _DETOURS = ("left", "right", "forward")
 
 
 class BabyAITeacher(DetourTeacher[DetourConfig]):
-    """Minigrid's own bot, an action a decision; it plays along in a level of its own."""
+    """Minigrid's own bot, one action a decision; it plays the same actions in its own copy of the level."""
 
     name = "babyai_teacher"
     config_type = DetourConfig
@@ -100,43 +100,43 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
         self._advice: str | None = None
 
     async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
-        self._follow(observation.data["episode"], observation.data["max_steps"])
+        self._follow_episode(observation.data["episode"], observation.data["max_steps"])
         detour = self.makes_detour() or self._advice is None
         action = self._random.choice(_DETOURS) if detour else self._advice
         return call_answer("act", {"actions": [action]}, exploratory=detour)
 
-    def _follow(self, episode: Mapping[str, Any], max_steps: int) -> None:
+    def _follow_episode(self, episode: Mapping[str, Any], max_steps: int) -> None:
         """Bring the own level to the state of the episode, and ask the bot after each step."""
         world, actions = (episode["level"], episode["seed"]), list(episode["actions"])
         if self._level is None or world != self._world or actions[: len(self._done)] != self._done:
             self._level, self._bot = Level(world[0], max_steps=max_steps), None
             self._world, self._done = world, []
             self._level.reset(world[1])
-            self._ask(self._level, None)
+            self._ask_bot(self._level, None)
         for action in actions[len(self._done) :]:
             self._level.act(action)
             self._done.append(action)
-            self._ask(self._level, action)
+            self._ask_bot(self._level, action)
 
-    def _ask(self, level: Level, action: str | None) -> None:
-        """Let the bot plan on after an action; a new one from here where it has lost its way.
+    def _ask_bot(self, level: Level, action: str | None) -> None:
+        """Let the bot plan on after an action; if it has no plan any more, ask a new bot.
 
-        The advice is None where that has no plan either: where a box with a key was opened, for instance.
+        The advice is None if the new bot has no plan either, for instance after a box with a key was opened.
         """
         self._advice = None
         if self._bot is not None and action is not None:
-            self._advice = _plan(self._bot, level.env.actions[action])
+            self._advice = _replan(self._bot, level.env.actions[action])
         if self._advice is None:
             from minigrid.utils.baby_ai_bot import BabyAIBot
 
             make: Any = BabyAIBot  # without types
             self._bot = make(level.env)
-            self._advice = _plan(self._bot, None)
+            self._advice = _replan(self._bot, None)
 
 
-def _plan(bot: Any, action: Any) -> str | None:
-    """The action that the bot suggests; None if it has none but to be done."""
-    # A detour may break its plans: it then ends in an assert, or in whatever error comes first.
+def _replan(bot: Any, action: Any) -> str | None:
+    """Return the action that the bot suggests; None if it suggests nothing but to be done."""
+    # A detour may break the bot's plans; then it raises an AssertionError or some other error.
     try:
         name = str(bot.replan(action).name)
     except Exception:

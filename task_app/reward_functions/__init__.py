@@ -2,8 +2,8 @@
 
     from task_app.reward_functions import EvaluateResult, Message, StepOutput, reward_function
 
-A function runs in child processes of the service: `process` is the service's side, `child` the other one, and
-`pool` shares out the calls. `alignment` puts the results on the trajectory. docs/plugins.md has an example.
+A function runs in child processes of the service: `process` is the service's side, `child` the child's, and
+`pool` distributes the calls. `alignment` puts the results on the trajectory. docs/plugins.md has an example.
 """
 
 from shared_schemas.evaluate_result import EvaluateResult, MetricResult, StepOutput

@@ -1,4 +1,4 @@
-"""Pure: the arguments of a reward function for an episode, and the trajectory with its rewards."""
+"""Makes the arguments of a reward function for an episode, and the trajectory with its rewards; no I/O."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from task_app.errors import RewardFunctionFailed, clipped
 def build_arguments(
     trajectory: Trajectory, messages: Sequence[Message], ground_truth: Any, *, rollout_id: str
 ) -> dict[str, Any]:
-    """The keyword arguments of a reward function for one episode, as JSON.
+    """Return the keyword arguments of a reward function for one episode, as JSON.
 
     messages: every decision's prompt, answer and tool results, in order.
     ground_truth: the right answer from the task; None if it has none.
@@ -36,7 +36,7 @@ def build_arguments(
 def with_user_reward(
     trajectory: Trajectory, result: EvaluateResult, *, name: str, rollout_id: str
 ) -> Trajectory:
-    """The episode with the score as its outcome and the base rewards on its steps.
+    """Return the episode with the score as its outcome and the base rewards on its steps.
 
     The environment's own outcome moves to `user_reward`, so that nothing counts twice. A result that the
     function itself reports as invalid fails the rollout.
@@ -90,7 +90,7 @@ def align_data_for_rl_processing(
     outputs = current_eval_result.step_outputs
     if outputs is None:
         return list(current_step_data_list), []
-    rewards_by_t, twice, unknown = _by_step(outputs, len(current_step_data_list))
+    rewards_by_t, twice, unknown = _collect_rewards(outputs, len(current_step_data_list))
     steps = list(current_step_data_list)
     for t, reward in rewards_by_t.items():
         parts = (*steps[t].reward_parts, RewardPart(source="user", value=reward))
@@ -102,13 +102,13 @@ def align_data_for_rl_processing(
         (unknown, f"step_outputs name steps that are not there ({there}), and are not used"),
         (missing, "steps have no step_output, and no base_reward"),
     )
-    return steps, [f"{rollout_id}: {sentence}: {_enumerate(which)}" for which, sentence in misfits if which]
+    return steps, [f"{rollout_id}: {sentence}: {_list_names(which)}" for which, sentence in misfits if which]
 
 
-def _by_step(
+def _collect_rewards(
     outputs: Sequence[StepOutput], count: int
 ) -> tuple[dict[int, float], list[int], list[int | str]]:
-    """base_reward by t; repeated t; indices that name no step."""
+    """Return base_reward by t, repeated t, and indices that name no step."""
     rewards_by_t: dict[int, float] = {}
     twice: list[int] = []
     unknown: list[int | str] = []
@@ -124,6 +124,6 @@ def _by_step(
     return rewards_by_t, twice, unknown
 
 
-def _enumerate(which: Sequence[int | str]) -> str:
+def _list_names(which: Sequence[int | str]) -> str:
     names = ", ".join(repr(one)[:40] for one in which[:_MAX_INDICES])
     return f"{names} and {len(which) - _MAX_INDICES} more" if len(which) > _MAX_INDICES else names

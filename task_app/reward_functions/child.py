@@ -1,9 +1,9 @@
 """The process that a reward function runs in: `python -m task_app.reward_functions.child SOURCE NAME`.
 
-It imports SOURCE (a file, or `module:function`) and writes {"mode": ...}. Then it answers each line of stdin
-with one line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The
-process ends when stdin closes (the service has ended), or a call passes its deadline; it then first writes to
-stderr where the function was.
+It imports SOURCE (a file, or `module:function`) and writes {}. Then it answers each line of stdin with one
+line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The process ends
+when stdin closes, because the service has ended, or when a call passes its deadline; in this case it first
+writes to stderr where the function was.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 
 def main(source: str, name: str) -> None:
     """Serve until the service ends."""
-    requests, replies = _exchange()
+    requests, replies = _take_streams()
     configure_logs("info")
     # The service ends this process by other means, so that a KeyboardInterrupt here is the function's own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -46,17 +46,17 @@ def main(source: str, name: str) -> None:
                     else EntryPoint(name, source, "turnwise.reward_functions").load()
                 )
         except ServiceError as exc:
-            _say(replies, {"error": exc.detail})
+            _write_reply(replies, {"error": exc.detail})
             return
-        _say(replies, {})
+        _write_reply(replies, {})
         for line in iter(_queue_lines(requests).get, None):
-            _say(replies, _answer(function, json.loads(line), runner, name))
+            _write_reply(replies, _answer_request(function, json.loads(line), runner, name))
 
 
-def _exchange() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for the exchange; the function's stdin is empty, and its prints go to stderr."""
+def _take_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Return stdin and stdout; from then on the function reads an empty stdin, and prints to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # A closed pipe and not /dev/null, which on a badly set-up machine is an ordinary file with other output.
+    # A closed pipe is surely empty; on a badly set-up machine /dev/null may be an ordinary file with content.
     empty, far_end = os.pipe()
     os.close(far_end)
     os.dup2(empty, 0)
@@ -66,19 +66,19 @@ def _exchange() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _queue_lines(requests: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
-    """Lines as they arrive; a thread reads them, so it notices the end while the function runs."""
+    """Queue lines as they arrive; a thread reads them, so that it notices the end while the function runs."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read() -> None:
         for line in requests:
             lines.put(line)
-        _end()
+        _end_group()
 
     threading.Thread(target=read, daemon=True).start()
     return lines
 
 
-def _end() -> None:
+def _end_group() -> None:
     """End this process and the processes that the function started.
 
     The service starts this process as the leader of a group. A process started by hand may be in the group of
@@ -89,28 +89,28 @@ def _end() -> None:
     os._exit(0)
 
 
-def _say(replies: BinaryIO, message: Mapping[str, Any]) -> None:
+def _write_reply(replies: BinaryIO, message: Mapping[str, Any]) -> None:
     replies.write(json.dumps(message).encode() + b"\n")
     replies.flush()
 
 
-def _answer(
+def _answer_request(
     function: RewardFunction, request: Mapping[str, Any], runner: asyncio.Runner, name: str
 ) -> dict[str, Any]:
     # This watchdog needs no interpreter lock, which an endless regular expression would hold.
     faulthandler.dump_traceback_later(request["deadline_s"], exit=True)
     try:
         with boundary(f"reward function {name!r}"):
-            results = _call(function, request["episodes"], runner)
+            results = _call_function(function, request["episodes"], runner)
             return {"results": [result.model_dump(mode="json") for result in results]}
     except ServiceError as exc:
-        return {"error": _sentence(exc, name)}
+        return {"error": _describe_error(exc, name)}
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _sentence(exc: ServiceError, name: str) -> str:
-    """An error as one sentence; an invalid answer is described without the exception's name."""
+def _describe_error(exc: ServiceError, name: str) -> str:
+    """Return the sentence about an error; for an invalid answer it does not name the exception."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
         return f"reward function {name!r} {cause}"
@@ -120,18 +120,18 @@ def _sentence(exc: ServiceError, name: str) -> str:
     return exc.detail
 
 
-def _call(
+def _call_function(
     function: RewardFunction, episodes: Sequence[Mapping[str, Any]], runner: asyncio.Runner
 ) -> Sequence[EvaluateResult]:
     if function.mode == "pointwise":
-        return [_await(function(**episode), runner) for episode in episodes]
+        return [_wait_for(function(**episode), runner) for episode in episodes]
     columns = {fact: [episode[fact] for episode in episodes] for fact in episodes[0]}
     columns[EPISODES["batch"]] = columns.pop(EPISODES["pointwise"])
-    results: Sequence[EvaluateResult] = _await(function(**columns), runner)
+    results: Sequence[EvaluateResult] = _wait_for(function(**columns), runner)
     return results
 
 
-def _await(answer: Any, runner: asyncio.Runner) -> Any:
+def _wait_for(answer: Any, runner: asyncio.Runner) -> Any:
     if not inspect.isawaitable(answer):
         return answer
 

@@ -19,11 +19,11 @@ _READERS: Mapping[RewardMode, TypeAdapter[Any]] = {
 
 
 class NoResult(TypeError):
-    """The function returned something that is no result."""
+    """The function returned a value that is no result."""
 
 
 class UserRewardFunction:
-    """A decorated function: it takes keyword arguments alone, and its answers are checked."""
+    """A decorated function: it takes only keyword arguments, and its answers are checked."""
 
     def __init__(self, function: Callable[..., Any], mode: RewardMode) -> None:
         self.__doc__ = function.__doc__
@@ -47,21 +47,22 @@ class UserRewardFunction:
             raise TypeError(f"{self.__name__} is a {self.mode} reward function: call it with {name}=...")
         episodes = _READERS[self.mode].validate_python(facts[name])
         answer = self._function(**{**facts, name: episodes})
-        if inspect.isawaitable(answer):
-            return self._checked_later(answer, len(episodes))
-        return self._checked(answer, len(episodes))
+        if not inspect.isawaitable(answer):
+            return self._check_answer(answer, len(episodes))
 
-    async def _checked_later(self, answer: Any, episodes: int) -> Any:
-        return self._checked(await answer, episodes)
+        async def check_later() -> Any:
+            return self._check_answer(await answer, len(episodes))
 
-    def _checked(self, answer: Any, episodes: int) -> Any:
+        return check_later()
+
+    def _check_answer(self, answer: Any, episodes: int) -> Any:
         if self.mode == "pointwise":
-            return _result(answer, "returned")
+            return _read_result(answer, "returned")
         if not isinstance(answer, list | tuple):
             raise NoResult(f"returned {_describe(answer)}; a list of EvaluateResult is needed")
         if len(answer) != episodes:
             raise NoResult(f"returned {len(answer)} results for {episodes} episodes")
-        return [_result(one, f"returned for episode {index}") for index, one in enumerate(answer)]
+        return [_read_result(one, f"returned for episode {index}") for index, one in enumerate(answer)]
 
 
 @overload
@@ -101,8 +102,8 @@ def reward_function(
     return decorate if _func is None else decorate(_func)
 
 
-def _result(answer: Any, prefix: str) -> EvaluateResult:
-    """The answer as an EvaluateResult; a dict of its fields is accepted too."""
+def _read_result(answer: Any, prefix: str) -> EvaluateResult:
+    """Return the answer as an EvaluateResult; it may be a dict of its fields."""
     if isinstance(answer, EvaluateResult):
         return answer
     if not isinstance(answer, dict):
@@ -114,7 +115,7 @@ def _result(answer: Any, prefix: str) -> EvaluateResult:
 
 
 def first_error(exc: ValidationError) -> str:
-    """The first of pydantic's errors in one line: `score: Field required`."""
+    """Return the first of pydantic's errors in one line: `score: Field required`."""
     error = exc.errors(include_url=False)[0]
     prefix = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The reward functions of a service: which episode is judged when, and by which process."""
+"""Distributes the episodes of a service over the processes of its reward functions."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ class RewardFunctions:
     async def judge(
         self, name: str, trajectory: Trajectory, messages: Sequence[Message], truth: Any, *, rollout_id: str
     ) -> Trajectory:
-        """The finished episode with the rewards of the named function.
+        """Return the finished episode with the rewards of the named function.
 
         Cancelling this wait stops the call, unless other episodes share it.
         """
@@ -62,8 +62,8 @@ class RewardFunctions:
 class RewardPool:
     """Calls one function in up to `max_reward_processes` processes, in the order of the requests.
 
-    A function in batch mode gets all episodes that wait when a process is free. It never waits for more, so a
-    batch has one episode or several, of any group, and a result must not depend on the others in its batch.
+    When a process is free, a function in batch mode gets all episodes that wait at the moment: one or more,
+    of any group. So a result must not depend on the other episodes of its batch.
 
     A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed batch
     lasts up to three deadlines: its own, then single episodes that begin within a second one.
@@ -90,7 +90,7 @@ class RewardPool:
     async def close(self) -> None:
         """End all processes; their running calls raise an error."""
         for request in self._queue:
-            self._give_up(request)
+            self._fail_request(request)
         self._queue.clear()
         for call in tuple(self._calls):
             call.cancel()
@@ -99,16 +99,18 @@ class RewardPool:
             await process.end()
 
     def _start_calls(self) -> None:
-        while self._idle and (batch := self._next_batch()):
-            process = self._idle.pop()  # the last one that served, which runs
-            # A new context: the log's ids belong to one rollout, and a call may serve several.
-            call = asyncio.get_running_loop().create_task(self._serve(process, batch), context=Context())
+        while self._idle and (batch := self._take_batch()):
+            process = self._idle.pop()  # the last one used, which runs already
+            # A call may serve several rollouts, so its context has none of their ids for the log.
+            call = asyncio.get_running_loop().create_task(
+                self._judge_batch(process, batch), context=Context()
+            )
             self._calls.add(call)
             call.add_done_callback(partial(self._finish_call, process, batch))
             for request in batch:
-                request.result.add_done_callback(partial(_cancel_if_unwanted, call, batch))
+                request.result.add_done_callback(partial(_cancel_unwanted, call, batch))
 
-    def _next_batch(self) -> list[_Request]:
+    def _take_batch(self) -> list[_Request]:
         most = self.settings.max_reward_batch if self.plugin.mode == "batch" else 1
         batch: list[_Request] = []
         while self._queue and len(batch) < most:
@@ -117,34 +119,33 @@ class RewardPool:
                 batch.append(request)
         return batch
 
-    async def _serve(self, process: RewardProcess, batch: Sequence[_Request]) -> None:
+    async def _judge_batch(self, process: RewardProcess, batch: Sequence[_Request]) -> None:
         try:
             results = await process.ask([request.episode for request in batch])
         except RewardFunctionFailed as exc:
-            await self._one_by_one(process, batch, exc)
+            await self._judge_singly(process, batch, exc)
             return
         for request, result in zip(batch, results, strict=True):
             if not request.result.done():
                 request.result.set_result(result)
 
-    async def _one_by_one(
+    async def _judge_singly(
         self, process: RewardProcess, batch: Sequence[_Request], error: RewardFunctionFailed
     ) -> None:
-        """Judge the episodes of a failed batch singly, so that only those that the function cannot judge
-        fail.
+        """Judge each episode of a failed batch alone, so that the others can succeed.
 
-        A batch that hung is not judged again, because each episode could hang as long, and no episode begins
-        after a further deadline. The remaining episodes fail with the error of the batch.
+        A batch that hung is not judged again, because each episode could hang as long, and after a further
+        deadline no call begins. The remaining episodes fail with the error of the batch.
         """
         until_s = self.clock() + self.settings.reward_deadline_s
         for request in batch:
             if request.result.done():
                 continue
             if len(batch) == 1 or error.code == DEADLINE or self.clock() >= until_s:
-                # Each gets its own copy: the caller writes into it how far its episode got.
+                # Each request gets its own error: the caller writes into it how far its episode got.
                 request.result.set_exception(RewardFunctionFailed(error.detail, code=error.code))
             else:
-                await self._serve(process, [request])
+                await self._judge_batch(process, [request])
 
     def _finish_call(
         self, process: RewardProcess, batch: Sequence[_Request], call: "asyncio.Task[None]"
@@ -152,19 +153,20 @@ class RewardPool:
         self._calls.discard(call)
         self._idle.append(process)
         for request in batch:
-            self._give_up(request)
+            self._fail_request(request)
         if not call.cancelled() and call.exception() is not None:
             call.get_loop().call_exception_handler({"message": "reward call", "exception": call.exception()})
         self._start_calls()
 
-    def _give_up(self, request: _Request) -> None:
-        """Fail a request that is left without a call, after an internal error or when the service stops."""
+    def _fail_request(self, request: _Request) -> None:
+        """Fail a request without an answer, after an internal error or when the service stops."""
         if not request.result.done():
             request.result.set_exception(CriticalError(f"the call of reward function {self.name!r} ended"))
 
 
-def _cancel_if_unwanted(
+def _cancel_unwanted(
     call: "asyncio.Task[None]", batch: Sequence[_Request], result: "asyncio.Future[EvaluateResult]"
 ) -> None:
+    """Cancel a call whose requests are all cancelled."""
     if all(request.result.cancelled() for request in batch):
         call.cancel()

@@ -1,4 +1,4 @@
-"""A child process of a reward function, as the service sees it."""
+"""The service's side of a child process that runs a reward function."""
 
 import asyncio
 import json
@@ -17,9 +17,9 @@ from task_app.errors import RewardFunctionFailed, clipped
 from task_app.plugins import RewardPlugin
 from task_app.settings import Settings
 
-# Error code of a function that took too long.
+# The error code if the function took too long.
 DEADLINE = "reward_function_deadline"
-# The child ends itself at the deadline and writes where it was; we kill it this much later.
+# The child ends itself at the deadline and writes where it was; we kill it so many seconds later.
 GRACE_S = 1.0
 
 
@@ -29,7 +29,7 @@ class _Reply(Body):
 
 
 class RewardProcess:
-    """A process that is started when it is asked, and ended when it does not answer."""
+    """A process that is started by the first request, and ended when it does not answer."""
 
     def __init__(self, name: str, plugin: RewardPlugin, settings: Settings) -> None:
         self._name, self._plugin, self._settings = name, plugin, settings
@@ -37,15 +37,15 @@ class RewardProcess:
         self._output: Output
 
     async def ask(self, episodes: Sequence[Mapping[str, Any]]) -> tuple[EvaluateResult, ...]:
-        """The function's results for these episodes, one for each."""
+        """Return the function's results, one for each episode."""
         if self._child is not None and self._child.exit_code is not None:
-            await self.end()  # it died meanwhile
+            await self.end()  # the process died since the last request
         deadline_s = self._settings.reward_deadline_s
         request = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
         try:
             child = self._child or await self._start()
             self._output.begin_call()
-            reply = await self._line(
+            reply = await self._read_reply(
                 child, deadline_s + GRACE_S, deadline_s, "did not answer", request=request
             )
         except BaseException:
@@ -56,7 +56,7 @@ class RewardProcess:
         return reply.results
 
     async def end(self) -> None:
-        """Kill it with all that it has started."""
+        """Kill the process and all processes that it has started."""
         child, self._child = self._child, None
         if child is not None:
             child.stdin.close()
@@ -77,43 +77,46 @@ class RewardProcess:
             },
         )  # fmt: skip
         start_s = self._settings.reward_start_s
-        reply = await self._line(child, start_s, start_s, "did not start")
+        reply = await self._read_reply(child, start_s, start_s, "did not start")
         if reply.error is not None:
             raise RewardFunctionFailed(f"the process of reward function {self._name!r}: {reply.error}")
         return child
 
-    async def _line(
+    async def _read_reply(
         self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
     ) -> _Reply:
-        """The next line of the process; where there is a request, its answer."""
+        """Write the request, if any, and read the next line of the process."""
         loop = asyncio.get_running_loop()
-        start_s = loop.time()  # before the child can begin to count: it may reach its deadline first
+        start_s = (
+            loop.time()
+        )  # taken before the child's own watchdog starts, which may reach the deadline first
         if request:
             child.stdin.write(request.encode() + b"\n")
         try:
             async with asyncio.timeout(timeout_s):
                 line = await child.stdout.readline()
-                # The child may have closed stdout and live on.
+                # A child that closed stdout may still run.
                 code = 0 if line.endswith(b"\n") else await child.ended()
         except TimeoutError as exc:
-            raise self._late(failure, deadline_s) from exc
+            raise self._report_deadline(failure, deadline_s) from exc
         except ValueError as exc:  # StreamReader's error for a line beyond its limit
-            raise self._error(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
+            raise self._report_failure(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
         if not line.endswith(b"\n"):
-            # Its own watchdog ended it; only the deadline of a call triggers that.
+            # After the deadline it was the child's watchdog that ended it.
             if loop.time() - start_s >= deadline_s:
-                raise self._late(failure, deadline_s)
-            raise self._error(f"ended its process with {name_exit(code)} before it answered")
+                raise self._report_deadline(failure, deadline_s)
+            raise self._report_failure(f"ended its process with {name_exit(code)} before it answered")
         try:
             return read_reply(_Reply, line, "")
         except ReplyInvalid as exc:
             no_result = f"answered what is no result: {exc.finding}"
-            raise self._error(no_result if exc.field else "wrote into the exchange of its process") from exc
+            fault = no_result if exc.field else "wrote into the exchange of its process"
+            raise self._report_failure(fault) from exc
 
-    def _error(self, what: str) -> RewardFunctionFailed:
+    def _report_failure(self, what: str) -> RewardFunctionFailed:
         return RewardFunctionFailed(f"reward function {self._name!r} {what}")
 
-    def _late(self, failure: str, timeout_s: float) -> RewardFunctionFailed:
+    def _report_deadline(self, failure: str, timeout_s: float) -> RewardFunctionFailed:
         return RewardFunctionFailed(
             f"reward function {self._name!r} {failure} within {timeout_s:g} s and was killed; the log of the "
             "task app says where it was",

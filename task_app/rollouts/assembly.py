@@ -1,6 +1,6 @@
 """Builds the worker that plays a rollout request, and refuses a faulty request.
 
-It also takes the snapshots of an episode at which other episodes can begin.
+It also takes the snapshots of an episode from which other episodes can start.
 """
 
 import asyncio
@@ -21,13 +21,7 @@ from task_app.episode.decisions import NO_METADATA
 from task_app.episode.prompts import FreshPrompts, Prompts
 from task_app.episode.state_keys import EpisodeStateKeys, keys_by_name, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
-from task_app.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    SnapshotRefused,
-    boundary,
-    refuse_used,
-)
+from task_app.errors import DeadlineExceeded, InvalidRequest, SnapshotRefused, boundary, refuse_used
 from task_app.interactions.service import Interactions
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext
@@ -78,10 +72,10 @@ class Assembly:
             self.boards.reward_function(request.reward_function, where=where)
         environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
         if isinstance(environment, AgentEnvironment):
-            return self._agent_worker(request, environment, policy_config, context, where=where)
+            return self._build_agent_worker(request, environment, policy_config, context, where=where)
         if request.start.draws_seed is not None:
             require_reseedable(environment, where=where + "start.draws_seed")
-        seed, start = self._start(request, env, context, where=where)
+        seed, start = self._find_start(request, env, context, where=where)
         known = self.boards.state_keys(env.env_name, environment, where=where + "env.")
         keys = select_keys(request.state_keys, known, where=where + "state_keys")
         keep: Keep | None = None
@@ -99,7 +93,7 @@ class Assembly:
         return RLRolloutWorker(
             task_definition=TaskDefinitionModel.of_request(request),
             environment=environment,
-            prompts=_prompts(request, environment, self.interactions, where=where),
+            prompts=_make_prompts(request, environment, self.interactions, where=where),
             agent_policy=self.boards.policy(
                 request.policy.policy_name, policy_config, context, where=where + "policy."
             ),
@@ -114,7 +108,7 @@ class Assembly:
             threads=context.threads,
         )
 
-    def _agent_worker(
+    def _build_agent_worker(
         self,
         request: RolloutRequest,
         environment: AgentEnvironment,
@@ -127,7 +121,7 @@ class Assembly:
         assert request.start.seed is not None, "a start has a seed or a snapshot"
         name, place = request.policy.policy_name, where + "policy."
         make_policy = branch_policies(self.boards, name, policy_config, context, where=place)
-        make_policy(0)  # a wrong config is told now, not at the first call
+        make_policy(0)  # so that a wrong config is refused now, not at the first call
         keys = select_keys(
             request.state_keys, keys_by_name({}, conversation=True), where=where + "state_keys"
         )
@@ -142,15 +136,16 @@ class Assembly:
         )
         return AgentWorker(request, environment, spec, self.captures)
 
-    def _start(
+    def _find_start(
         self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
     ) -> tuple[int, EpisodeStart]:
-        """The seed of the world, and the start of the episode."""
+        """Return the seed of the world, and the start of the episode."""
         start = request.start
         if start.snapshot is None:
             assert start.seed is not None, "a start has a seed or a snapshot"
             return start.seed, self.worlds.start(env, start.seed, context.threads)
-        snapshot = _start_snapshot(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
+        place = where + "start.snapshot"
+        snapshot = _open_start_snapshot(start.snapshot, env, self.boards, context, where=place)
         return snapshot.facts.seed, snapshot.start(start, context.threads)
 
 
@@ -162,10 +157,10 @@ def branch_policies(
     *,
     where: str = "policy.",
 ) -> Callable[[int], AgentPolicy]:
-    """Makes the policy of each branch of an agent, by its number.
+    """Return a function that makes the policy of an agent's branch, by the branch's number.
 
-    Each has its own conversation at the server, and its own seeds: an agent that asks the same thing twice
-    wants two answers.
+    Each policy has its own conversation at the server, and its own seeds, because an agent that asks the same
+    question twice wants two answers.
     """
 
     def make_policy(branch: int) -> AgentPolicy:
@@ -180,10 +175,10 @@ def branch_policies(
     return make_policy
 
 
-def _prompts(
+def _make_prompts(
     request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
 ) -> Prompts:
-    """The maker of the environment's prompts, with the interaction that answers in its conversation."""
+    """Return the maker of the environment's prompts, with the interaction that answers the model."""
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
         uses = {"interaction": interaction is not None, "multi_turn": request.multi_turn != MultiTurn()}
@@ -217,10 +212,10 @@ def _prompts(
     return Conversation(environment, request.multi_turn, open_interaction)
 
 
-def _start_snapshot(
+def _open_start_snapshot(
     text: str, env: EnvSpec, boards: PlugBoards, context: PolicyContext, *, where: str
 ) -> EnvironmentSnapshot:
-    """The snapshot of a start, after checking that an episode of this environment can go on from it."""
+    """Return the snapshot of a start; refuse one from which this environment cannot continue."""
     try:
         data = from_text(text, where=where)
         snapshot = EnvironmentSnapshot.open(data, at_most_bytes=context.settings.max_snapshot_bytes)
@@ -240,7 +235,7 @@ def _start_snapshot(
 
 
 def _describe(env: EnvSpec, other: EnvSpec) -> str:
-    """The environment's name; if the names are equal, also the settings that differ."""
+    """Return the environment's name; if the names are equal, also the settings that differ."""
     if env.env_name != other.env_name:
         return f"environment {env.env_name!r}"
     differences = {name: value for name, value in env.config.items() if other.config.get(name) != value}
@@ -257,7 +252,7 @@ class SnapshotTaker:
     """The environment's spec with every setting written out."""
     seed: int
     step_rewards: StepRewards | None
-    """Switches of the episode, if the request names any."""
+    """The episode's switches; None if the request names none."""
     at_most_bytes: int
     """Size limit of a snapshot before compression."""
     timeout_s: float
@@ -268,11 +263,11 @@ class SnapshotTaker:
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]
     ) -> str | None:
-        """The environment's snapshot before the next decision; None if none is due."""
+        """Return the environment's snapshot before the next decision; None if none is due."""
         if len(steps) + 1 not in self.turns:
             return None
         assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
-        state = await self._state(environment)
+        state = await self._read_state(environment)
         env_steps = sum(len(step.env_rewards or ()) for step in steps)
         facts = EnvironmentFacts(
             env=self.spec, seed=self.seed, step_idx=env_steps, turn=len(steps), over=False,
@@ -281,8 +276,8 @@ class SnapshotTaker:
         )  # fmt: skip
         return EnvironmentSnapshot(facts, state).text(at_most_bytes=self.at_most_bytes)
 
-    async def _state(self, environment: RestorableEnvironment) -> bytes:
-        """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""
+    async def _read_state(self, environment: RestorableEnvironment) -> bytes:
+        """Return the environment's state, read in the kind of thread in which its steps run."""
         if steps_quickly(environment):
             with boundary("environment.snapshot"):
                 return environment.snapshot()

@@ -1,6 +1,6 @@
-"""The state of rollouts, and their results until they are acknowledged; no I/O except log lines.
+"""Keeps the state of rollouts, and their results until they are acknowledged; no I/O except log lines.
 
-A result is stored as the JSON that goes over the wire.
+A result is stored as the JSON that is sent.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from task_app.settings import Settings
 log = structlog.get_logger("task_app")
 
 END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
-# What a request, its record and its result call by the same names.
+# Fields that a request, its record and its result have in common.
 _NAMES = ("rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt")
 
 
@@ -51,9 +51,9 @@ class Fingerprint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout; of its request only a fingerprint, the names and the environment are stored, never a key.
+    """One rollout, with a fingerprint, the names and the environment of its request, but never its key.
 
-    `seed` is None for an episode that began at a snapshot. `reason` is the stop reason or the failure's code.
+    `seed` is None for an episode that started at a snapshot. `reason` is the stop reason or failure code.
     """
 
     rollout_id: str
@@ -80,7 +80,7 @@ class Record:
 
 
 def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
-    """The first records within both bounds; at least one, or a large one would never be delivered."""
+    """Return the first records within both bounds; at least one, so that a large record is delivered too."""
     page: list[Record] = []
     size = 0
     for record in islice(records, at_most):
@@ -94,8 +94,8 @@ def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> 
 class Results:
     """All records of this instance by id; those with a result also by run and sequence number.
 
-    Requests and results count as held: the environment of a request may hold a whole document, and stays with
-    its record.
+    The sizes of requests and results count as held, because a record keeps the request's environment, which
+    may hold a whole document.
     """
 
     def __init__(self, instance_id: str, held: Held) -> None:
@@ -119,7 +119,7 @@ class Results:
         return record
 
     def since(self, run_id: str, sequence: int) -> Iterator[Record]:
-        """The results of a run after this number, oldest first."""
+        """Return the results of a run after this sequence number, oldest first."""
         return (record for number, record in self._results.get(run_id, {}).items() if number > sequence)
 
     def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
@@ -135,7 +135,7 @@ class Results:
         return record
 
     def state(self, record: Record) -> bytes:
-        """A `Rollout` as JSON, with its result if it has ended."""
+        """Return a `Rollout` as JSON, with its result if it has ended."""
         return record.result_json or self.json(record, record.status)
 
     def json(
@@ -146,7 +146,7 @@ class Results:
         trajectory: Trajectory | None = None,
         failure: RolloutFailure | None = None,
     ) -> bytes:
-        """A `Rollout` of this status as JSON; its failure becomes the record's reason."""
+        """Return a `Rollout` of this status as JSON; its failure becomes the record's reason."""
         if failure is not None:
             record.reason = failure.code
         names = {name: getattr(record, name) for name in _NAMES}
@@ -168,7 +168,7 @@ class Results:
         decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
         failure = build_failure(exc, decisions_done=decisions_done)
         if isinstance(exc, ContextLengthExceeded):
-            failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
+            failure = failure.model_copy(update={"detail": _explain_long_prompt(record, failure.detail)})
         log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
         return self.json(record, "failed", failure=failure)
 
@@ -223,7 +223,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def read_cursor(self, cursor: str | None) -> int:
-        """The number in a cursor; 0 without a cursor."""
+        """Return the number in a cursor; 0 without a cursor."""
         if not cursor:
             return 0
         instance_id, _, number = cursor.rpartition(".")
@@ -242,7 +242,7 @@ NewRequest = tuple[int, RolloutRequest, Fingerprint]
 def split_batch(
     batch: RolloutBatch, find: Callable[[str], Record | None]
 ) -> tuple[list[NewRequest], list[str]]:
-    """The new requests with their place in the batch and fingerprint, and the ids of known requests."""
+    """Return the new requests with place in the batch and fingerprint, and the ids of known requests."""
     new: dict[str, NewRequest] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
@@ -263,15 +263,15 @@ def split_batch(
 
 
 def take_fingerprint(request: RolloutRequest) -> Fingerprint:
-    """The fingerprint of the request without its key, since a retry may carry a new key."""
+    """Return the fingerprint of the request without its key, since a retry may carry a new key."""
     text = request.model_dump_json().encode()
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
 
-def _too_long(record: Record, sentence: str) -> str:
-    """The sentence of a failure for a first prompt that is too long, with the server's own sentence.
+def _explain_long_prompt(record: Record, sentence: str) -> str:
+    """Return the failure's sentence for a first prompt that is too long, with the server's own sentence.
 
-    A group's name ends with the row of a data set.
+    It names the group, whose name ends with the row of the data set.
     """
     start = "a snapshot" if record.seed is None else f"seed {record.seed}"
     group = f" in group {record.group_id!r}" if record.group_id else ""
@@ -284,7 +284,7 @@ def _too_long(record: Record, sentence: str) -> str:
 
 
 def build_failure(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
-    """The error that ended an episode, as its record tells it."""
+    """Return the failure that stands in the record of an episode that an error ended."""
     return RolloutFailure(
         code=exc.code,
         detail=encodable(exc.detail),

@@ -79,7 +79,7 @@ class RolloutRunner:
             self.runs.check_not_aborted(request.run_id, where=f"rollouts.{index}.run_id")
         if new:
             self.results.check_room(len(new), self._settings)
-        workers = [self._worker(request, where=f"rollouts.{index}.") for index, request, _ in new]
+        workers = [self._build_worker(request, where=f"rollouts.{index}.") for index, request, _ in new]
         for (_, request, fingerprint), worker in zip(new, workers, strict=True):
             if isinstance(worker, CriticalError):
                 record = self._add(request, fingerprint)
@@ -94,7 +94,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """A `RolloutPage` as JSON: the results since the cursor, after waiting for the first one."""
+        """Wait for the first result after the cursor; return a `RolloutPage` with them all, as JSON."""
         after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -110,11 +110,11 @@ class RolloutRunner:
         return b'{"rollouts":[' + b",".join(record.result_json for record in records) + tail.encode()
 
     def state(self, rollout_id: str) -> bytes:
-        """A `Rollout` as JSON."""
+        """Return a `Rollout` as JSON."""
         return self.results.state(self.results.get(rollout_id))
 
     async def cancel(self, rollout_id: str) -> bytes:
-        """End a rollout that still runs or waits; its state afterwards as JSON."""
+        """End a rollout that still runs or waits; return its state afterwards as JSON."""
         record = self.results.get(rollout_id)
         await self._stop([record])
         return self.results.state(record)
@@ -150,7 +150,7 @@ class RolloutRunner:
         return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Whether unfinished rollouts of the run end because the service stops, and not by an abort."""
+        """Whether unfinished rollouts of the run end because the service stops, not by an abort."""
         return self._is_draining and self.runs.get(run_id).aborted_at is None
 
     def unfinished(self) -> dict[str, int]:
@@ -171,7 +171,7 @@ class RolloutRunner:
         self._queue.clear()
 
     async def wait_until_idle(self, within_s: float) -> int:
-        """Wait until nothing runs or the time is over; return the number of rollouts that ran."""
+        """Wait until nothing runs or the time is over; return how many rollouts ran at the start."""
         tasks = set(self._running.values())
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
@@ -214,8 +214,8 @@ class RolloutRunner:
         if self._is_draining:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
-    def _worker(self, request: RolloutRequest, *, where: str) -> Worker | CriticalError:
-        """The worker of a request, or the error of the plug-in that could not be built."""
+    def _build_worker(self, request: RolloutRequest, *, where: str) -> Worker | CriticalError:
+        """Return the worker of a request, or the error of the plug-in that could not be built."""
         try:
             return self._assembly.worker(request, self._make_context(request), where=where)
         except CriticalError as error:
@@ -227,7 +227,8 @@ class RolloutRunner:
 
     def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
         record = self._add(request, fingerprint)
-        # With the context of its own request, which decides about its sessions, whatever task starts it.
+        # Whatever task starts it, it runs in the context of its own request, which decides about its
+        # sessions.
         self._queue[request.rollout_id] = (record, worker, copy_context())
         return record
 
@@ -240,7 +241,7 @@ class RolloutRunner:
             task.add_done_callback(partial(self._finish_task, record, worker))
 
     async def _run(self, record: Record, worker: Worker) -> tuple[RolloutStatus, bytes]:
-        # Drop the log ids of the request, or the rollout, that happened to start this task.
+        # The request or rollout that started this task has left its own ids for the log.
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
@@ -260,7 +261,7 @@ class RolloutRunner:
     def _finish_task(
         self, record: Record, worker: Worker, task: asyncio.Task[tuple[RolloutStatus, bytes]]
     ) -> None:
-        """Called once for every started rollout, however it ended; starts the next one."""
+        """File a rollout whose task has ended, in whatever way, and start the next one."""
         del self._running[record.rollout_id]
         if not self._is_draining:
             self._start_next()

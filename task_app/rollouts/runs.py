@@ -1,4 +1,4 @@
-"""The state of runs (all rollouts of one run_id), and which of them are aborted; no I/O.
+"""Keeps the state of runs (a run is all rollouts of one run_id), and which were aborted; no I/O.
 
 A run begins with its first rollout, or with an earlier abort. An aborted run stays aborted: its unfinished
 rollouts end, and none starts under its id until it is forgotten, `idle_s` after its last event.
@@ -26,7 +26,7 @@ class RunAborted(Conflict):
 class RunLife:
     """One run. `ended_counts` counts its ended rollouts by status, `stopped` those that an abort ended.
 
-    `change` is set, and replaced, whenever a rollout ends, so waiters need not poll.
+    Whenever a rollout ends, `change` is set and replaced, so a waiting request need not poll.
     """
 
     started_at: datetime | None = None
@@ -40,7 +40,7 @@ class RunLife:
 
     @property
     def status(self) -> RunState:
-        """The state; `aborted` only if the abort ended or prevented a rollout."""
+        """Return the state: `aborted` only if the abort ended or prevented a rollout."""
         if self.unfinished:
             return "running"
         if self.aborted_at is not None and (self.started_at is None or self.stopped):
@@ -48,7 +48,7 @@ class RunLife:
         return "completed" if self.ended_counts["finished"] or not self.ended_counts["failed"] else "failed"
 
     def to_json(self) -> dict[str, Any]:
-        """The run as JSON; times are UTC, or null for an event that has not happened."""
+        """Return the run as JSON; times are UTC, or null for an event that has not happened."""
         finished_at = None if self.unfinished else self.last_end_at
         times = {"started_at": self.started_at, "finished_at": finished_at, "aborted_at": self.aborted_at}
         counts = {status: self.ended_counts[status] for status in ("finished", "failed", "cancelled")}
@@ -62,8 +62,8 @@ class RunLife:
 class Runs:
     """All runs of this instance, by id.
 
-    At most so many are stored: one more drops the least recently used run that has ended. An ended one is
-    dropped after `idle_s`. Only people read the time of `now`.
+    It holds `at_most` of them: one more drops the least recently used run that has ended. An ended run is
+    also dropped after `idle_s`. Only people read the time of `now`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Runs:
         return len(old)
 
     def _touch(self, run_id: str) -> RunLife:
-        """The run, new or existing, moved to the end of the order of use."""
+        """Return the run, new or existing, as the one used last."""
         run = self._runs.pop(run_id, None) or RunLife()
         run.last_use_s = self._clock()
         if len(self._runs) >= self._at_most:

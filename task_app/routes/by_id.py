@@ -99,7 +99,7 @@ async def terminate_policy_by_id(request: Request, policy_id: PolicyIdInPath, bo
 
 
 def _with_id(model: type[M], body: ForeignBody, **in_path: str) -> M:
-    """The body with the id of the path.
+    """Return the body with the id of the path.
 
     Raises:
         InvalidRequest: the body holds another id, and one of them would be ignored.

@@ -32,11 +32,11 @@ from task_app.sessions import idempotency
 
 router = Router(prefix="/captures", tags=["captures"])
 
-# In characters: some clients refuse an answer with a header of 8 KB.
+# Characters: some clients refuse an answer with a header of 8 KB.
 _LONGEST_HEADER = 2_000
 
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
-# Of a model call, for /openapi.json: the dialect's own documents say the rest.
+# How /openapi.json shows the body of a model call; the dialect's own documents say the rest.
 _BODY: dict[str, Any] = {
     "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
 }
@@ -44,8 +44,8 @@ _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 
-# The answers of model calls, with the fields that clients read. They are open, because the dialects belong to
-# OpenAI and Anthropic, whose own documents say the rest.
+# The answers of model calls, with the fields that clients read. They allow further fields, because OpenAI and
+# Anthropic define the dialects.
 
 
 class ChatMessage(OpenReply):
@@ -185,23 +185,23 @@ class AnthropicRefusal(OpenReply):
     error: AnthropicFault
 
 
-# Of every path below /v1; 409 and 422 are answered with 400.
+# Every path below /v1 may answer with these; instead of 409 and 422 it answers with 400.
 _STATUSES = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
 REFUSALS = (OpenAIRefusal, AnthropicRefusal)
 
 
-def _described(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
-    """A route that reads a model call."""
+def _describe_call(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
+    """Return the arguments of a route that reads a model call."""
     return {"response_model": reply, "responses": error_responses(_STATUSES, refusal), "openapi_extra": _BODY}
 
 
-def _streamed(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
-    """A route that reads a model call and may stream its answer."""
-    described = _described(reply, refusal)
+def _describe_stream(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
+    """Return the arguments of a route that reads a model call and may stream its answer."""
+    described = _describe_call(reply, refusal)
     return {**described, "responses": _STREAM | described["responses"]}
 
 
-# By the headers of the library that asks.
+# Which of the two refusals it is depends on the headers of the library that asks.
 _OF_ANY_DIALECT = error_responses(_STATUSES, *REFUSALS)
 
 
@@ -282,7 +282,7 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     services = get_services(request)
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
-    make_policy(0)  # a wrong config is told now, not at the first call
+    make_policy(0)  # so that a wrong config is refused now, not at the first call
     given = LimitKeys.model_fields.keys() & body.limits.model_fields_set - {"timeout_s"}
     uses = {f"limits.{name}": True for name in given}
     refuse_used(uses, "on a capture, whose agent decides itself when it ends", where="")
@@ -300,7 +300,7 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
 @router.get("/{capture_id}")
 async def show_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """The calls so far; after the end the trajectory."""
-    return _state(_capture(request, capture_id))
+    return _show_state(_find_capture(request, capture_id))
 
 
 @router.post("/{capture_id}/rewards")
@@ -308,7 +308,7 @@ async def reward_capture(
     request: Request, body: CaptureReward, capture_id: str = CaptureId
 ) -> CaptureRewarded:
     """Reward a call or the episode, once each."""
-    capture = _capture(request, capture_id)
+    capture = _find_capture(request, capture_id)
     turn = capture.reward(body.reward, turn=body.turn, response_id=body.response_id)
     return CaptureRewarded(turn=turn, reward=body.reward)
 
@@ -316,9 +316,9 @@ async def reward_capture(
 @router.post("/{capture_id}/end")
 async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
     """End the episode; repeating this changes nothing."""
-    capture = _capture(request, capture_id)
+    capture = _find_capture(request, capture_id)
     capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
-    return _state(capture)
+    return _show_state(capture)
 
 
 @router.delete("/{capture_id}")
@@ -331,7 +331,7 @@ async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
 @router.get("/{capture_id}/v1/models", responses=_OF_ANY_DIALECT)
 async def list_capture_models(request: Request, capture_id: str = CaptureId) -> CaptureModels:
     """The models that the agent may name."""
-    names = _capture(request, capture_id).models
+    names = _find_capture(request, capture_id).models
     data = [CaptureModel(id=name, display_name=name) for name in names]
     return CaptureModels(data=data, first_id=names[0], last_id=names[-1])
 
@@ -341,35 +341,35 @@ async def show_capture_model(
     request: Request, capture_id: str = CaptureId, name: str = Path(min_length=1)
 ) -> CaptureModel:
     """A model that the agent may name."""
-    _capture(request, capture_id).refuse_model(name)
+    _find_capture(request, capture_id).refuse_model(name)
     return CaptureModel(id=name, display_name=name)
 
 
-@router.post("/{capture_id}/v1/chat/completions", **_streamed(ChatCompletion, OpenAIRefusal))
+@router.post("/{capture_id}/v1/chat/completions", **_describe_stream(ChatCompletion, OpenAIRefusal))
 async def create_chat_completion(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Chat Completions."""
     return await _answer_request(request, capture_id, "chat/completions")
 
 
-@router.post("/{capture_id}/v1/responses", **_streamed(ModelResponse, OpenAIRefusal))
+@router.post("/{capture_id}/v1/responses", **_describe_stream(ModelResponse, OpenAIRefusal))
 async def create_response(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in OpenAI's Responses."""
     return await _answer_request(request, capture_id, "responses")
 
 
-@router.post("/{capture_id}/v1/messages", **_streamed(AnthropicMessage, AnthropicRefusal))
+@router.post("/{capture_id}/v1/messages", **_describe_stream(AnthropicMessage, AnthropicRefusal))
 async def create_message(request: Request, capture_id: str = CaptureId) -> Response:
     """A model call in Anthropic's Messages."""
     return await _answer_request(request, capture_id, "messages")
 
 
-@router.post("/{capture_id}/v1/responses/input_tokens", **_described(InputTokens, OpenAIRefusal))
+@router.post("/{capture_id}/v1/responses/input_tokens", **_describe_call(InputTokens, OpenAIRefusal))
 async def count_response_tokens(request: Request, capture_id: str = CaptureId) -> Response:
     """The tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "responses")
 
 
-@router.post("/{capture_id}/v1/messages/count_tokens", **_described(MessageTokens, AnthropicRefusal))
+@router.post("/{capture_id}/v1/messages/count_tokens", **_describe_call(MessageTokens, AnthropicRefusal))
 async def count_message_tokens(request: Request, capture_id: str = CaptureId) -> Response:
     """The tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "messages")
@@ -384,7 +384,7 @@ _COUNTING = frozenset({"responses/input_tokens", "messages/count_tokens"})
 
 
 def find_dialect(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
-    """The dialect of a path behind /v1/; of another path that of the library that asks."""
+    """Return the dialect of a path behind /v1/; for another path, that of the library that asks."""
     is_anthropic = b"anthropic-version" in headers
     default = "messages" if is_anthropic else "chat/completions"
     return DIALECTS[next((name for name in DIALECTS if path.startswith(name)), default)]
@@ -397,19 +397,19 @@ _ROUTES = {
 
 
 class CallWay:
-    """ASGI middleware that answers model calls without FastAPI, which would cost as much as the rest.
+    """ASGI middleware that answers model calls without FastAPI, which would take as long as all the rest.
 
     It stands behind service_kit.gate, which has read the body. A call has limits of its own instead of the
-    request's deadline. With an Idempotency-Key it goes the long way.
+    request's deadline. A call with an Idempotency-Key goes through FastAPI.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app, self._services = app, services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        capture_id, path = _split_path(scope)
+        capture_id, path = _split_call_path(scope)
         if JSON_BODY not in scope or path not in DIALECTS or idempotency.HEADER in dict(scope["headers"]):
-            # The route reads the body again; dropping this copy saves memory.
+            # The route reads the body again, so this copy would only take memory.
             scope.pop(JSON_BODY, None)
             await self._app(scope, receive, send)
             return
@@ -419,17 +419,17 @@ class CallWay:
         await response(scope, receive, send)
 
 
-def _split_path(scope: Scope) -> tuple[str, str]:
-    """Capture and dialect in the path of a model call; both are empty for another request."""
+def _split_call_path(scope: Scope) -> tuple[str, str]:
+    """Return capture id and dialect from the path of a model call; both are empty for another request."""
     return split_path(scope) if scope["type"] == "http" and scope["method"] == "POST" else ("", "")
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
-    """The gate's reader of JSON: a model call may quote what a model wrote; other requests may not.
+    """Read a body for the gate; only a model call may quote whatever a model wrote.
 
-    A model call that cannot be read is an InvalidRequest here, which its dialect answers.
+    For a model call that cannot be read, return an InvalidRequest, which is answered in its dialect.
     """
-    path = _split_path(scope)[1]
+    path = _split_call_path(scope)[1]
     return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)
 
 
@@ -450,7 +450,7 @@ async def _answer(
 ) -> Response:
     """Answer in the dialect of the call; `CallErrors` translates refusals."""
     try:
-        call = dialect.read(_object(body))
+        call = dialect.read(_check_object(body))
         capture = services.captures.sessions.get(capture_id, where="capture_id")
         answer = await while_connected(capture.call(call), receive)
     except TaskAppError as error:
@@ -458,22 +458,22 @@ async def _answer(
     if answer is None:
         return Response(status_code=499)
     services.metrics.count_dropped_options(answer.dropped)
-    # Without line breaks, and no longer than clients read: these are keys of the caller's body.
+    # These are keys of the caller's body, so line breaks are escaped and the length is limited.
     ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
     headers = {IGNORED_HEADER: ignored} if ignored else {}
     if call.stream:
-        stream = _stream(dialect.events(answer, call))
+        stream = _write_events(dialect.events(answer, call))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return Response(reply_body(dialect.body(answer, call)), media_type="application/json", headers=headers)
 
 
 async def _count_tokens(request: Request, capture_id: str, path: str) -> Response:
     dialect = DIALECTS[path]
-    call = dialect.read(_object(_read_call(await request.body())))
-    return ReplyJSON(dialect.count(await _capture(request, capture_id).count_tokens(call)))
+    call = dialect.read(_check_object(_read_call(await request.body())))
+    return ReplyJSON(dialect.count(await _find_capture(request, capture_id).count_tokens(call)))
 
 
-def _object(body: Any) -> dict[str, Any]:
+def _check_object(body: Any) -> dict[str, Any]:
     if isinstance(body, InvalidRequest):
         raise body
     if not isinstance(body, dict):
@@ -481,17 +481,17 @@ def _object(body: Any) -> dict[str, Any]:
     return body
 
 
-async def _stream(events: Iterable[Event]) -> AsyncIterator[bytes]:
+async def _write_events(events: Iterable[Event]) -> AsyncIterator[bytes]:
     for name, data in events:
         text = data.encode() if isinstance(data, str) else reply_body(data)
         yield (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % text
 
 
-def _capture(request: Request, capture_id: str) -> Capture:
+def _find_capture(request: Request, capture_id: str) -> Capture:
     return get_services(request).captures.sessions.get(capture_id, where="capture_id")
 
 
-def _state(capture: Capture) -> CaptureState:
+def _show_state(capture: Capture) -> CaptureState:
     failure, has_ended = capture.failure, capture.stop_reason is not None
     count = len(capture.steps)
     return CaptureState(

@@ -1,4 +1,4 @@
-"""/env: environments that the caller steps. The bodies are open, because their shape is given."""
+"""/env: environments that the caller steps. Bodies may hold further fields, because others define them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -135,7 +135,7 @@ async def open_session(
     seed: int,
     rl_run_id: str | None = None,
 ) -> tuple[str, EnvironmentSession]:
-    """A new session in the world of the seed, and its id.
+    """Open a session in the world of the seed; return its id and the session.
 
     Raises:
         CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: no session was made.

@@ -17,13 +17,7 @@ from task_app.complaints import validated
 from task_app.episode.decisions import NO_METADATA
 from task_app.episode.worker import decide
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
-from task_app.protocols import (
-    Environment,
-    Observation,
-    PolicyObservation,
-    RestorablePolicy,
-    policy_name,
-)
+from task_app.protocols import Environment, Observation, PolicyObservation, RestorablePolicy, policy_name
 from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, Router
 from task_app.services import Services, get_services
 from task_app.sessions.sessions import PolicySession
@@ -182,7 +176,7 @@ async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
 
 @asynccontextmanager
 async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
-    """Report an unreadable observation as the caller's mistake, if the caller gave it; the log has both."""
+    """Report an unreadable observation as the caller's mistake if the caller gave it; the log has both."""
     try:
         yield
     except CriticalError as exc:
@@ -198,10 +192,10 @@ async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
 async def _observe(
     services: Services, session: PolicySession, body: PolicyStep
 ) -> tuple[PolicyObservation, Environment | None, StepMetadata]:
-    """The policy's observation, the environment whose tools it has, and the last decision's metadata."""
+    """Return the policy's observation, the environment whose tools it has, and the last step's metadata."""
     if session.bound_env_id is not None:
         bound = services.environments.get(session.bound_env_id, where="bound_env_id")
-        # Locked, because a step in a thread changes what is read here.
+        # The lock keeps out a step in a thread, which would change what is read here.
         async with bound.lock:
             observation = PolicyObservation(bound.prompt(), bound.observation.data)
             return observation, bound.environment, bound.metadata
@@ -209,10 +203,10 @@ async def _observe(
         raise InvalidRequest(
             "an unbound policy needs an observation: {messages} or {text, data}", where="observation"
         )
-    return _observation(body.observation, session.environment), session.environment, NO_METADATA
+    return _read_observation(body.observation, session.environment), session.environment, NO_METADATA
 
 
-def _observation(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
+def _read_observation(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
     data = observation.get("data")
     data = data if isinstance(data, dict) else {}
     if "messages" in observation:
@@ -232,7 +226,7 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
 def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
 ) -> PolicySession:
-    """The session's policy, ready to decide; an `inference_key` of this request replaces the current one.
+    """Return the session's policy, ready to decide; an `inference_key` replaces the one it has.
 
     Raises:
         InferenceKeyNeeded: a restart lost the key, and the request has none.

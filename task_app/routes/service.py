@@ -4,12 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any
 
 from fastapi import Query, Request
-from prometheus_client.core import (
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -233,22 +228,22 @@ async def show_metrics(request: Request) -> Response:
 info_router = Router(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
-# For a query, in which every number is text; bodies use shared_schemas.rollouts.Seed.
+# The seed in a query, where every number is text; bodies use shared_schemas.rollouts.Seed.
 QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 
 @info_router.get("/info", response_model=InfoReply)
 async def show_info(request: Request) -> Response:
     """What the service offers, and its limits, in both published shapes."""
-    return _reply(_info(get_services(request), request))
+    return _reply_json(_describe_service(get_services(request), request))
 
 
-def _reply(content: Any) -> Response:
-    """Settings of plug-ins as JSON: an infinite default is null, and lone surrogates are replaced."""
+def _reply_json(content: Any) -> Response:
+    """Write settings of plug-ins as JSON: an infinite default becomes null, lone surrogates are replaced."""
     return Response(to_json(encodable_json(content), inf_nan_mode="null"), media_type="application/json")
 
 
-def _info(services: Services, request: Request) -> dict[str, Any]:
+def _describe_service(services: Services, request: Request) -> dict[str, Any]:
     endpoints: dict[str, list[str]] = {}  # by their first word: `env`, `policy`, `rollout` and so on
     for path in request.app.state.paths:
         endpoints.setdefault(path.split("/")[1] or "root", []).append(path)
@@ -270,7 +265,7 @@ def _info(services: Services, request: Request) -> dict[str, Any]:
             "supports_proxy": False,
             "allowed_hosts": list(services.settings.inference_hosts),
         },
-        "capabilities": _capabilities(services),
+        "capabilities": _list_capabilities(services),
         "limits": services.settings.limits(),
         "environments": {
             name: plugin.config.model_json_schema() for name, plugin in services.boards.playable.items()
@@ -308,7 +303,7 @@ async def show_task_info(
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
     environment = boards.environment(name, {})
     if not seeds_in_order:
-        about = _about(services, environment, await services.fetch_tools(environment))
+        about = _describe_tasks(services, environment, await services.fetch_tools(environment))
         taskset = {
             "id": f"{name}_procedural",
             "name": name,
@@ -320,15 +315,15 @@ async def show_task_info(
             "default_seed": 0,
             "config": boards.environment_plugin(name).config().model_dump(mode="json"),
         }
-        return _reply({**about, "taskset": taskset, "environments": sorted(boards.playable)})
+        return _reply_json({**about, "taskset": taskset, "environments": sorted(boards.playable)})
     try:
-        tasks = [await _task(services, environment, number) for number in seeds_in_order]
+        tasks = [await _describe_task(services, environment, number) for number in seeds_in_order]
     finally:
         begin_close(environment)
-    return _reply(tasks[0] if len(tasks) == 1 else tasks)
+    return _reply_json(tasks[0] if len(tasks) == 1 else tasks)
 
 
-def _capabilities(services: Services) -> dict[str, Any]:
+def _list_capabilities(services: Services) -> dict[str, Any]:
     return {
         "supports_rollout": True,
         "supports_env_lifecycle": True,
@@ -344,8 +339,10 @@ def _capabilities(services: Services) -> dict[str, Any]:
     }
 
 
-def _about(services: Services, environment: Environment, tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """The facts that all tasks of an environment share."""
+def _describe_tasks(
+    services: Services, environment: Environment, tools: Sequence[ToolSpec]
+) -> dict[str, Any]:
+    """Return the facts that all tasks of an environment share."""
     return {
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
@@ -358,16 +355,15 @@ def _about(services: Services, environment: Environment, tools: Sequence[ToolSpe
             "inference_url": services.settings.inference_url,
             "supports_proxy": False,
         },
-        "capabilities": _capabilities(services),
+        "capabilities": _list_capabilities(services),
         "limits": services.settings.limits(),
     }
 
 
-async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
-    """The task of one seed, with the first observation of its world."""
+async def _describe_task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
     observation = await services.threads.run("environment.reset", reset_environment, environment, seed)
     return {
-        **_about(services, environment, list_tools(environment)),
+        **_describe_tasks(services, environment, list_tools(environment)),
         "observation": {"seed": seed, **legacy_observation(observation_json(observation))},
         "dataset": {"seed": seed, "seed_range": SEED_RANGE},
         "task_metadata": {"seed": seed},
@@ -377,7 +373,7 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
     facts = {"version": version, "instance_id": services.instance_id}
     yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
-    yield from _gauges(services, sockets)
+    yield from _make_gauges(services, sockets)
     yield services.metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
@@ -388,7 +384,7 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
     yield from services.metrics.registry.collect()
 
 
-def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
+def _make_gauges(services: Services, sockets: int) -> Iterator[Metric]:
     runner = services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
@@ -397,19 +393,19 @@ def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
         "capture": services.captures.sessions,
     }
     counts = {kind: len(live) for kind, live in sessions.items()}
-    yield _gauge("turnwise_sessions", "Live sessions.", counts, "kind")
+    yield _make_gauge("turnwise_sessions", "Live sessions.", counts, "kind")
     sentence = "Interactions that are not finalised yet, of rollouts and sessions."
-    yield _gauge("turnwise_interactions", sentence, len(services.interactions))
-    yield _gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
+    yield _make_gauge("turnwise_interactions", sentence, len(services.interactions))
+    yield _make_gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
     sentence = "Rollouts held: not ended, or not acknowledged."
-    yield _gauge("turnwise_rollouts_held", sentence, len(runner.results))
+    yield _make_gauge("turnwise_rollouts_held", sentence, len(runner.results))
     sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
-    yield _gauge("turnwise_held_bytes", sentence, services.captures.held.total)
-    yield _gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+    yield _make_gauge("turnwise_held_bytes", sentence, services.captures.held.total)
+    yield _make_gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 
 
-def _gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:
-    """A gauge with one value, or with one for each value of its label."""
+def _make_gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:
+    """Return a gauge with one count, or with a count for each value of its label."""
     if isinstance(counts, int):
         return GaugeMetricFamily(name, sentence, counts)
     family = GaugeMetricFamily(name, sentence, labels=label)

@@ -1,4 +1,7 @@
-"""POST /env/step and /env/step_many: decisions in environments that callers step, with a short way."""
+"""POST /env/step and /env/step_many: decisions in environments that callers step.
+
+Plain requests to /env/step are answered without FastAPI (`answer_at_once`).
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +34,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 router = Router(prefix="/env", tags=["env"])
 
-# Env steps before other requests get their turn: about three milliseconds of Crafter.
+# After so many env steps other requests get their turn: about three milliseconds of Crafter.
 SLICE_ENV_STEPS = 50
 
 
@@ -93,7 +96,7 @@ async def step_many(request: Request, body: EnvStepMany) -> Response:
         raise InvalidRequest(f"{count} steps in one request; at most {most}", where="steps")
     results, since_yield = list[bytes](), 0
     for index, one in enumerate(body.steps):
-        result, env_steps = await _item(services, one, index)
+        result, env_steps = await _decide_item(services, one, index)
         results.append(result)
         since_yield += env_steps
         if since_yield >= SLICE_ENV_STEPS:
@@ -121,11 +124,11 @@ async def decide(
     return step_json(session, *await session.step(requests))
 
 
-async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
-    """One decision's result as JSON, whether it succeeds or fails, and its number of env steps."""
+async def _decide_item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
+    """Carry out one decision of a batch; return its result or problem as JSON, and its env steps."""
     where = f"steps.{index}."
     try:
-        # One boundary around everything, so that an error in one decision keeps the results of the others.
+        # The boundary keeps an error in this decision from losing the results of the others.
         with boundary(f"step {index} of a batch"):
             session = services.environments.get(one.env_id, where=where + "env_id")
             answer = await decide(services, session, one.tool_calls, where=where)
@@ -138,7 +141,7 @@ async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, in
         return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0
 
 
-# The route of the long way; metrics count both ways under it.
+# FastAPI's route for a step; metrics count the requests of `answer_at_once` under it too.
 ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step_env")
 KEYS = EnvStep.model_fields.keys()
 JSON = (b"content-type", b"application/json")
@@ -147,11 +150,11 @@ JSON = (b"content-type", b"application/json")
 def answer_at_once(
     services: Services, read: Callable[[Scope, bytes], Any], scope: Scope, body: bytes
 ) -> PlainReply | None:
-    """The reply to a plain POST /env/step without FastAPI, which costs as much as a step; None for others.
+    """Answer a plain POST /env/step without FastAPI, which takes as long as a step; return None for others.
 
     A request is plain if it has no Idempotency-Key, its session is free, and the environment promises quick
     steps: then it needs no deadline, lock, thread or stored answer. All other requests, and faulty bodies, go
-    to the route. `read` is the gate's `plain_value`; a keyed request is passed on before it.
+    to the route. `read` is the gate's `plain_value`.
     """
     if any([name == idempotency.HEADER for name, _ in scope["headers"]]):
         return None
@@ -173,7 +176,7 @@ def answer_at_once(
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
-    """Both keys of a plain `EnvStep`; None if the body needs validation."""
+    """Return env_id and tool_calls of a plain `EnvStep`; None if the body needs validation."""
     if type(body) is not dict or body.keys() != KEYS:
         return None
     env_id, calls = body["env_id"], body["tool_calls"]

@@ -1,4 +1,4 @@
-"""The reply to a body, query or path that does not fit its route: a problem that names the place."""
+"""Answers a body, query or path that does not fit its route with a problem that names the place."""
 
 from types import GenericAlias
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from task_app.routes.wire import MISSPELT
 
 
 async def validation_response(request: Request, exc: Exception) -> Response:
-    """FastAPI's handler for requests that fail validation."""
+    """Answer a request that fails FastAPI's validation."""
     assert isinstance(exc, RequestValidationError)
     error = dict(most_specific(exc.errors()))
     place = error["loc"]
@@ -26,13 +26,13 @@ async def validation_response(request: Request, exc: Exception) -> Response:
         error["msg"] += "; send it as JSON with Content-Type: application/json"
     elif place[0] in ("body", "query", "path", "header"):
         error["loc"] = place[1:] or place
-    model = _model_around(request, place)
+    model = _find_model(request, place)
     known = list_keys(model) if model is not None else ()
-    return problem_response(invalid(error, known=known, meant=_meant_place(model, place)))
+    return problem_response(invalid(error, known=known, meant=_suggest_place(model, place)))
 
 
-def _model_around(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The model of the body, or of the part of it, that holds the key at `place`."""
+def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | None:
+    """Return the model, of the body or of a part of it, that holds the key at `place`."""
     route = request.scope.get("route")
     body = route.body_field if isinstance(route, APIRoute) else None
     model = _model_in(body.field_info.annotation) if body is not None else None
@@ -42,8 +42,8 @@ def _model_around(request: Request, place: tuple[Any, ...]) -> type[BaseModel] |
     return model
 
 
-def _meant_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
-    """The place of a published name in a rollout request, or of a key that a part of this model has."""
+def _suggest_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
+    """Return where a key belongs that is a published name of a rollout request, or a key of a part."""
     if model is None:
         return None
     name = str(place[-1])
@@ -54,7 +54,7 @@ def _meant_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str |
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in `M`, `M | None` or `tuple[M, ...]`."""
+    """Return the model in `M`, `M | None` or `tuple[M, ...]`."""
     if isinstance(annotation, type) and not isinstance(annotation, GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((model for model in map(_model_in, get_args(annotation)) if model is not None), None)

@@ -1,7 +1,7 @@
 """Pictures for people: an environment now (GET /env/{env_id}/view), and a rollout that is played again.
 
-The page is one file without foreign scripts or styles. It fetches itself every second, and gets 304 if
-nothing has happened. Watching does not count as use of the environment.
+The page is one file and loads no other scripts or styles. It fetches itself every second, and gets 304 if
+nothing has happened. Watching an environment does not count as its use.
 """
 
 import base64
@@ -37,8 +37,8 @@ router = Router(prefix="/env", tags=["env"])
 _PAGE = files("task_app.routes").joinpath("view.html").read_text(encoding="utf-8")
 
 
-def _policy(page: str) -> str:
-    """A Content-Security-Policy that lets the page's own script and style run, and nothing else."""
+def _make_security_policy(page: str) -> str:
+    """Return a Content-Security-Policy that lets the page's own script and style run, and nothing else."""
     sources = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
@@ -51,7 +51,7 @@ def _policy(page: str) -> str:
 
 
 HEADERS = {
-    "Content-Security-Policy": _policy(_PAGE),
+    "Content-Security-Policy": _make_security_policy(_PAGE),
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -71,27 +71,27 @@ async def show_env_page(
     session = services.environments.find(env_id)
     if session is None:
         raise UnknownId("env", env_id, where="env_id", hint="terminated, or idle for too long?")
-    if request.headers.get("if-none-match") == (tag := _tag(env_id, session)):
+    if request.headers.get("if-none-match") == (tag := _make_tag(env_id, session)):
         return Response(status_code=304, headers={**HEADERS, "ETag": tag})
     async with request.app.state.pictures, session.lock:
-        tag = _tag(env_id, session)
-        frame = await _frame(services.threads, session, FRAME_SIDE, FRAME_SIDE)
-        main = "".join(_main(session, frame))
+        tag = _make_tag(env_id, session)
+        frame = await _draw_frame(services.threads, session, FRAME_SIDE, FRAME_SIDE)
+        main = "".join(_write_main(session, frame))
     title = f"{session.environment.name}, world {session.seed}"
     page = Template(_PAGE).substitute(tag=escape(tag), title=escape(title), where=escape(env_id), main=main)
     return HTMLResponse(page.encode("utf-8", "replace"), headers={**HEADERS, "ETag": tag})
 
 
-def _tag(env_id: str, session: EnvironmentSession) -> str:
-    """A tag that changes whenever the page changes."""
+def _make_tag(env_id: str, session: EnvironmentSession) -> str:
+    """Return an ETag that changes whenever the page changes."""
     content = (
         f"{env_id}/{session.seed}/{session.turn}/{session.step_idx}/{session.over}/{session.observation.text}"
     )
     return f'"{hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=12).hexdigest()}"'
 
 
-async def _frame(threads: Threads, session: EnvironmentSession, width: int, height: int) -> bytes | None:
-    """A PNG of the environment; None if it draws none. The caller holds the session's lock."""
+async def _draw_frame(threads: Threads, session: EnvironmentSession, width: int, height: int) -> bytes | None:
+    """Return a PNG of the environment; None if it draws none. The caller holds the session's lock."""
     environment = session.environment
     if not isinstance(environment, Pictured):
         return None
@@ -99,48 +99,48 @@ async def _frame(threads: Threads, session: EnvironmentSession, width: int, heig
         return await threads.run("environment.frame", lambda: png(environment.frame(width, height)))
 
 
-def _main(session: EnvironmentSession, frame: bytes | None) -> Iterator[str]:
+def _write_main(session: EnvironmentSession, frame: bytes | None) -> Iterator[str]:
     observation = session.observation
     over = '<p class="over">The episode has ended.</p>' if session.over else ""
     yield f'{over}<div class="columns"><section>'
     if frame is not None:
         uri = base64.b64encode(frame).decode("ascii")
         yield f'<img alt="the game after decision {session.turn}" src="data:image/png;base64,{uri}">'
-    yield f'<ul class="facts">{"".join(_facts(session))}</ul></section><section>'
+    yield f'<ul class="facts">{"".join(_list_facts(session))}</ul></section><section>'
     yield f"<pre>{escape(observation.text)}</pre></section></div>"
-    yield f"<h2>Last decisions</h2>{_decisions(session)}"
+    yield f"<h2>Last decisions</h2>{_write_decisions(session)}"
 
 
-def _facts(session: EnvironmentSession) -> Iterator[str]:
-    """The session's counts, and the plain numbers and texts in the environment's data."""
+def _list_facts(session: EnvironmentSession) -> Iterator[str]:
+    """Yield the session's counts, and the plain numbers and texts in the environment's data."""
     counts = session.observation.achievements_counts
-    yield _fact("decisions", session.turn)
-    yield _fact("env steps", session.step_idx)
+    yield _write_fact("decisions", session.turn)
+    yield _write_fact("env steps", session.step_idx)
     if counts:
-        yield _fact("achievements", f"{sum(count > 0 for count in counts.values())} of {len(counts)}")
+        yield _write_fact("achievements", f"{sum(count > 0 for count in counts.values())} of {len(counts)}")
     for name, value in session.observation.data.items():
         if isinstance(value, Mapping):
             numbers = {key: one for key, one in value.items() if type(one) in (int, float) and one}
-            yield from (_fact(key, one) for key, one in numbers.items())
+            yield from (_write_fact(key, one) for key, one in numbers.items())
         elif isinstance(value, bool):
-            yield _fact(name, "yes" if value else "no")
+            yield _write_fact(name, "yes" if value else "no")
         elif isinstance(value, int | float | str):
-            yield _fact(name, value)
+            yield _write_fact(name, value)
 
 
-def _fact(name: str, value: object) -> str:
+def _write_fact(name: str, value: object) -> str:
     return f"<li>{escape(str(name))} <b>{escape(str(value))}</b></li>"
 
 
-def _decisions(session: EnvironmentSession) -> str:
+def _write_decisions(session: EnvironmentSession) -> str:
     if not session.recent:
         return '<p class="quiet">None yet.</p>'
     head = "<tr><th>turn</th><th>executed</th><th>reward</th><th>achieved</th></tr>"
-    rows = "".join(_row(decision) for decision in reversed(session.recent))
+    rows = "".join(_write_row(decision) for decision in reversed(session.recent))
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
-def _row(decision: RecentDecision) -> str:
+def _write_row(decision: RecentDecision) -> str:
     executed = f"<code>{escape(', '.join(decision.executed))}</code>"
     if decision.invalid_reason is not None:
         executed += f' <span class="refused">{escape(decision.invalid_reason)}</span>'
@@ -164,7 +164,7 @@ EVERY = "X-Frames-Every"
 
 _PICTURE = {"schema": {"type": "string", "format": "binary"}}
 _PNG, _GIF = {"image/png": _PICTURE}, {"image/gif": _PICTURE}
-# Of a rollout whose own id ends with "/frames".
+# The answer for a rollout whose own id ends with "/frames".
 _ROLLOUT = {"application/json": {"schema": {"$ref": "#/components/schemas/Rollout"}}}
 
 
@@ -183,7 +183,7 @@ async def draw_env(
         raise UnknownId("picture of", env_id, where="env_id", hint=hint)
     # The lock: nothing may step the world while a thread draws it.
     async with request.app.state.pictures, session.lock:
-        picture = await _frame(services.threads, session, width, height)
+        picture = await _draw_frame(services.threads, session, width, height)
     return Response(picture, media_type="image/png")
 
 
@@ -207,11 +207,11 @@ async def draw_rollout(
     services = get_services(request)
     settings, runner = services.settings, services.runner
     if runner.results.find(f"{rollout_id}/frames") is not None:
-        # An id may hold slashes, and end like this route: then its own route would never reach it.
+        # An id may hold slashes and end like this route; the route of the rollout itself is never reached.
         return Response(runner.state(f"{rollout_id}/frames"), media_type="application/json")
     record = runner.results.get(rollout_id)
 
-    # One at a time: a replay is for people, and takes the processor from all episodes.
+    # Replays run one at a time, because they take the processor from all episodes.
     async with request.app.state.replays:
         replay = build_replay(record, services.boards)
         every = replay.every(settings.max_frames) if turn is None else 1

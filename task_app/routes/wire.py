@@ -1,7 +1,7 @@
-"""Observations and outcomes as routes return them, and the base of bodies with a given shape.
+"""Observations and outcomes as routes return them, and the base of bodies whose shape others define.
 
-The models of replies are what /openapi.json declares. FastAPI validates no reply that a route made as a
-Response, and here that would cost more than a step; tests hold real replies against the document.
+/openapi.json declares the models of replies. Routes return a Response, which FastAPI does not validate,
+because validation would take longer than a step; tests compare real replies with the document.
 """
 
 import json
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 # Statuses of errors that a route may answer with.
 ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
-# Clients that are generated name their functions by the id.
+# Generated clients name their functions by the operation's id.
 Router = partial(
     APIRouter, responses=problem_responses(ERRORS), generate_unique_id_function=attrgetter("name")
 )
@@ -49,9 +49,9 @@ class ReplyJSON(JSONResponse):
 
 
 def reply_body(content: Any) -> bytes:
-    """The bytes of a ReplyJSON; raises ValueError for a NaN."""
-    # pydantic needs a quarter of json.dumps's time. It writes NaN as it is, and fails on a lone surrogate; in
-    # both cases json.dumps follows, which refuses the NaN and lets the surrogate be replaced.
+    """Return the bytes of a ReplyJSON; raises ValueError for a NaN."""
+    # pydantic needs a quarter of json.dumps's time, but it writes NaN as it is, and fails on a lone
+    # surrogate. In both cases json.dumps follows, which refuses the NaN and lets the surrogate be replaced.
     with suppress(PydanticSerializationError):
         body = to_json(content, inf_nan_mode="constants")
         if b"NaN" not in body and b"Infinity" not in body:
@@ -61,7 +61,7 @@ def reply_body(content: Any) -> bytes:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result | None:
-    """The result of the work; None if the client disconnects first, which cancels it."""
+    """Return the result of the work; None if the client disconnects first, which cancels the work."""
     try:
         return await gate.while_connected(work, receive)
     except ClientDisconnect:
@@ -88,7 +88,7 @@ class ObservationReply(Reply):
 
 
 def observation_json(observation: Observation) -> dict[str, Any]:
-    """The JSON of an `ObservationReply`."""
+    """Return the JSON of an `ObservationReply`."""
     counts = dict(observation.achievements_counts)
     return {
         "text": observation.text,
@@ -100,7 +100,7 @@ def observation_json(observation: Observation) -> dict[str, Any]:
 
 
 def read_calls(calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str) -> tuple[ToolRequest, ...]:
-    """The tool calls of one decision; InvalidRequest for too many, or for one that names no tool."""
+    """Return the tool calls of a decision; InvalidRequest for too many, or for a call that names no tool."""
     if len(calls) > at_most:
         raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
     try:
@@ -135,7 +135,7 @@ class EnvStepReply(Reply):
 
 
 def step_json(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
-    """The JSON of an `EnvStepReply`, for the last decision of the session."""
+    """Return the JSON of an `EnvStepReply` for the last decision of the session."""
     after, metadata = outcome.observation, session.metadata
     return {
         "observation": observation_json(after),
@@ -158,7 +158,7 @@ def step_json(session: EnvironmentSession, before: Observation, outcome: Decisio
 
 
 MISSPELT = "misspelt_key"
-# High enough to accept real keys of other task apps, such as `run_id`, which resembles our `rl_run_id`.
+# So high that real keys of other task apps pass, such as `run_id`, which resembles our `rl_run_id`.
 _CUTOFF = 0.85
 _LONGEST = 40
 # Each unknown key is compared with all known ones.
@@ -166,14 +166,14 @@ MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
 
-# Names of switches, which have an effect only inside the config.
+# Names of switches; a switch has an effect only inside the config.
 SWITCHES = frozenset({KEY, *StepRewardKeys.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 class ForeignBody(OpenBody):
-    """An open body of a given shape; it keeps unknown keys, but refuses misspellings of known ones.
+    """A body whose shape others define: it keeps unknown keys, but refuses misspellings of known ones.
 
     Otherwise `{"sed": 7}` would be ignored, and start the world of seed 0.
     """
@@ -203,7 +203,7 @@ class ForeignBody(OpenBody):
         return body
 
 
-# Of a body that may be absent. With `| None` instead, generated clients send one that is no JSON.
+# For a body that may be absent. With `| None` instead, generated clients send a body that is no JSON.
 NULL_IS_EMPTY = BeforeValidator(lambda body: {} if body is None else body)
 
 
@@ -236,7 +236,7 @@ class LegacyObservation(ObservationReply):
 
 
 def legacy_observation(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a `LegacyObservation`."""
+    """Return the JSON of a `LegacyObservation`."""
     data = observation["data"]
     values = {"inventory": data.get("inventory"), "player_position": data.get("position")}
     return {**observation, **{name: value for name, value in values.items() if value is not None}}

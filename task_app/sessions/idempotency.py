@@ -18,10 +18,10 @@ from task_app.sessions.journal import WORK, Answer, Database, RawHeaders, Work
 HEADER = b"idempotency-key"
 LONGEST_KEY = 200
 REPLAY_HEADER = (b"idempotency-replayed", b"true")
-# Statuses of requests that were not carried out and may succeed later; nothing is stored.
-# 499 is no answer of ours: the client went away, which cancelled the work.
+# Requests with these statuses were not carried out and may succeed later, so nothing is stored.
+# 499: the client went away, which cancelled the work.
 REJECTIONS = frozenset({408, 413, 428, 429, 499, 502, 503, 504, 507})
-# Answers of these paths are about this process and are not stored for the next one; a retry does no harm.
+# Answers of these paths concern only this process and are not stored on disk; a retry does no harm.
 OF_THIS_PROCESS = ("/rollouts", "/run/")
 
 
@@ -40,23 +40,23 @@ class Once:
             await self._app(scope, receive, send)
             return
         try:
-            key, body = _key(headers), await whole_body(receive)
+            key, body = _read_key(headers), await whole_body(receive)
             digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
-            earlier = await self._earlier(key, digest)
+            earlier = await self._find_answer(key, digest)
             if earlier is None:
-                work = self._begin(key, digest, path=scope["path"])
+                work = self._register_work(key, digest, path=scope["path"])
         except ServiceError as error:
             await problem_response(error)(scope, receive, send)
             return
         except ClientDisconnect:
             return
         if earlier is not None:
-            await _send(earlier, send, extra=(REPLAY_HEADER,))
+            await _send_answer(earlier, send, extra=(REPLAY_HEADER,))
         else:
             await self._carry_out(work, scope, receive_with_body(body, receive), send)
 
-    async def _earlier(self, key: str, digest: str) -> Answer | None:
-        """The stored answer of this request; waits if the first one is still being carried out."""
+    async def _find_answer(self, key: str, digest: str) -> Answer | None:
+        """Return the stored answer of this request; waits while the first request is still carried out."""
         while (work := self._requests.get(key)) is not None:
             _check_same(work.digest, digest)
             if work.is_open:
@@ -67,9 +67,9 @@ class Once:
         if row is None:
             return None
         _check_same(row[0], digest)
-        return row[1] or _answer_lost("the task app was killed before it answered")
+        return row[1] or _report_lost("the task app was killed before it answered")
 
-    def _begin(self, key: str, digest: str, *, path: str) -> Work:
+    def _register_work(self, key: str, digest: str, *, path: str) -> Work:
         """Register a new key, whose request is carried out now; raises CapacityReached."""
         most = self._database.most
         if len(self._requests) >= most:
@@ -84,9 +84,9 @@ class Once:
         try:
             await self._app(scope, receive, recorder)
         except BaseException:
-            # It is unknown how far it got, and a second attempt would be the worse mistake.
+            # How far the request got is unknown, and carrying it out twice would be the worse mistake.
             with suppress(JournalFailed):
-                self._finish(work, _answer_lost("it failed inside the task app"))
+                self._store_answer(work, _report_lost("it failed inside the task app"))
             raise
         finally:
             WORK.reset(token)
@@ -94,20 +94,20 @@ class Once:
         if answer.status in REJECTIONS and not work.has_effects:
             del self._requests[work.key]
             work.done_event.set()
-            await _send(answer, send)
+            await _send_answer(answer, send)
             return
         answer_to_keep = answer
         if answer.status in REJECTIONS:
-            answer_to_keep = _answer_lost(f"it was cut short with {answer.status}")
+            answer_to_keep = _report_lost(f"it was cut short with {answer.status}")
         elif answer.size > self._database.most_bytes:
-            answer_to_keep = _answer_lost("its answer was too large to keep")
+            answer_to_keep = _report_lost("its answer was too large to keep")
         try:
-            self._finish(work, answer_to_keep)
+            self._store_answer(work, answer_to_keep)
         except JournalFailed as error:
-            answer = _to_answer(error)
-        await _send(answer, send)
+            answer = _make_answer(error)
+        await _send_answer(answer, send)
 
-    def _finish(self, work: Work, answer: Answer) -> None:
+    def _store_answer(self, work: Work, answer: Answer) -> None:
         """Store the answer, and wake the retries that wait for it; raises JournalFailed."""
         work.answer = answer
         work.done_event.set()
@@ -134,13 +134,13 @@ class _Recorder:
 
 
 def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
-    """A digest of everything that makes two requests equal; lengths separate the parts."""
+    """Return a digest of everything that makes two requests equal; the parts' lengths separate them."""
     parts = (method.encode(), raw_path, query, body)
     data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _key(headers: list[bytes]) -> str:
+def _read_key(headers: list[bytes]) -> str:
     key = headers[0].decode("latin-1").strip()
     if len(headers) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
         raise InvalidRequest(
@@ -160,9 +160,9 @@ def _check_same(earlier: str, digest: str) -> None:
         )
 
 
-def _answer_lost(reason: str) -> Answer:
-    """The reply to a retry whose request may have been carried out, but whose answer is lost."""
-    return _to_answer(
+def _report_lost(reason: str) -> Answer:
+    """Return the reply to a retry whose request may have been carried out, but whose answer is lost."""
+    return _make_answer(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",
             where="header Idempotency-Key",
@@ -171,12 +171,12 @@ def _answer_lost(reason: str) -> Answer:
     )
 
 
-def _to_answer(error: ServiceError) -> Answer:
+def _make_answer(error: ServiceError) -> Answer:
     response = problem_response(error)
     return Answer(response.status_code, tuple(response.raw_headers), bytes(response.body))
 
 
-async def _send(answer: Answer, send: Send, *, extra: RawHeaders = ()) -> None:
+async def _send_answer(answer: Answer, send: Send, *, extra: RawHeaders = ()) -> None:
     headers = [*answer.headers, *extra]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": False})

@@ -1,4 +1,4 @@
-"""Sessions, and the answers that retries get, in one SQLite database; --state-dir keeps it on disk.
+"""Stores sessions, and the answers for retries, in one SQLite database; --state-dir keeps it on disk.
 
     sessions   id | facts: JSON | snapshot: the whole session, or NULL: an environment, reset to facts.seed
     steps      session, number | calls: [[tool, arguments as text]] | seen: digest of the decision's outcome
@@ -7,10 +7,10 @@
 
 A session is its row and its steps, which are replayed at the start. A policy has no steps.
 
-The effects of a request with an Idempotency-Key are written with its answer in one transaction, so a kill
-before that undoes all of them and a retry carries them out. If another request needs one of the sessions
-earlier, the effects so far are written first, with the key in the state `open`; they are not undone any more,
-and after a kill a retry gets 409 answer_lost.
+The effects of a request with an Idempotency-Key are written with its answer in one transaction: after a kill
+before the write none of them remains, and a retry carries them out. If another request needs one of the
+sessions earlier, the effects so far are written first, with the key in the state `open`; then a retry after
+a kill gets 409 answer_lost.
 
 If a write fails, its statements stay in memory and are written before the session is used again.
 """
@@ -45,7 +45,7 @@ from task_app.threads import Threads
 
 FILE = "sessions.sqlite3"
 FORMAT = 3
-# "TWSN", by which `file` and the next start recognise the database.
+# "TWSN": the command `file` and the next start recognise the database by it.
 APPLICATION_ID = 0x5457534E
 SCHEMA = f"""
 BEGIN;
@@ -98,8 +98,8 @@ class Answer:
 class Work:
     """The statements of one request that the database does not hold yet, by session.
 
-    A keyed request's work is written with its answer, or partly before, if another request needs one of its
-    sessions; then it `is_partly_written`. `survives`: the next process can use the answer.
+    With an Idempotency-Key the work is written with the answer. It `is_partly_written` if another request
+    needed one of its sessions earlier. `survives`: the next process can use the answer.
     """
 
     key: str = ""
@@ -128,8 +128,8 @@ class Database:
 
     Args:
         folder: created if missing; None: the database is in memory, for an app without --state-dir.
-        most, most_bytes: number and total bytes of the stored answers; the oldest goes first.
-        most_s: how long an answer is stored; answers of an earlier process count from this start on.
+        most, most_bytes: number and total bytes of the stored answers; the oldest is dropped first.
+        most_s: how long an answer is stored; for answers of an earlier process, from this start on.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Database:
         # Requests without an answer, and those whose answer could not be written, by key.
         self.requests: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
-        # Unwritten work of each session; all of it belongs to one request.
+        # Unwritten work of each session, always of one request.
         self._unwritten: dict[str, Work] = {}
         # Work whose write failed.
         self._backlog: list[Work] = []
@@ -169,7 +169,7 @@ class Database:
             self._connection = _connect(":memory:")
             self._connection.executescript(SCHEMA)
         else:
-            self._connection = _open(self.folder)
+            self._connection = _open_database(self.folder)
         self.connection.execute("DELETE FROM answers WHERE state = 'process'")
         self.connection.execute("UPDATE answers SET state = 'kept', at_s = ?", (self._clock(),))
         totals_query = "SELECT count(*), coalesce(sum(size), 0) FROM answers"
@@ -182,13 +182,13 @@ class Database:
             self._connection = None
 
     def answer(self, key: str) -> tuple[str, Answer | None] | None:
-        """The digest of the request that came with the key, and its answer, or None if that is lost."""
+        """Return the digest of the request that came with the key, and its answer; None for a lost answer."""
         query = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
         try:
             with self._lock:
                 row = self.connection.execute(query, (key, self._clock() - self._most_s)).fetchone()
         except sqlite3.Error as exc:
-            raise _error(NOT_CARRIED_OUT, exc) from exc
+            raise _report_failure(NOT_CARRIED_OUT, exc) from exc
         if row is None or row[1] is None:
             return row and (row[0], None)
         digest, status, headers, body = row
@@ -199,16 +199,16 @@ class Database:
         """Write another request's effects on the session before it is used; raises JournalFailed."""
         with self._lock:
             work = self._unwritten.get(session_id)
-            if work is not None and work is not _open_work():
+            if work is not None and work is not _find_open_work():
                 self.write(work, NOT_CARRIED_OUT)
 
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
         """Store a session's statements until its keyed request is answered; without a key, write them now.
 
-        Those of a `whole` session replace its unwritten ones; `failure` says how to report a failed write.
+        With `whole` they replace the session's unwritten ones; `failure` says how to report a failed write.
         """
         with self._lock:
-            own = _open_work()
+            own = _find_open_work()
             work = self._unwritten.setdefault(session_id, own or Work())
             if whole:
                 work.changes.pop(session_id, None)
@@ -228,7 +228,7 @@ class Database:
                 self._commit(works)
             except sqlite3.Error as exc:
                 self._backlog = [each for each in works if not each.is_open]
-                raise _error(failure, exc) from exc
+                raise _report_failure(failure, exc) from exc
             self._backlog = []
             for each in works:
                 for session_id in each.changes:
@@ -246,7 +246,7 @@ class Database:
                 for statement in chain(*work.changes.values()):
                     connection.execute(*statement)
                 if work.key:
-                    self._put(work)
+                    self._write_answer(work)
             connection.execute("COMMIT")
         except BaseException:
             self.totals = totals
@@ -254,10 +254,10 @@ class Database:
                 connection.execute("ROLLBACK")
             raise
 
-    def _put(self, work: Work) -> None:
-        """Write the row of a key; the oldest answers make room for it."""
+    def _write_answer(self, work: Work) -> None:
+        """Write the row of a key, and delete the oldest answers to make room for it."""
         answer, at_s = work.answer, self._clock()
-        self._forget("key = ?", work.key)
+        self._delete_answer("key = ?", work.key)
         row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
         if answer is not None:
             state, size = "kept" if work.survives else "process", answer.size
@@ -270,15 +270,15 @@ class Database:
         self.totals = (self.totals[0] + 1, self.totals[1] + row[2])
 
     def _make_room(self, size: int, at_s: float) -> None:
-        """Forget the oldest answers until one more fits."""
+        """Delete the oldest answers until one more fits."""
         oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
         while (row := self.connection.execute(oldest).fetchone()) is not None:
             fits = self.totals[0] < self.most and self.totals[1] + size <= self.most_bytes
             if fits and row[1] >= at_s - self._most_s:
                 return
-            self._forget("rowid = ?", row[0])
+            self._delete_answer("rowid = ?", row[0])
 
-    def _forget(self, which: str, value: str | int) -> None:
+    def _delete_answer(self, which: str, value: str | int) -> None:
         row = self.connection.execute(f"SELECT rowid, size FROM answers WHERE {which}", (value,)).fetchone()
         if row is not None:
             self.connection.execute("DELETE FROM answers WHERE rowid = ?", row[:1])
@@ -286,9 +286,9 @@ class Database:
 
 
 class SessionStore:
-    """Stores sessions while they live, and restores them; to a database in memory nothing is written.
+    """Stores live sessions and restores them; a database in memory gets none.
 
-    `snapshot_every` counts decisions between two snapshots of a session.
+    `snapshot_every` is the number of decisions between two snapshots of a session.
     """
 
     def __init__(
@@ -299,8 +299,8 @@ class SessionStore:
 
     def add(self, session_id: str, session: Session) -> None:
         """Write a new session, if it can be restored at all; raises JournalFailed."""
-        for_good = isinstance(session, EnvironmentSession) or isinstance(session.policy, RestorablePolicy)
-        if for_good and self.database.folder is not None:
+        can_restore = isinstance(session, EnvironmentSession) or isinstance(session.policy, RestorablePolicy)
+        if can_restore and self.database.folder is not None:
             journal = SessionJournal(self, session_id)
             journal.begin(session)
             session.journal = journal
@@ -314,43 +314,44 @@ class SessionStore:
     async def recover(
         self, threads: Threads, make_context: Callable[[], PolicyContext]
     ) -> tuple[dict[str, EnvironmentSession], dict[str, PolicySession]]:
-        """The sessions of the earlier process; one that cannot be restored is logged, and stays stored."""
+        """Restore the sessions of the earlier process; one that cannot be restored is logged and kept."""
         policies: dict[str, PolicySession] = {}
         environments: dict[str, EnvironmentSession] = {}
-        for session_id, facts, snapshot in self._rows("policy"):
-            with _one_session(session_id):
-                policies[session_id] = self._policy(session_id, json.loads(facts), snapshot, make_context())
-        for session_id, facts, snapshot in self._rows("env"):
-            with _one_session(session_id):
-                session = self._environment(json.loads(facts), snapshot)
+        for session_id, facts, snapshot in self._read_sessions("policy"):
+            with _log_refusal(session_id):
+                loaded = json.loads(facts)
+                policies[session_id] = self._restore_policy(session_id, loaded, snapshot, make_context())
+        for session_id, facts, snapshot in self._read_sessions("env"):
+            with _log_refusal(session_id):
+                session = self._restore_environment(json.loads(facts), snapshot)
                 session.threads = threads
                 for policy_id, policy in policies.items():
                     if policy.bound_env_id == session_id and policy.switches is not None:
                         session.switches[policy_id] = policy.switches
                 if snapshot is None:
                     await session.reset(session.seed)
-                since = await self._replay(session_id, session)
+                since = await self._replay_steps(session_id, session)
                 session.journal = SessionJournal(self, session_id, since=since)
                 environments[session_id] = session
         return environments, policies
 
-    def _rows(self, kind: str) -> list[tuple[str, str, bytes | None]]:
+    def _read_sessions(self, kind: str) -> list[tuple[str, str, bytes | None]]:
         query = "SELECT id, facts, snapshot FROM sessions WHERE substr(id, 1, ?) = ?"
         return self.database.connection.execute(query, (len(kind) + 1, f"{kind}_")).fetchall()
 
-    def _policy(
+    def _restore_policy(
         self, session_id: str, facts: dict[str, Any], snapshot: bytes | None, context: PolicyContext
     ) -> PolicySession:
         policy = PolicySnapshot.open(snapshot or b"", at_most_bytes=self.max_snapshot_bytes)
         session = policy.session(self.boards, context)
         session.bound_env_id, session.switches = policy.bound_env_id, policy.step_rewards
-        # Only the earlier process knew the key.
+        # The key was only in the earlier process's memory.
         session.has_lost_key = facts["had_key"]
         session.journal = SessionJournal(self, session_id)
         return session
 
-    def _environment(self, facts: dict[str, Any], snapshot: bytes | None) -> EnvironmentSession:
-        """The session before its steps; one without a snapshot must still be reset."""
+    def _restore_environment(self, facts: dict[str, Any], snapshot: bytes | None) -> EnvironmentSession:
+        """Return the session before its steps; without a snapshot the caller must still reset it."""
         if snapshot is not None:
             environment_snapshot = EnvironmentSnapshot.open(snapshot, at_most_bytes=self.max_snapshot_bytes)
             session = environment_snapshot.session(self.boards)
@@ -362,7 +363,7 @@ class SessionStore:
         session.switches = {name: StepRewards.model_validate(one) for name, one in facts["switches"].items()}
         return session
 
-    async def _replay(self, session_id: str, session: EnvironmentSession) -> int:
+    async def _replay_steps(self, session_id: str, session: EnvironmentSession) -> int:
         """Replay the steps of the session; return their number."""
         query = "SELECT calls, seen FROM steps WHERE session = ? ORDER BY number"
         steps = self.database.connection.execute(query, (session_id,)).fetchall()
@@ -378,11 +379,11 @@ class SessionStore:
 
 
 class SessionJournal:
-    """Writes one session while it lives and its lock is held.
+    """Writes one live session, whose lock the caller holds.
 
-    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
-    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency. `since` counts
-    decisions since the last write of the whole session.
+    When a method has returned, the change survives the process. If a write fails, a request without an
+    Idempotency-Key gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency.
+    `since` is the number of decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
@@ -393,7 +394,7 @@ class SessionJournal:
 
     def begin(self, session: Session) -> None:
         try:
-            self._database.record(self._id, self._whole(session), NOT_CARRIED_OUT, whole=True)
+            self._database.record(self._id, self._write_whole(session), NOT_CARRIED_OUT, whole=True)
         except JournalFailed:
             self._database.discard(self._id)
             raise
@@ -403,9 +404,9 @@ class SessionJournal:
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:
-        """Write a reset of the environment; earlier steps no longer count."""
+        """Write a reset of the environment, which replaces the earlier steps."""
         self._since = 0
-        self._write(self._row(_facts(session), None), whole=True, what="the reset was done, but")
+        self._record(self._write_row(_list_facts(session), None), whole=True, what="the reset was done, but")
 
     def add_step(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
         """Write a decision; an environment without snapshots is replayed from its last reset."""
@@ -415,55 +416,55 @@ class SessionJournal:
         if is_due and isinstance(session.environment, RestorableEnvironment):
             self._since = 0
             try:
-                self._write(self._whole(session), whole=True, what=what)
+                self._record(self._write_whole(session), whole=True, what=what)
                 return
             except JournalFailed:
                 raise
             except TaskAppError as exc:
-                # The steps are enough to restore the session; it only takes longer.
+                # The steps are enough to restore the session, only more slowly.
                 log.error("journal_not_compacted", session=self._id, reason=exc.detail)
-        # The arguments follow from their text, which can always be written.
+        # The arguments are parsed from their text again, which can always be written.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
         row = (self._id, session.turn, calls, outcome_digest(session.past[-1].outcome))
-        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)
+        self._record([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)
 
     def add_decision(self, session: PolicySession) -> None:
-        self._write(self._whole(session), whole=True, what=f"decision {session.turn} was made, but")
+        self._record(self._write_whole(session), whole=True, what=f"decision {session.turn} was made, but")
 
     def remove(self) -> None:
-        """Delete an ended session; if this fails, the next write does it."""
+        """Delete an ended session; if this fails, the next write deletes it."""
         tables = ("steps WHERE session", "sessions WHERE id")
         statements: list[Statement] = [(f"DELETE FROM {table} = ?", (self._id,)) for table in tables]
         with suppress(JournalFailed):
-            self._write(statements, whole=True, what="a session has ended, but")
+            self._record(statements, whole=True, what="a session has ended, but")
         self._is_removed = True
 
-    def _write(self, statements: list[Statement], *, whole: bool, what: str) -> None:
+    def _record(self, statements: list[Statement], *, whole: bool, what: str) -> None:
         if not self._is_removed:
             failure = Failure(what, "do not send it again; the next request writes it first")
             self._database.record(self._id, statements, failure, whole=whole)
 
-    def _whole(self, session: Session) -> list[Statement]:
-        """Statements that write the whole session."""
+    def _write_whole(self, session: Session) -> list[Statement]:
+        """Return the statements that write the whole session."""
         at_most = self._store.max_snapshot_bytes
         if isinstance(session, PolicySession):
             had_key = session.has_lost_key or session.spec.inference_key is not None
             policy = PolicySnapshot.take(session, where="policy_id")
-            return self._row({"had_key": had_key}, policy.seal(at_most_bytes=at_most))
+            return self._write_row({"had_key": had_key}, policy.seal(at_most_bytes=at_most))
         if not isinstance(session.environment, RestorableEnvironment):
-            return self._row(_facts(session), None)
+            return self._write_row(_list_facts(session), None)
         snapshot = EnvironmentSnapshot.take(session, self._store.boards, where="env_id")
-        return self._row(_facts(session), snapshot.seal(at_most_bytes=at_most))
+        return self._write_row(_list_facts(session), snapshot.seal(at_most_bytes=at_most))
 
-    def _row(self, facts: dict[str, Any], snapshot: bytes | None) -> list[Statement]:
+    def _write_row(self, facts: dict[str, Any], snapshot: bytes | None) -> list[Statement]:
         return [
             ("DELETE FROM steps WHERE session = ?", (self._id,)),
             ("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (self._id, json.dumps(facts), snapshot)),
         ]
 
 
-def _facts(session: EnvironmentSession) -> dict[str, Any]:
-    # Switches that policies set are in the policies' rows.
+def _list_facts(session: EnvironmentSession) -> dict[str, Any]:
+    # The policies' own rows hold the switches that the policies set.
     own = {name: one for name, one in session.switches.items() if not name.startswith("policy_")}
     return {
         "env": session.spec.model_dump(mode="json"),
@@ -474,26 +475,26 @@ def _facts(session: EnvironmentSession) -> dict[str, Any]:
 
 
 def outcome_digest(outcome: DecisionOutcome) -> str:
-    """A digest of a decision's outcome, which a replay must reproduce."""
+    """Return a digest of a decision's outcome, which a replay must reproduce."""
     fields = [outcome.observation.text, list(outcome.env_rewards), outcome.terminated, outcome.truncated]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
 
 
-def _error(failure: Failure, exc: sqlite3.Error) -> JournalFailed:
+def _report_failure(failure: Failure, exc: sqlite3.Error) -> JournalFailed:
     log.error("journal_failed", reason=str(exc))
     return JournalFailed(f"{failure.what} the journal cannot be written: {exc}", hint=failure.hint)
 
 
-def _open_work() -> Work | None:
-    """The work of the current request, if it has an Idempotency-Key and no answer yet."""
+def _find_open_work() -> Work | None:
+    """Return the work of the current request, if it has an Idempotency-Key and no answer yet."""
     work = WORK.get()
-    # Work that still runs after the request's answer does not belong to it.
+    # What runs on after the request was answered is no longer part of its work.
     return work if work is not None and work.is_open else None
 
 
 @contextmanager
-def _one_session(session_id: str) -> Iterator[None]:
-    """Log a session that cannot be restored, and go on with the next one."""
+def _log_refusal(session_id: str) -> Iterator[None]:
+    """Log a session that cannot be restored, and suppress the error."""
     try:
         yield
     except TaskAppError as exc:
@@ -503,8 +504,8 @@ def _one_session(session_id: str) -> Iterator[None]:
         log.error("journal_refused", session=session_id, reason=reason)
 
 
-def _open(folder: Path) -> sqlite3.Connection:
-    """Open the database of a folder; no other process can open it until this one ends."""
+def _open_database(folder: Path) -> sqlite3.Connection:
+    """Open the database of a folder, and keep other processes from opening it."""
     path = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -514,7 +515,7 @@ def _open(folder: Path) -> sqlite3.Connection:
         reason = exc.strerror if isinstance(exc, OSError) else str(exc)
         raise SettingsError(f"{folder} cannot be used: {reason}", where="--state-dir") from exc
     try:
-        _prepare(connection, path)
+        _prepare_tables(connection, path)
     except sqlite3.Error as exc:
         connection.close()
         if getattr(exc, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
@@ -534,8 +535,8 @@ def _connect(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that the database is whole and of this format; create the tables of a new one."""
+def _prepare_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Check that the database is undamaged and has this format; create the tables of a new one."""
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     (application_id,), (version,), (tables,) = (
         connection.execute(query).fetchone()
@@ -552,7 +553,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     if (verdict := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(verdict)
     connection.execute("PRAGMA journal_mode = WAL")
-    # A kill loses nothing that was committed; a power cut may lose the last seconds, and never the file.
+    # A kill loses no committed change; a power cut may lose the last seconds, but never the whole file.
     connection.execute("PRAGMA synchronous = NORMAL")
     if not tables:
         connection.executescript(SCHEMA)

@@ -1,4 +1,4 @@
-"""Sessions of one kind behind ids: bounded in number, forgotten when idle."""
+"""Holds the sessions of one kind by id: at most so many, and each is forgotten when it was idle too long."""
 
 import asyncio
 import secrets
@@ -13,7 +13,7 @@ from task_app.errors import CapacityReached, SessionBusy, ShuttingDown, UnknownI
 
 
 class SessionLock(asyncio.Lock):
-    """A lock with a bounded wait, so that requests behind a hung step get a reply too.
+    """A lock with a bounded wait, so that requests which wait for a hung step get a reply too.
 
     `on_release` is called whenever the lock becomes free.
     """
@@ -50,12 +50,13 @@ S = TypeVar("S", bound=Session)
 
 
 class Sessions(Generic[S]):
-    """Sessions of one kind, which names them in ids and errors, by id.
+    """Sessions of one kind by id.
 
     Args:
+        kind: names the sessions in ids and errors.
         idle_s: a session is forgotten after this long without a request.
         on_add: called with every new or restored session.
-        end_path: path of the route that ends one; by default /{kind}/terminate.
+        end_path: path of the route that ends a session; by default /{kind}/terminate.
         on_new: called with every new session before its id is returned.
         on_remove: called with every forgotten session.
     """
@@ -101,35 +102,35 @@ class Sessions(Generic[S]):
         session_id = f"{self._kind}_{secrets.token_hex(8)}"
         self._on_new(session_id, session)
         self.adopt(session_id, session)
-        self._log_with(session_id)
+        self._bind_log(session_id)
         return session_id
 
     def adopt(self, session_id: str, session: S) -> None:
-        """Add a session that has an id already."""
+        """Add a session that already has an id."""
         self._sessions[session_id] = session
         self._used_s[session_id] = self._clock()
         session.lock.on_release = partial(self._touch, session_id)
         self._on_add(session)
 
     def get(self, session_id: str, *, where: str) -> S:
-        """The session; this counts as use."""
+        """Return the session; this counts as use."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownId(self._kind, session_id, where=where, hint="terminated, or idle for too long?")
         self._touch(session_id)
-        self._log_with(session_id)
+        self._bind_log(session_id)
         return session
 
     def _touch(self, session_id: str) -> None:
         if session_id in self._used_s:
             self._used_s[session_id] = self._clock()
 
-    def _log_with(self, session_id: str) -> None:
+    def _bind_log(self, session_id: str) -> None:
         """Add the session's id to all further log lines of this request."""
         structlog.contextvars.bind_contextvars(**{f"{self._kind}_id": session_id})
 
     def find(self, session_id: str) -> S | None:
-        """The session, if there is one; this does not count as use."""
+        """Return the session, if there is one; this does not count as use."""
         return self._sessions.get(session_id)
 
     def remove(self, session_id: str, *, where: str) -> S:

@@ -33,12 +33,12 @@ from task_app.sessions.registry import SessionLock
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
-# Number of last decisions that a session shows to people who watch it.
+# So many last decisions are shown to people who watch a session.
 MAX_RECENT = 12
 
 
 class RecentDecision(NamedTuple):
-    """Calls and rewards of a decision; of the observations only the counters, to stay small."""
+    """Calls and rewards of a decision, with the counters of the observations before and after it."""
 
     turn: int
     before: Mapping[str, int]
@@ -48,7 +48,7 @@ class RecentDecision(NamedTuple):
     invalid_reason: str | None
 
     def achievements(self) -> tuple[tuple[str, bool], ...]:
-        """Each achievement whose counter rose, and whether it was for the first time in the episode."""
+        """Return each achievement whose counter rose, and whether it was the first time in the episode."""
         delta = decision_rewards(self.before, self.after, turn=self.turn)
         return tuple((name, name in delta.unique) for name in delta.all)
 
@@ -76,8 +76,8 @@ class EnvironmentSession:
 
     `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
     thread, and so do steps unless the environment promises quick ones. `switches` are the training switches
-    by source: the environment's request, or the id of a bound policy; they agree. `spec` is what the
-    environment was built from, without the switches, so that a snapshot can build an equal one.
+    by source (the environment's request, or the id of a bound policy), which agree with each other. From
+    `spec`, which is without the switches, a snapshot can build an equal environment.
     """
 
     environment: Environment
@@ -93,7 +93,7 @@ class EnvironmentSession:
     lock: SessionLock = field(default_factory=SessionLock)
     threads: Threads | None = None
     journal: Journal | None = None
-    # Keeps the tasks alive, because the event loop holds only weak references.
+    # The event loop holds only weak references, so the session keeps its tasks alive.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
     recent: deque[RecentDecision] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
@@ -105,33 +105,33 @@ class EnvironmentSession:
 
     @property
     def steps_at_once(self) -> bool:
-        """Whether a step is quick and the lock is free, so `take` needs no lock before the next await."""
+        """Whether a step is quick and the lock is free; then `take` needs no lock until an await."""
         return steps_quickly(self.environment) and not self.lock.locked()
 
     async def reset(self, seed: int) -> Observation:
         """Start the world of `seed`, with fresh counters and history."""
-        return await asyncio.shield(self._start(self._reset(seed)))
+        return await asyncio.shield(self._start_task(self._reset_in_thread(seed)))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
         """Carry out one decision; return the observation before it, and its outcome."""
         if not steps_quickly(self.environment):
-            # It finishes even if the caller is cancelled, because a thread cannot be.
-            return await asyncio.shield(self._start(self._step_in_thread(requests)))
+            # The step ends even if the caller is cancelled, because a thread cannot be cancelled.
+            return await asyncio.shield(self._start_task(self._step_in_thread(requests)))
         async with self.lock:
             return self.take(requests)
 
     def take(
         self, requests: Sequence[ToolRequest], *, invalid_reason: str | None = None
     ) -> tuple[Observation, DecisionOutcome]:
-        """Decide at once; the caller holds the lock, or has checked `steps_at_once` and awaits nothing."""
-        self._write_backlog()
+        """Step at once; the caller holds the lock, or has checked `steps_at_once` and awaits nothing."""
+        self._ready_journal()
         before = self.observation
         outcome = take_decision(self.environment.step, requests, invalid_reason=invalid_reason)
         return self._finish_step(before, requests, outcome)
 
-    async def _reset(self, seed: int) -> Observation:
+    async def _reset_in_thread(self, seed: int) -> Observation:
         async with self.lock:
-            self._write_backlog()
+            self._ready_journal()
             self.observation = await in_thread(
                 self.threads, "environment.reset", reset_environment, self.environment, seed
             )
@@ -144,7 +144,7 @@ class EnvironmentSession:
 
     async def _step_in_thread(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
         async with self.lock:
-            self._write_backlog()
+            self._ready_journal()
             before = self.observation
             outcome = await in_thread(
                 self.threads, "environment.step", take_decision, self.environment.step, requests
@@ -171,7 +171,7 @@ class EnvironmentSession:
             self.journal.add_step(self, requests)
         return before, outcome
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget_task)
@@ -185,14 +185,14 @@ class EnvironmentSession:
     def begin_close(self) -> None:
         """Close the environment of a session that is forgotten, after the step that still runs, if any."""
         if isinstance(self.environment, ClosableEnvironment):
-            self._start(self._close())
+            self._start_task(self._close_environment())
 
     async def wait_closed(self, within_s: float) -> None:
         """Wait for running tasks, for at most `within_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=within_s)
 
-    async def _close(self) -> None:
+    async def _close_environment(self) -> None:
         with suppress(SessionBusy):
             async with self.lock:
                 pass
@@ -200,7 +200,7 @@ class EnvironmentSession:
         if closing is not None:
             await closing
 
-    def _write_backlog(self) -> None:
+    def _ready_journal(self) -> None:
         if self.journal is not None:
             self.journal.ready(self)
 
@@ -215,10 +215,10 @@ class EnvironmentSession:
 class PolicySession:
     """A policy, either bound to an environment session or given observations by the caller.
 
-    It is an AgentPolicy itself, whose decisions are counted and stored; the caller holds its lock.
+    The session is an AgentPolicy that counts and stores its decisions; the caller holds its lock.
     An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
-    spec. `spec` is what the policy was built from, with its key, which no snapshot holds and which a restart
-    loses. `switches` are its training switches, which also apply to the bound environment.
+    spec. The policy was built from `spec`, with its key, which no snapshot holds and which a restart loses.
+    `switches` are its training switches, which also apply to the bound environment.
     """
 
     policy: AgentPolicy
@@ -239,7 +239,7 @@ class PolicySession:
 
     @property
     def pending_failure(self) -> str | None:
-        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
+        """Return the failure after which the policy is retrying (protocols.RetryingPolicy)."""
         return self.policy.pending_failure if isinstance(self.policy, RetryingPolicy) else None
 
     async def get_action(

@@ -1,7 +1,7 @@
 """Snapshots of sessions: the environment or policy, with the session's own facts.
 
-Restored in any process, an environment session gives the same observations, rewards, metadata and prompts for
-the same tool calls, and a policy session the same decisions. A snapshot holds no key.
+In whatever process it is restored, an environment session gives the same observations, rewards, metadata and
+prompts for the same tool calls, and a policy session the same decisions. A snapshot holds no key.
 """
 
 from collections import deque
@@ -43,15 +43,15 @@ from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
 FROM_SNAPSHOT = "the snapshot"
-# What a session and its facts have as it stands.
+# Attributes that a session and its facts have with equal values.
 _SAME = ("seed", "step_idx", "turn", "over", "metadata", "rl_run_id")
 
 
 class EnvironmentFacts(Body):
     """An environment session, or an episode after a turn, without its environment's state.
 
-    `turn` 0 is the start of the episode; `step_rewards` are there if a request named any. `past` holds the
-    last decisions, which the next prompt may show, and `metadata` is that of the last one.
+    `turn` 0 is the start of the episode; `step_rewards` is None if no request named any. `past` holds the
+    last decisions, which the next prompt may show, and `metadata` is the last decision's.
     """
 
     env: EnvSpec
@@ -66,7 +66,7 @@ class EnvironmentFacts(Body):
 
     @classmethod
     def begin(cls, env: EnvSpec, seed: int) -> Self:
-        """The facts at the start of an episode; `env` has every setting written out."""
+        """Return the facts at the start of an episode; `env` has every setting written out."""
         return cls(
             env=env, seed=seed, step_idx=0, turn=0, over=False, step_rewards=None, metadata=NO_METADATA,
             past=(), rl_run_id=None,
@@ -85,7 +85,7 @@ class EnvironmentFacts(Body):
 F = TypeVar("F", bound=Body)
 
 
-def _facts(model: type[F], head: Mapping[str, Any]) -> F:
+def _read_facts(model: type[F], head: Mapping[str, Any]) -> F:
     try:
         return validated(model, head, where="snapshot")
     except InvalidRequest as refusal:
@@ -117,7 +117,7 @@ class EnvironmentSnapshot:
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
         """Read what `seal` made."""
         head, state = open_envelope("environment", data, at_most_bytes=at_most_bytes)
-        return cls(_facts(EnvironmentFacts, head), state)
+        return cls(_read_facts(EnvironmentFacts, head), state)
 
     def seal(self, *, at_most_bytes: int) -> bytes:
         with boundary("environment.snapshot"):
@@ -125,11 +125,11 @@ class EnvironmentSnapshot:
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
 
     def text(self, *, at_most_bytes: int) -> str:
-        """The snapshot as a start of rollouts names it."""
+        """Return the snapshot in the form that rollouts name as their start."""
         return to_text(self.seal(at_most_bytes=at_most_bytes))
 
     def session(self, boards: PlugBoards) -> EnvironmentSession:
-        """A new session that continues from the snapshot."""
+        """Return a new session that continues from the snapshot."""
         facts = self.facts
         environment = boards.environment(facts.env.env_name, facts.env.config, where="snapshot.env.")
         session = EnvironmentSession(
@@ -143,7 +143,7 @@ class EnvironmentSnapshot:
         return session
 
     def start(self, start: Start, threads: Threads | None = None) -> EpisodeStart:
-        """The start of an episode that continues from the snapshot."""
+        """Return the start of an episode that continues from the snapshot."""
 
         async def begin(environment: Environment) -> StartView:
             observation = await restore_in_thread(environment, self.state, threads)
@@ -185,14 +185,14 @@ class PolicySnapshot(Body):
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
         """Read what `seal` made."""
-        return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
+        return _read_facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:
         with boundary("policy.snapshot"):
             return seal("policy", self.model_dump(mode="json"), b"", at_most_bytes=at_most_bytes)
 
     def session(self, boards: PlugBoards, context: PolicyContext) -> PolicySession:
-        """A new session that continues from the snapshot; it is bound to no environment yet."""
+        """Return a new session that continues from the snapshot, bound to no environment yet."""
         spec, env = self.policy, self.env
         seeded = replace(context, seed=spec.seed)
         policy = boards.policy(spec.policy_name, spec.config, seeded, where="snapshot.policy.")

@@ -1,8 +1,8 @@
-"""Pure: find the training switches in a request, and check that they agree.
+"""Finds the training switches in a request, and checks that they agree; no I/O.
 
 A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
 that create something also accept that table next to the config. As in source 1, a table `rollout` may hold
-the same names among others.
+the same names, besides others.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,13 @@ def take_step_rewards(
 
     `where` is the body path of `config`; `training` and `rollout` are the request's tables of these names.
     """
-    _refuse_misplaced(config, where=where)
-    own_keys = {KEY, TABLE} | ({ROLLOUT} if _switches_in(config.get(ROLLOUT)) else set())
+    for outer, table in ((where, config), (f"{where}.{KEY}", config.get(KEY))):
+        for name in _find_switches(table):
+            place = f"{outer}.{name}"
+            raise InvalidRequest(
+                f"{place}: it has no effect here; it stands in a table {TABLE!r}", where=place
+            )
+    own_keys = {KEY, TABLE} | ({ROLLOUT} if _find_switches(config.get(ROLLOUT)) else set())
     rest = {name: value for name, value in config.items() if name not in own_keys}
     by_place: dict[str, StepRewardKeys] = {}
     if KEY in config:
@@ -33,32 +38,22 @@ def take_step_rewards(
         by_place[f"{where}.{TABLE}"] = validated(StepRewardKeys, config[TABLE], where=f"{where}.{TABLE}")
     if ROLLOUT in own_keys:
         place = f"{where}.{ROLLOUT}"
-        by_place[place] = validated(StepRewardKeys, _switches_in(config[ROLLOUT]), where=place)
+        by_place[place] = validated(StepRewardKeys, _find_switches(config[ROLLOUT]), where=place)
     if training is not None:
         by_place[TABLE] = training
-    if switches := _switches_in(rollout):
+    if switches := _find_switches(rollout):
         by_place[ROLLOUT] = validated(StepRewardKeys, switches, where=ROLLOUT)
     return rest, {place: keys.step_rewards for place, keys in by_place.items()}
 
 
-def _refuse_misplaced(config: Mapping[str, Any], *, where: str) -> None:
-    """Refuse switches with their published names, which stand in a table, outside of one."""
-    for place, table in ((where, config), (f"{where}.{KEY}", config.get(KEY))):
-        for name in _switches_in(table):
-            raise InvalidRequest(
-                f"{place}.{name}: it has no effect here; it stands in a table {TABLE!r}",
-                where=f"{place}.{name}",
-            )
-
-
-def _switches_in(rollout: Any) -> dict[str, Any]:
-    """The switches in a `rollout` table, which may hold other names too."""
-    table = rollout if isinstance(rollout, Mapping) else {}
+def _find_switches(table: Any) -> dict[str, Any]:
+    """Return the switches in a table that may hold other names too; none if it is no table."""
+    table = table if isinstance(table, Mapping) else {}
     return {name: table[name] for name in StepRewardKeys.model_fields if name in table}
 
 
 def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
-    """The switches that all places agree on; off if no place names any."""
+    """Return the switches that all places agree on; off if no place names any."""
     first, *others = list(by_place) or [""]
     for place in others:
         if by_place[place].step_rewards != by_place[first].step_rewards:

@@ -2,8 +2,8 @@
 
     TWSN | format: 2 bytes | length of the rest: 4 | SHA-256 of all else: 32 | zlib of (head, state)
 
-`head` is JSON, `state` the environment's bytes. The checksum detects accidents and is no signature, so the
-reader checks head and state like any other input. Never pickle.
+`head` is JSON, `state` the environment's bytes, never a pickle. The checksum detects accidents but is no
+signature, so the reader checks head and state like any other input.
 """
 
 import base64
@@ -31,7 +31,7 @@ _ROUTES: dict[Kind, str] = {"environment": "/env/restore", "policy": "/policy/re
 
 
 def seal(kind: Kind, head: Mapping[str, Any], state: bytes, *, at_most_bytes: int) -> bytes:
-    """The envelope around a snapshot; one of more than `at_most_bytes` is refused, as in `open_envelope`."""
+    """Return the envelope around a snapshot; SnapshotRefused if it holds more than `at_most_bytes`."""
     text = json.dumps({"kind": kind, **head}, ensure_ascii=False, allow_nan=False)
     # A lone surrogate from a plug-in becomes "?", as in every answer.
     line = text.encode("utf-8", "replace")
@@ -45,7 +45,7 @@ def seal(kind: Kind, head: Mapping[str, Any], state: bytes, *, at_most_bytes: in
 
 
 def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> tuple[dict[str, Any], bytes]:
-    """The head and the state that `seal` put into the envelope.
+    """Return the head and the state that `seal` put into the envelope.
 
     SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too large.
     """
@@ -72,7 +72,7 @@ def to_text(data: bytes) -> str:
 
 
 def from_text(text: str, *, where: str) -> bytes:
-    """The bytes of a snapshot in JSON; SnapshotRefused if it is not base64 as `to_text` writes it."""
+    """Return the bytes of a snapshot; SnapshotRefused if the text is not base64 as `to_text` writes it."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as exc:
@@ -84,7 +84,7 @@ def from_text(text: str, *, where: str) -> bytes:
 
 
 def _read_body(data: bytes) -> bytes:
-    """The compressed body, after its length and checksum were checked."""
+    """Check length and checksum; return the compressed body."""
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         raise SnapshotRefused(
             f"{len(data)} bytes that are no snapshot of a task app", hint="cut at its start?"
@@ -122,14 +122,14 @@ def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
 
 
 class ByteCache(LRUCache[str, bytes]):
-    """A least-recently-used cache of at most so many byte strings and bytes; `get` counts as use."""
+    """A least-recently-used cache, bounded in byte strings and in bytes; `get` counts as use."""
 
     def __init__(self, *, at_most: int, at_most_bytes: int) -> None:
         super().__init__(at_most_bytes, getsizeof=len)
         self._at_most = at_most
 
     def put(self, name: str, data: bytes) -> bool:
-        """Store the bytes and drop the least recently used; False if they alone exceed the bound."""
+        """Store the data, and drop the least recently used; return False if it alone exceeds the bound."""
         if len(data) > self.maxsize:
             return False
         self[name] = data

@@ -1,4 +1,4 @@
-"""How an episode begins: in the world of a seed, made once for all siblings, or at a snapshot."""
+"""Starts episodes: in the world of a seed, which is made once for all siblings, or at a snapshot."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ StartView = tuple[Observation, Sequence[PastDecision]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """`begin` brings a fresh environment to the start; the parent is the episode of the snapshot."""
+    """`begin` brings a fresh environment to the start; the parent is the episode that had the snapshot."""
 
     begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None
@@ -38,7 +38,7 @@ class EpisodeStart:
 
 
 def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
-    """Start in the world of a seed, which a thread makes, because that takes milliseconds."""
+    """Start in the world of a seed, which a thread makes, because this takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
         return await in_thread(threads, "environment.reset", reset_environment, environment, seed), ()
@@ -47,7 +47,7 @@ def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
 
 
 def restore(environment: Environment, state: bytes) -> Observation:
-    """Bring a fresh environment to this state, and return the observation that was shown there."""
+    """Bring a fresh environment to this state, and return the observation that it showed then."""
     restorable = require_restorable(environment, where="snapshot")
     with boundary("environment.restore"):
         try:
@@ -57,14 +57,14 @@ def restore(environment: Environment, state: bytes) -> Observation:
 
 
 def require_restorable(environment: Environment, *, where: str) -> RestorableEnvironment:
-    """The environment, if it has snapshots; otherwise NotRestorable."""
+    """Return the environment, if it has snapshots; otherwise raise NotRestorable."""
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)
     return environment
 
 
 def require_reseedable(environment: Environment, *, where: str) -> None:
-    """Refuse an environment that cannot be given other draws."""
+    """Refuse an environment whose random generator cannot be given another seed."""
     if not isinstance(environment, ReseedableEnvironment):
         raise NotReseedable(
             f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
@@ -74,27 +74,27 @@ def require_reseedable(environment: Environment, *, where: str) -> None:
 
 
 def reseed(environment: Environment, seed: int) -> None:
-    """Give the environment other draws from here on."""
+    """Give the environment's random generator another seed, for all draws from here on."""
     assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
-    with boundary("environment.reseed"):  # at once: a generator is made in microseconds
+    with boundary("environment.reseed"):  # without a thread, because this takes microseconds
         environment.reseed(seed)
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:
-    """`restore` in a thread, or at once in an environment whose steps are quick too."""
+    """Call `restore` in a thread, or at once if the environment's steps are quick."""
     if steps_quickly(environment):
         return restore(environment, state)
     return await in_thread(threads, "environment.restore", restore, environment, state)
 
 
 def wrap_refusal(name: str, exc: ValueError) -> SnapshotRefused:
-    """The error for a state that the plug-in refuses."""
+    """Return the error for a state that the plug-in refuses."""
     first_line = (str(exc).splitlines() or [""])[0][:300]
     return SnapshotRefused(f"{name!r} cannot continue from this snapshot: {first_line}")
 
 
 class Worlds:
-    """Generates the world of a seed once; siblings restore it at a tenth of the price."""
+    """Generates the world of a seed once; siblings restore it in a tenth of the time."""
 
     def __init__(self) -> None:
         self._cache = ByteCache(at_most=MAX_WORLDS, at_most_bytes=MAX_WORLDS_BYTES)
@@ -112,11 +112,11 @@ class Worlds:
             state = self._cache.get(name)
             if state is not None:
                 return await restore_in_thread(environment, state, threads), ()
-            return await self._make(name, seed, environment, threads)
+            return await self._make_world(name, seed, environment, threads)
 
         return EpisodeStart(begin)
 
-    async def _make(
+    async def _make_world(
         self, name: str, seed: int, environment: RestorableEnvironment, threads: Threads | None
     ) -> StartView:
         """Make the world; if this fails, the next sibling tries."""

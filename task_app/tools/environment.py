@@ -1,4 +1,4 @@
-"""An environment around tools: a decision is one call, and a subclass says what the tools do to its state."""
+"""An environment made of tools: a decision is one call, and a subclass defines what the tools do."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,17 +17,17 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class Moment(Body, Generic[S], allow_inf_nan=False):
-    """A snapshot: the state, and the reward of the last env step, which an observation shows."""
+    """A snapshot: the state, and the reward of the last env step, which the observation shows."""
 
     reward: float
     state: S
 
 
 class OneCallEnvironment:
-    """Carries out decisions of one tool call each; a subclass defines what raises NotImplementedError here.
+    """Carries out decisions of one tool call; a subclass defines what raises NotImplementedError here.
 
     A tool is a method with a typed signature, which adds each env step that it runs to `_ran`. A call that
-    runs none costs one env step without effect, and so does a call that is refused.
+    runs none, or that is refused, costs one env step without effect.
     """
 
     name: str
@@ -39,7 +39,7 @@ class OneCallEnvironment:
         self._ran: list[tuple[str, float]] = []  # env steps of the present decision, with their rewards
 
     def over(self) -> bool:
-        """Whether the state is an end of the task itself."""
+        """Whether the task itself has ended in this state."""
         raise NotImplementedError
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -53,7 +53,7 @@ class OneCallEnvironment:
         reason = invalid_reason or (None if len(calls) == 1 else f"call {names} once")
         answer = Answer.of_refusal(reason) if reason else self._toolbox.answer(calls[0])
         if answer.refused is not None:
-            self._ran = []  # what a tool did before it refused is taken back
+            self._ran = []  # the env steps that the tool ran before it refused do not count
             self._run_nothing("noop", before)
         elif not self._ran:
             self._run_nothing(calls[0].name, before)
@@ -73,7 +73,7 @@ class OneCallEnvironment:
         return False
 
     def _state_before(self) -> Any:
-        """The state, for the methods below; raises EpisodeOver before the first reset."""
+        """Return the state, for the methods below; raises EpisodeOver before the first reset."""
         raise NotImplementedError
 
     def _run_nothing(self, action: str, before: Any) -> None:
@@ -90,7 +90,7 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
     A subclass names itself and its state, and defines `begin`, `over`, `counts` and `show`.
     """
 
-    state_model: type[S]  # frozen; all that the future depends on, without the config
+    state_model: type[S]  # frozen; with the config, it determines all that follows
 
     def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
         super().__init__(tools)
@@ -98,19 +98,19 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         self._reward = 0.0
 
     def begin(self, seed: int) -> S:
-        """The state at the start; all chance comes from the seed."""
+        """Return the state at the start; all randomness comes from the seed."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, int]:
-        """Achievements: counters that only grow. A decision is paid for those that it makes rise."""
+        """Return the achievements' counters, which only grow. A decision is paid for those that it raises."""
         raise NotImplementedError
 
     def show(self) -> tuple[str, Mapping[str, Any]]:
-        """Text and plain values of the observation."""
+        """Return text and plain values of the observation."""
         raise NotImplementedError
 
     def outcome_reward(self) -> float:
-        """The number of different achievements; a subclass may define another outcome."""
+        """Return the number of different achievements; a subclass may define another outcome."""
         return float(sum(count > 0 for count in self.counts().values())) if self._state else 0.0
 
     @property
@@ -128,7 +128,7 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         return self._observe()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The text of the observation alone; a subclass may say more."""
+        """Return the text of the observation alone; a subclass may say more."""
         return (Message(role="user", content=observation.text),)
 
     def snapshot(self) -> bytes:

@@ -1,4 +1,4 @@
-"""A Python function as a `Tool`: its signature gives the schema, its docstring the description."""
+"""Makes a `Tool` of a Python function: its signature gives the schema, its docstring the description."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from task_app.complaints import most_specific
 from task_app.errors import clipped
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-# An argument's schema with these keys alone would accept every value.
+# An argument's schema with only these keys would accept every value.
 _SAYS_NO_TYPE = frozenset({"description", "default"})
 
 
@@ -34,11 +34,11 @@ class FunctionTool:
         try:
             parsed = self._arguments.model_validate(dict(arguments))
         except ValidationError as exc:
-            raise ToolRefused(self._complaint(exc)) from exc
+            raise ToolRefused(self._word_complaint(exc)) from exc
         return self._function(**{name: getattr(parsed, name) for name in self._arguments.model_fields})
 
-    def _complaint(self, exc: ValidationError) -> str:
-        """The first of pydantic's errors, worded for a model."""
+    def _word_complaint(self, exc: ValidationError) -> str:
+        """Return the most specific of pydantic's errors, worded for a model."""
         error = most_specific(exc.errors(include_url=False, include_context=False))
         name = self.spec.function.name
         place = clipped(".".join(map(str, error["loc"])))
@@ -52,7 +52,7 @@ class FunctionTool:
 
 
 def function_tool(function: Callable[..., str]) -> FunctionTool:
-    """`function` as a tool of the same name.
+    """Return `function` as a tool of the same name.
 
     Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`. The first
     paragraph of the docstring describes the tool. The function returns text, at once. Pass a bound method if
@@ -66,11 +66,11 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
     return FunctionTool(spec, arguments, function)
 
 
-# Cached by function, because every episode binds its own method and a schema costs a millisecond.
+# The cache is by function, because every episode binds its own method and a schema takes a millisecond.
 @lru_cache(maxsize=256)
 def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__
-    _refuse_no_text(function)
+    _check_return_type(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -83,11 +83,11 @@ def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[Bas
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     arguments = create_model(name, __config__=_CONFIG, **fields)
-    # Without parts that a model need not read: titles that repeat names, and null values.
+    # Parts that a model need not read are dropped: titles that repeat names, and null values.
     schema = arguments.model_json_schema()
     schema.pop("title")
     for key in schema.keys() & {"properties", "$defs"}:
-        schema[key] = {part_name: _plain(part) for part_name, part in schema[key].items()}
+        schema[key] = {part_name: _simplify_schema(part) for part_name, part in schema[key].items()}
     for parameter_name, part in schema["properties"].items():
         if part.keys() <= _SAYS_NO_TYPE:
             raise TypeError(f"tool {name}: the type of {parameter_name!r} allows anything; say what is meant")
@@ -98,8 +98,8 @@ def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[Bas
     return ToolSpec(function=function_spec), arguments
 
 
-def _refuse_no_text(function: Callable[..., Any]) -> None:
-    """Check the return type when the plug-in is loaded, so that no episode breaks on it."""
+def _check_return_type(function: Callable[..., Any]) -> None:
+    """Refuse a tool that returns no text when the plug-in is loaded, so that no episode fails on it."""
     name = function.__name__
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"tool {name} is async; a tool answers at once: make it a plain def")
@@ -109,8 +109,8 @@ def _refuse_no_text(function: Callable[..., Any]) -> None:
         raise TypeError(f"tool {name} is said to return {kind}; a model reads text: make it -> str")
 
 
-def _plain(part: dict[str, Any]) -> dict[str, Any]:
-    """One argument's schema; `X | None` becomes an X that may be left out."""
+def _simplify_schema(part: dict[str, Any]) -> dict[str, Any]:
+    """Return one argument's schema without title; `X | None` becomes an X that may be left out."""
     rest = {key: value for key, value in part.items() if key != "title"}
     if rest.get("default", ...) is None:
         del rest["default"]

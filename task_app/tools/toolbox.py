@@ -1,4 +1,4 @@
-"""The tools of one environment: it finds the tool of a call, and returns its answer within bounds."""
+"""Holds the tools of one environment, finds the tool of a call, and returns its answer within bounds."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Answer:
 
 
 class Toolbox:
-    """Tools by name; no two may share one. A result beyond `max_result_chars` is cut, and a note says so."""
+    """Tools with different names. A result beyond `max_result_chars` is cut, with a note that says so."""
 
     def __init__(self, tools: Iterable[Tool], *, max_result_chars: int = MAX_RESULT_CHARS) -> None:
         self._tools: dict[str, Tool] = {}
@@ -45,7 +45,7 @@ class Toolbox:
         return tuple(tool.spec for tool in self._tools.values())
 
     def answer(self, call: ToolRequest) -> Answer:
-        """Carry out one call, or say why not; errors of the tool's own code other than ToolRefused pass."""
+        """Carry out one call, or say why not; errors of the tool's code other than ToolRefused are raised."""
         if fault := call_fault(call, self._tools):
             return Answer.of_refusal(fault)
         try:
@@ -59,7 +59,7 @@ class Toolbox:
 
 
 def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
-    """Why a call names no known tool, or has no object of arguments; None if it does."""
+    """Say that a call names no known tool, or that its arguments are no object; None if it is right."""
     name = clipped(call.name)
     if call.name not in known:
         return f"there is no tool {name!r}{suggest_to_policy(name, known)}"
@@ -69,7 +69,7 @@ def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
 
 
 def truncate(text: str, max_chars: int) -> str:
-    """The text, or its beginning with a note about the cut if it is too long."""
+    """Return the text, or its beginning with a note about the cut if it is too long."""
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters are shown]"

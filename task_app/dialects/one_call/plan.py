@@ -1,6 +1,6 @@
-"""Pure: read the body of POST /rollout, with a warning for everything that is cut, changed or ignored.
+"""Reads the body of POST /rollout, with a warning for everything that is cut, changed or ignored. Pure.
 
-The ancestor made such changes in silence; here the reply's `warnings` has a sentence for each.
+The ancestor made such changes silently; here the reply's `warnings` has a sentence for each.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from task_app.settings import Settings
 Warn = Callable[[str], None]
 
 MODEL = "openai"
-# Defaults of this dialect, which the reply's `pipeline_metadata` shows.
+# Defaults of this dialect, shown in the reply's `pipeline_metadata`.
 DEFAULTS = {"max_tokens": 512, "tool_choice": "required"}
 CORRELATION_KEYS = ("trace_correlation_id", "trace")
 CORRELATION_QUERY = ("cid", "trace_correlation_id", "trace")
@@ -33,7 +33,7 @@ _KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """The plug-in's config; the plug-in's own checks refuse wrong or missing keys."""
+    """Make the config of the policy plug-in, which checks the config itself."""
     config = {key: value for key, value in own.items() if key not in CORRELATION_KEYS}
     if not name:
         for key in config:
@@ -41,7 +41,7 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
         return {}
     if name != MODEL:
         return config
-    config = _think(_tokens(config), warn)
+    config = _move_thinking_keys(_unify_token_limit(config), warn)
     for key in PICTURES:
         if config.pop(key, False):
             warn(f"policy.config.{key} is ignored; prompts are text")
@@ -52,9 +52,9 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
 
 
 def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> SecretStr | None:
-    """The model server's key: `inference_key`, or in the config `api_key` or the bearer of `extra_headers`.
+    """Return the key of the model's server: `inference_key`, or `api_key` or a bearer token in the config.
 
-    The latter two are removed from `own`, which the reply shows.
+    `api_key` and `extra_headers` are removed from the config `own`, because the reply shows it.
     """
     keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
     if (key := own.pop("api_key", None)) is not None:
@@ -78,12 +78,12 @@ def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> 
 def _key(value: Any, *, where: str) -> SecretStr:
     try:
         return _KEY.validate_python(value)
-    except ValidationError:  # not chained, because it shows the key
+    except ValidationError:  # not chained, because it contains the key
         raise InvalidRequest(f"{where} holds no key that fits a header", where=where) from None
 
 
 def correlation_id(body: LegacyRollout) -> str | None:
-    """The correlation id in policy.config, or in the query of its inference_url."""
+    """Find the correlation id in policy.config, or in the query of its inference_url."""
     for key in CORRELATION_KEYS:
         value = body.policy.config.get(key)
         if isinstance(value, str) and value:
@@ -94,7 +94,7 @@ def correlation_id(body: LegacyRollout) -> str | None:
 
 
 def _with_correlation(config: dict[str, Any], body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """Add the correlation id as `cid` to the inference URL, by which a training client finds its trace."""
+    """Add the correlation id as `cid` to the inference URL, so that a training client finds its trace."""
     correlation, url = correlation_id(body), config.get("inference_url")
     if body.mode != "rl" or not isinstance(url, str):
         return config
@@ -113,11 +113,11 @@ def _query(url: str) -> str:
     try:
         return urlsplit(url).query
     except ValueError:
-        return ""  # the policy's own check refuses the URL and says why
+        return ""  # the policy's own check refuses the URL
 
 
-def _tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """Accept `max_completion_tokens`, the newer name of `max_tokens`; both must agree."""
+def _unify_token_limit(config: dict[str, Any]) -> dict[str, Any]:
+    """Accept `max_completion_tokens`, the newer name of `max_tokens`; if both are given, they must agree."""
     newer = config.pop("max_completion_tokens", None)
     if newer is None:
         return config
@@ -129,8 +129,8 @@ def _tokens(config: dict[str, Any]) -> dict[str, Any]:
     return {"max_tokens_name": "max_completion_tokens"} | config
 
 
-def _think(config: dict[str, Any], warn: Warn) -> dict[str, Any]:
-    """Move thinking_mode and thinking_budget to where vLLM's chat templates read them."""
+def _move_thinking_keys(config: dict[str, Any], warn: Warn) -> dict[str, Any]:
+    """Move thinking_mode and thinking_budget to `chat_template_kwargs`, which vLLM's chat templates read."""
     mode, budget = config.pop("thinking_mode", None), config.pop("thinking_budget", None)
     if mode not in (None, "think", "no_think"):
         raise InvalidRequest(
@@ -155,10 +155,10 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 
 @dataclass(frozen=True, slots=True)
 class LegacyPlan:
-    """What to play. A name is empty where the request names a living session."""
+    """The rollout to play. A name is empty if the request names a living session."""
 
     body: LegacyRollout = field(repr=False)
-    """The request, whose config may hold a key."""
+    """The request; its config may contain a key."""
     env_name: str
     env_config: Mapping[str, Any]
     seed: int
@@ -172,7 +172,6 @@ class LegacyPlan:
 
 
 def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) -> LegacyPlan:
-    """Read the request; `settings` hold the operator's defaults."""
     warnings: list[str] = []
     warn = warnings.append
     parts = {
@@ -202,13 +201,13 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
     if name:
         own_policy = {**boards.policies[name].defaults(settings), **own_policy}
     max_calls = own_policy.pop("max_llm_calls", None)
-    stepwise = _stepwise(body, own_policy, own_env, warn)
+    stepwise = _take_switches(body, own_policy, own_env, warn)
     own_name = body.env.env_name
     env_name = "" if own_name is None else boards.environment_name(own_name, where="env.")
-    seed = _seed(body, warn)
+    seed = _choose_seed(body, warn)
     inference_key = take_inference_key(own_policy, body, warn)
-    decisions = _decisions(body, max_decisions, max_calls, warn)
-    env_config = _env_config(own_env, env_name, boards, warn)
+    decisions = _count_decisions(body, max_decisions, max_calls, warn)
+    env_config = _read_env_config(own_env, env_name, boards, warn)
     config = policy_config(own_policy, name, body, warn)
     if name:
         fields = boards.policies[name].config.model_fields
@@ -231,7 +230,7 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
 def drop_unknown(
     config: Mapping[str, Any], fields: Mapping[str, Any], *, where: str, warn: Warn
 ) -> dict[str, Any]:
-    """Remove keys that the plug-in does not know, with a warning; a likely misspelling is refused."""
+    """Remove unknown keys with a warning; refuse a key that looks like a misspelling."""
     unknown = len(config.keys() - fields.keys())
     if unknown > MOST_UNKNOWN:
         raise InvalidRequest(
@@ -251,7 +250,7 @@ def drop_unknown(
 
 
 def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The rest of env.config, and its limit of decisions."""
+    """Split env.config into the environment's own keys and the limit of decisions."""
     rest = dict(config)
     params = rest.pop("env_params", None)
     where = "env.config.env_params"
@@ -262,10 +261,10 @@ def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if unknown:
         place = f"{where}.{clipped(unknown[0])}"
         raise InvalidRequest(f"{place}: unknown key; known: max_steps_per_episode", where=place)
-    return rest, _count((params or {}).get("max_steps_per_episode"), DEFAULT_DECISIONS, where=place)
+    return rest, _read_limit((params or {}).get("max_steps_per_episode"), DEFAULT_DECISIONS, where=place)
 
 
-def _count(value: Any, default: int, *, where: str) -> int:
+def _read_limit(value: Any, default: int, *, where: str) -> int:
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= MOST_DECISIONS:
@@ -274,17 +273,20 @@ def _count(value: Any, default: int, *, where: str) -> int:
     return value
 
 
-def _stepwise(
+def _take_switches(
     body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
 ) -> Stepwise | None:
-    """The switches of the policy's config, else the environment's, else the request's; taken out of both."""
+    """Return the switches of the policy's config, or else of the environment's, or else of the request.
+
+    The switches are removed from both configs. None if there are none.
+    """
     _, tables = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
-    homes = {
-        "policy.config.step_rewards": _take_stepwise(policy, where="policy.config"),
-        "env.config.step_rewards": _take_stepwise(env, where="env.config"),
+    places = {
+        "policy.config.step_rewards": _take_config_switches(policy, where="policy.config"),
+        "env.config.step_rewards": _take_config_switches(env, where="env.config"),
         "training": agree_on_stepwise(tables) if tables else None,
     }
-    by_place = {place: stepwise for place, stepwise in homes.items() if stepwise is not None}
+    by_place = {place: stepwise for place, stepwise in places.items() if stepwise is not None}
     first, *others = list(by_place) or [""]
     for place in others:
         if by_place[place] != by_place[first]:
@@ -292,8 +294,11 @@ def _stepwise(
     return by_place.get(first)
 
 
-def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
-    """The switches of a config: `step_rewards`, or a table with a job's names; both must agree."""
+def _take_config_switches(config: dict[str, Any], *, where: str) -> Stepwise | None:
+    """Remove the switches from a config and return them.
+
+    They are in `step_rewards` or in a table with a job's names; if both are given, they must agree.
+    """
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
     rest, switches = take_step_rewards(config, where=where)
@@ -305,7 +310,7 @@ def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
     return stepwise
 
 
-def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
+def _read_env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
     if not name:
         for key in own:
             warn(f"env.config.{clipped(key)} is ignored; a living environment keeps its own config")
@@ -317,8 +322,8 @@ def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) 
     return drop_unknown(own, fields, where="env.config", warn=warn)
 
 
-def _seed(body: LegacyRollout, warn: Warn) -> int:
-    """The world's seed; a missing one is derived from the run_id like the ancestor's, in our range."""
+def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
+    """Return the world's seed; a missing seed is derived from the run_id, as the ancestor did."""
     if body.env.env_id is not None:
         if body.env.seed is not None:
             warn("env.seed is ignored; a living environment goes on from its state (POST /env/reset)")
@@ -330,12 +335,13 @@ def _seed(body: LegacyRollout, warn: Warn) -> int:
     return seed
 
 
-def _decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
-    """The number of decisions: complete pairs of agent and env ops, within all limits."""
-    pairs = _pairs(body, warn)
+def _count_decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
+    """Count the decisions, which are pairs of an agent op and an env op, within all limits."""
+    pairs = _count_pairs(body, warn)
+    calls = "policy.config.max_llm_calls"
     bounds = {
         "env.config.env_params.max_steps_per_episode": max_decisions,
-        "policy.config.max_llm_calls": _count(max_calls, MOST_DECISIONS, where="policy.config.max_llm_calls"),
+        calls: _read_limit(max_calls, MOST_DECISIONS, where=calls),
         "safety.max_ops (two a decision)": body.safety.max_ops // 2,
     }
     if body.safety.max_ops < 2:
@@ -346,11 +352,11 @@ def _decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Wa
     return min(pairs, bounds[least])
 
 
-def _pairs(body: LegacyRollout, warn: Warn) -> int:
+def _count_pairs(body: LegacyRollout, warn: Warn) -> int:
     """Count the agent ops that are followed by an env op."""
     pairs, has_agent, unpaired = 0, False, 0
     for index, op in enumerate(body.ops):
-        if _kind(op, index) == "agent":
+        if _read_op(op, index) == "agent":
             unpaired += has_agent
             has_agent = True
         elif has_agent:
@@ -365,7 +371,8 @@ def _pairs(body: LegacyRollout, warn: Warn) -> int:
     return pairs
 
 
-def _kind(op: str | dict[str, Any], index: int) -> str:
+def _read_op(op: str | dict[str, Any], index: int) -> str:
+    """Return "agent" or "env"."""
     name = op if isinstance(op, str) else op.get("type", op.get("op"))
     if isinstance(name, str):
         word = name.strip().lower()

@@ -1,7 +1,7 @@
-"""Pure: the reply of POST /rollout with its optional trace, made from a rollout's episodes.
+"""Makes the reply of POST /rollout, with its optional trace, from a rollout's episodes. Pure.
 
-It has one trajectory for each episode; with `on_done = "reset"` there may be several. Unlike the ancestor's
-it holds the observation's data, the stop reason, exact tokens on request, and every warning.
+The reply has one trajectory per episode; with `on_done = "reset"` there may be several. Unlike the
+ancestor's, it has the observation's data, the stop reason, exact tokens on request, and all warnings.
 """
 
 from collections import Counter
@@ -25,19 +25,19 @@ from task_app.sessions.sessions import EnvironmentSession
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
-    """[T] `info.stepwise` of one episode's decisions; empty if the switches are off."""
+    """Make `info.stepwise` of each decision of one episode, [T]; empty if the switches are off."""
     if not rules.emits_decision_rewards:
         return []
     credits: Counter[str] = Counter()
-    return [_block(step, len(steps), rules, credits) for step in steps]
+    return [_make_block(step, len(steps), rules, credits) for step in steps]
 
 
-def _block(step: StepData, decisions: int, rules: Stepwise, credits: Counter[str]) -> dict[str, Any]:
+def _make_block(step: StepData, decisions: int, rules: Stepwise, credits: Counter[str]) -> dict[str, Any]:
     rewards = step.metadata.decision_rewards or decision_rewards({}, {}, turn=step.turn)
     delta, *bonuses = event_terms(rewards, rules, decisions_left=decisions - (step.turn - 1))
     base, of_strategy = delta, dict[str, Any]()
     if rules.strategy == PER_ACHIEVEMENT:
-        components = _credit(rewards.all, rules, credits)
+        components = _credit_achievements(rewards.all, rules, credits)
         base = float(sum(part["reward"] for part in components))
         names = [part["achievement"] for part in components]
         of_strategy = {"components": components, "credited_achievements": names}
@@ -52,8 +52,10 @@ def _block(step: StepData, decisions: int, rules: Stepwise, credits: Counter[str
     }
 
 
-def _credit(achievements: Sequence[str], rules: Stepwise, credits: Counter[str]) -> list[dict[str, Any]]:
-    """The achievements that a decision is paid for; `credits` counts them over the episode."""
+def _credit_achievements(
+    achievements: Sequence[str], rules: Stepwise, credits: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the achievements that a decision is rewarded for; `credits` counts them over the episode."""
     components = []
     for name in achievements:
         limit = rules.k_limits.get(name, 1)
@@ -67,9 +69,9 @@ def _credit(achievements: Sequence[str], rules: Stepwise, credits: Counter[str])
 def stepwise_details(
     episodes: Sequence[Sequence[dict[str, Any]]], rules: Stepwise, *, unlocked: Sequence[str]
 ) -> dict[str, Any]:
-    """`metrics.details.stepwise` over all episodes of the rollout, from the `stepwise_blocks` of each.
+    """Make `metrics.details.stepwise` of a rollout from the `stepwise_blocks` of each episode.
 
-    `unlocked` are the achievements when the last episode ended.
+    `unlocked` are the achievements at the end of the last episode.
     """
     blocks = [block for episode in episodes for block in episode]
     unique = sorted({name for block in blocks for name in block["new_achievements"]})
@@ -90,7 +92,7 @@ TIMED_OUT = "partial_max_time"
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One episode; `observations` are those before each decision and after the last."""
+    """One episode; `observations` has the one before each decision and the one after the last."""
 
     steps: tuple[StepData, ...]
     observations: tuple[Observation, ...]
@@ -101,13 +103,13 @@ class Episode:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether an abort or the end of the service cut the episode short."""
+        """Whether an abort or the end of the service cut the episode."""
         return self.stop_reason is None and self.failure is None and not self.is_timed_out
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The request's plan with its environment and policy, new or living, and the switches that hold."""
+    """The plan of a request with its environment and policy, new or living, and the effective switches."""
 
     plan: LegacyPlan
     environment: Environment
@@ -128,11 +130,11 @@ class Result:
 
 
 def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
-    """The whole reply; new sessions have no id, and are named by the run."""
+    """Make the whole reply; a new environment or policy has no id, and the reply uses the run's id."""
     plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:
         failure = episode.failure
-        # Something other than policy and environment stopped the episode before its first decision.
+        # Neither policy nor environment stopped the episode before its first decision.
         has_no_effect = not episode.steps and not isinstance(failure, EpisodeFailed)
         if failure is not None and (isinstance(failure, CriticalError) or has_no_effect):
             raise failure
@@ -202,7 +204,7 @@ def _final(episode: Episode) -> dict[str, Any]:
 
 
 def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
-    """The soft failures under their legacy names, and two that the ancestor had no name for."""
+    """Return status and error of a soft failure, with legacy names and two new ones; else (None, None)."""
     if episode.is_timed_out:
         return TIMED_OUT, "safety.max_time_s passed"
     if episode.failure is not None:
@@ -268,7 +270,7 @@ def _meta(step: StepData, prompt: Sequence[Message], cast: Cast) -> dict[str, An
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    """Arguments as an object, or the model's text if it is no JSON object."""
+    """Make a call; its arguments stay the model's text if that is not a JSON object."""
     parsed = json_object(arguments)
     return {"tool_name": name, "arguments": arguments if parsed is None else dict(parsed)}
 
@@ -314,9 +316,10 @@ def _later_warnings(episodes: Sequence[Episode], cast: Cast) -> list[str]:
 
 
 def _trace(episodes: Sequence[Episode], body: LegacyRollout, created_at: datetime) -> dict[str, Any]:
-    """The compact trace; every other format also has the events and the conversation.
+    """Make the compact trace; other formats also have the events and the conversation.
 
-    `turn` in `decision_rewards` counts from 0 here, as readers of such traces expect; in steps, from 1.
+    `turn` in `decision_rewards` counts from 0 here, as readers of these traces expect; in steps it counts
+    from 1.
     """
     steps = [step for episode in episodes for step in episode.steps]
     messages = [message for episode in episodes for message in transcript(episode.steps)]

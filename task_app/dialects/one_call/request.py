@@ -1,6 +1,6 @@
-"""The body of POST /rollout as clients of Crafter task apps send it, and their tool calls in our form.
+"""The body of POST /rollout of existing Crafter task apps, and the translation of its tool calls.
 
-Unknown keys are allowed, because the shape is given.
+Unknown keys are allowed, because other clients define the shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,10 +79,9 @@ class LegacyRollout(ForeignBody):
     synth_base_url: str | None = Field(default=None, max_length=2_000)
 
 
-# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement` the
-# sum of the weights of the achievements replaces its delta; each counts up to `k_limits` times an episode
-# (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is not paid.
-
+# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement`, the
+# sum of the achievements' weights replaces the delta; an achievement counts up to `k_limits` times per
+# episode (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is left out.
 CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
 STRATEGIES = {
     **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
@@ -94,7 +93,7 @@ STRATEGIES = {
 
 
 class Stepwise(StepRewards):
-    """`step_rewards` of this route: the switches of all routes, and three of its own."""
+    """`step_rewards` of this route: the switches of all routes, and three more."""
 
     strategy: str = Field(default=CONSISTENT, max_length=100)
     weights: dict[str, float] = Field(default_factory=dict)
@@ -121,7 +120,7 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
 
 
 def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
-    """The switches that all places agree on; those of this route alone have their defaults."""
+    """Return the switches that all places agree on; the three of this route have their defaults."""
     return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 
@@ -129,17 +128,17 @@ INTERACT = "interact"
 
 
 def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Translate `action` from the forms that older clients of Crafter task apps send.
+    """Translate `action` from the forms of older clients of Crafter task apps.
 
         {"tool": "interact", "args": {"action": 5}}          a number in the tool's action list, or a name
         {"tool": "interact", "args": {"actions": ["do"]}}
         {"tool": "do"}                                       an action's name as the tool's name
         {"actions": ["do", "noop"]}                          no tool named at all
 
-    They require a tool whose schema is one list argument of named choices. Other calls pass unchanged, and
-    the environment judges them.
+    These forms require a tool whose only argument is a list of named choices. Other calls pass unchanged, and
+    the environment checks them.
     """
-    chooser = _chooser(tools)
+    chooser = _find_chooser(tools)
     if "tool_calls" in action:
         calls = action["tool_calls"]
         if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
@@ -155,8 +154,8 @@ def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[d
 Chooser = tuple[str, str, list[str]]
 
 
-def _chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
-    """Name, list argument and choices of the only tool, if it chooses from a list."""
+def _find_chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
+    """Return name, list argument and choices of the only tool; None for other tools."""
     if len(tools) != 1:
         return None
     function = tools[0].function
@@ -184,7 +183,7 @@ def _translate(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
 
 
 def _choose(actions: Any, chooser: Chooser) -> dict[str, Any]:
-    """A call of the tool; a number becomes the name at that index, anything else stays."""
+    """Make a call of the tool; a number becomes the choice at that index, other values stay."""
     name, argument, choices = chooser
     items = actions if isinstance(actions, list | tuple) else [actions]
     names = [choices[one] if type(one) is int and 0 <= one < len(choices) else one for one in items]

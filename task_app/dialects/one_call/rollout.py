@@ -1,7 +1,7 @@
-"""Plays POST /rollout through the episode loop, and makes its reply (the ancestor's contract).
+"""Plays POST /rollout with the episode loop, and makes its reply (the ancestor's contract).
 
-Each episode is an RLRolloutWorker in the rollout service's queue, so it is bounded, listed, cancelled and
-aborted like every other. As in the ancestor, the first decision that is invalid or holds no call is the last.
+Each episode is an RLRolloutWorker in the rollout service's queue, so it is limited, listed, cancelled and
+aborted like any other. As in the ancestor, a decision that is invalid or has no call ends the episode.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from task_app.sessions.switches import agree_on_step_rewards
 
 
 async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, Any]:
-    """Play the rollout that the request describes, and return the reply."""
+    """Play the requested rollout, and return the reply."""
     plan = plan_rollout(body, services.boards, services.settings)
     async with _cast(services, plan) as cast:
         result = await _play(services, cast)
@@ -51,7 +51,7 @@ async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, A
 
 @asynccontextmanager
 async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
-    """Build or find environment and policy; the locks keep other requests from living ones."""
+    """Build or find environment and policy; living sessions are locked against other requests."""
     body = plan.body
     env_session: EnvironmentSession | None = None
     async with AsyncExitStack() as locks:
@@ -59,7 +59,7 @@ async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
             environment = services.boards.environment(plan.env_name, plan.env_config, where="env.")
         else:
             env_session = services.environments.get(body.env.env_id, where="env.env_id")
-            await _hold(env_session, locks, where="env.env_id")
+            await _lock_session(env_session, locks, where="env.env_id")
             if env_session.over:
                 raise EpisodeOver(where="env.env_id")
             environment = SessionEnvironment(env_session)
@@ -70,12 +70,12 @@ async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
             policy = services.boards.policy(plan.policy_name, plan.policy_config, context, where="policy.")
         else:
             session = services.policies.get(body.policy.policy_id, where="policy.policy_id")
-            await _hold(session, locks, where="policy.policy_id")
+            await _lock_session(session, locks, where="policy.policy_id")
             policy = session_policy(
                 services, session, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = session.spec.config.get("inference_url")
-        # The request's switches, or else the living environment's; both must agree.
+        # The request's switches, or else the living environment's; if both are given, they must agree.
         switches = dict(env_session.switches) if env_session is not None else {}
         stepwise = plan.stepwise or agree_on_stepwise(switches)
         agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
@@ -90,21 +90,23 @@ async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
         )
 
 
-async def _hold(session: EnvironmentSession | PolicySession, locks: AsyncExitStack, *, where: str) -> None:
+async def _lock_session(
+    session: EnvironmentSession | PolicySession, locks: AsyncExitStack, *, where: str
+) -> None:
     if session.lock.locked():
-        # No wait here, because a rollout may hold it for hours.
+        # Do not wait, because a rollout may hold the lock for hours.
         raise SessionBusy("another request is using it now", where=where)
     await locks.enter_async_context(session.lock)
 
 
 async def _play(services: Services, cast: Cast) -> Result:
-    """One episode; with `on_done = "reset"` and a new environment, as many as the ops allow."""
+    """Play one episode; with `on_done = "reset"` and a new environment, as many as the ops allow."""
     body = cast.plan.body
     until_s = time.monotonic() + body.safety.max_time_s
     rest, result = cast.plan.decisions, Result()
     while rest:
         try:
-            episode = await _episode(services, cast, rest, until_s - time.monotonic())
+            episode = await _play_episode(services, cast, rest, until_s - time.monotonic())
         except RunAborted as exc:
             # The abort came before the first episode or between two.
             result.warnings.append(exc.detail)
@@ -114,7 +116,7 @@ async def _play(services: Services, cast: Cast) -> Result:
         result.aborted = episode.is_cancelled
         rest -= len(episode.steps)
         if episode.is_cancelled and services.runner.is_cut_short(body.run_id):
-            # Ask for a retry of a rollout that was cut short, unless a retry would do something twice.
+            # Let the client retry, unless a retry would repeat decisions in living sessions.
             count = sum(len(episode.steps) for episode in result.episodes)
             if not count or (body.env.env_id is None and body.policy.policy_id is None):
                 raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
@@ -125,14 +127,14 @@ async def _play(services: Services, cast: Cast) -> Result:
         if episode.stop_reason is not StopReason.ENVIRONMENT_DONE or body.on_done == "terminate":
             break
         if cast.env_session is not None:
-            # No second episode here: the caller watches this environment itself.
+            # Play no second episode, because the caller controls this environment.
             remainder = f"; {rest} decisions of ops are left" if rest else ""
             result.warnings.append(f"on_done is reset: the environment was restarted{remainder}")
             break
     return result
 
 
-async def _episode(services: Services, cast: Cast, decisions: int, timeout_s: float) -> Episode:
+async def _play_episode(services: Services, cast: Cast, decisions: int, timeout_s: float) -> Episode:
     recorder, body = ObservationRecorder(cast.environment), cast.plan.body
     limits = RolloutLimits(max_decisions=decisions, max_invalid_decisions=1, timeout_s=body.safety.max_time_s)
     # The rollout service lists this request while the episode runs.
@@ -154,7 +156,7 @@ async def _episode(services: Services, cast: Cast, decisions: int, timeout_s: fl
     )
     is_timed_out = False
     try:
-        # The time limit includes the queue; the worker's own limit begins with the worker.
+        # This time limit includes the queue; the worker's own limit does not.
         async with asyncio.timeout(max(0.0, timeout_s)):
             await services.runner.play(request, worker)
     except TimeoutError:
@@ -170,7 +172,7 @@ async def _episode(services: Services, cast: Cast, decisions: int, timeout_s: fl
 
 
 class _Wrapper:
-    """Passes calls on to an environment."""
+    """Delegates to an environment."""
 
     def __init__(self, environment: Environment) -> None:
         self._inner = environment
@@ -188,7 +190,7 @@ class _Wrapper:
 
 
 class SessionEnvironment(_Wrapper):
-    """A living session as an `Environment`; an episode continues its state. The caller holds its lock."""
+    """A living session as an `Environment`: an episode continues its state. The caller must hold its lock."""
 
     def __init__(self, env_session: EnvironmentSession) -> None:
         super().__init__(env_session.environment)
@@ -205,12 +207,12 @@ class SessionEnvironment(_Wrapper):
         return outcome
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The messages with the session's own history, which may be older than this rollout."""
+        # The session's history may be older than this rollout.
         return self._inner.messages(observation, tuple(self._session.past))
 
 
 class ObservationRecorder(_Wrapper):
-    """Records `observations`: [T + 1], before each decision and after the last."""
+    """Records `observations` [T + 1]: before each decision and after the last."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

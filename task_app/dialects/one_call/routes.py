@@ -1,6 +1,6 @@
-"""Routes of the one-call dialect: /env/{env_name}/... steps an environment by name; POST /rollout plays one.
+"""Routes of the one-call dialect: /env/{env_name}/... steps an environment, and POST /rollout plays episodes.
 
-Their sessions are those of /env/create, and both kinds of routes work with them.
+The routes share their sessions with /env/create and the other /env routes.
 """
 
 from typing import Annotated, Any
@@ -67,14 +67,14 @@ class LegacyCreateReply(EnvCreateReply):
 
 
 class LegacyStepReply(EnvStepReply):
-    """What a decision did and earned, for older clients."""
+    """Effects and rewards of a decision, for older clients."""
 
     observation: LegacyObservation
 
 
 @router.post("/initialize", response_model=LegacyCreateReply)
 async def initialize_env_by_name(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
-    """POST /env/create by another name."""
+    """The same as POST /env/create."""
     name = get_services(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
@@ -82,36 +82,36 @@ async def initialize_env_by_name(request: Request, env_name: EnvName, body: Init
     tables = {"training": body.training, "rollout": body.rollout}
     env_create = EnvCreate(env_name=name, config=config, seed=body.seed, **tables)
     reply = await create_session(get_services(request), env_create)
-    return ReplyJSON(_legacy(reply) | {"warnings": warnings})
+    return ReplyJSON(_use_legacy_observation(reply) | {"warnings": warnings})
 
 
 @router.post("/step", response_model=LegacyStepReply)
 async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) -> Response:
-    """POST /env/step; calls in older forms are read as calls of the tool on offer."""
+    """The same as POST /env/step; calls in older forms are translated."""
     services = get_services(request)
-    session = _session(services, env_name, body.env_id)
+    session = _find_session(services, env_name, body.env_id)
     try:
         calls = legacy_calls(body.action, list_tools(session.environment))
     except ValueError as exc:
         raise InvalidRequest(str(exc), where="action") from exc
-    return ReplyJSON(_legacy(await decide(services, session, calls, where="action.")))
+    return ReplyJSON(_use_legacy_observation(await decide(services, session, calls, where="action.")))
 
 
 @router.post("/terminate")
 async def terminate_env_by_name(request: Request, env_name: EnvName, body: TerminateBody) -> Ok:
     """Forget the environment."""
     services = get_services(request)
-    _session(services, env_name, body.env_id)
+    _find_session(services, env_name, body.env_id)
     services.environments.remove(body.env_id, where="env_id")
     return OK
 
 
-def _legacy(answer: dict[str, Any]) -> dict[str, Any]:
+def _use_legacy_observation(answer: dict[str, Any]) -> dict[str, Any]:
     return answer | {"observation": legacy_observation(answer["observation"])}
 
 
-def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
-    """The session, if its environment has this name."""
+def _find_session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
+    """Return the session. Raises UnknownId if its environment has another name."""
     name = services.boards.environment_name(env_name)
     session = services.environments.get(env_id, where="env_id")
     if session.spec.env_name != name:
@@ -123,11 +123,11 @@ def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSessi
 
 rollout_router = Router(tags=["rollouts"])
 
-# The reply of POST /rollout, which `reply.py` makes.
+# The types of POST /rollout's reply; `reply.py` makes the reply.
 
 
 class LegacyCall(Reply):
-    """A tool call; `arguments` are text where the model wrote no JSON object."""
+    """A tool call; `arguments` are the model's text if that is not a JSON object."""
 
     tool_name: str
     arguments: dict[str, Any] | str
@@ -139,7 +139,7 @@ class CreditedAchievement(Reply):
 
 
 class StepwiseBlock(Reply):
-    """What a decision is paid; the last two fields are those of the strategy `per_achievement`."""
+    """The reward of a decision; the last two fields are for the strategy `per_achievement`."""
 
     decision_index: int = Field(description="from 1")
     indicator: int
@@ -166,7 +166,7 @@ class Timing(Reply):
 
 
 class LegacyMeta(Reply):
-    """How a decision was taken; tokens and sampling where the request asked for log-probs."""
+    """Facts about a decision's model call; tokens and sampling if the request has record.logprobs."""
 
     inference_url: str | None
     inference_request: InferenceRequest
@@ -181,7 +181,7 @@ class LegacyMeta(Reply):
 
 
 class LegacyStepInfo(Reply):
-    """Facts about a decision; the last three fields are those of a refused one."""
+    """Facts about a decision; the last three fields are for a refused decision."""
 
     achievements_added: tuple[str, ...]
     executed_actions: tuple[str, ...]
@@ -208,7 +208,7 @@ class LegacyStep(Reply):
 
 
 class LegacyFinal(Reply):
-    """How an episode ended; the last three fields are those of one that was cut short."""
+    """The end of an episode; the last three fields are for an episode that was cut short."""
 
     observation: ObservationReply | None
     stop_reason: str | None
@@ -231,7 +231,7 @@ class DecisionSample(Reply):
 
 
 class LegacyTrajectory(Reply):
-    """One episode; `decision_samples` where the switches are on."""
+    """One episode; `decision_samples` if the switches are on."""
 
     env_id: str
     policy_id: str
@@ -244,7 +244,7 @@ class LegacyTrajectory(Reply):
 
 
 class StepwiseDetails(Reply):
-    """The sums of the `stepwise` blocks of all episodes, and the settings that they were paid by."""
+    """The sums of the `stepwise` blocks of all episodes, and the settings of the rewards."""
 
     indicator_sum: int
     reward_sum: float
@@ -346,7 +346,8 @@ class LegacyRolloutReply(Reply):
 async def play_rollout(request: Request, body: LegacyRollout) -> Response:
     """Play one rollout and reply with it.
 
-    A client that disconnects cancels it, unless it sent an Idempotency-Key and may come back for the reply.
+    If the client disconnects, the rollout is cancelled, unless the request has an Idempotency-Key: the client
+    may then fetch the reply later.
     """
     rollout = legacy_rollout(get_services(request), body)
     if "idempotency-key" in request.headers:

@@ -1,4 +1,4 @@
-"""BabyAI as an `Environment`: a mission in words, a view of a part of the grid, one reward at its end."""
+"""BabyAI as an `Environment`: a mission in words, a view of part of the grid, and one reward at the end."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -46,7 +46,7 @@ class BabyAIConfig(Body):
 
 
 class BabyAIMoment(Body, allow_inf_nan=False):
-    """A snapshot: the world's seed and all env steps since, which give the same state again."""
+    """A snapshot: the world's seed and all env steps since; replaying them restores the state."""
 
     level: str
     seed: int = Field(ge=0, lt=2**31)
@@ -57,12 +57,12 @@ class BabyAIMoment(Body, allow_inf_nan=False):
 
 
 class BabyAIEnvironment(OneCallEnvironment):
-    """One episode; equal seeds and calls give equal episodes in every process. No step draws anything."""
+    """One episode; equal seeds and calls give equal episodes in every process. Steps use no randomness."""
 
     name = "babyai"
     quick_step = True
     outcome_definition = "success: 1 when the mission is accomplished"
-    _called = "the tool"  # as replays of recorded episodes expect it
+    _called = "the tool"  # recorded episodes contain these words, so replays need them
 
     def __init__(self, config: BabyAIConfig | None = None) -> None:
         self.config = config or BabyAIConfig()
@@ -92,14 +92,13 @@ class BabyAIEnvironment(OneCallEnvironment):
         return self._ended
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """What is seen now, and the last actions."""
         return state_alone(observation, past, system=None if self.config.text == "compact" else SYSTEM)
 
     def outcome_reward(self) -> float:
         return float(self._success)
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture of the whole grid with the view lit up; EpisodeOver before a reset."""
+        """Draw the whole grid with the view highlighted, [height, width, 3]. EpisodeOver before a reset."""
         env = started(self._level).env
         pixels = env.get_frame(highlight=True, tile_size=max(4, min(width, height) // env.width))
         rows = np.arange(height) * len(pixels) // height
@@ -107,7 +106,7 @@ class BabyAIEnvironment(OneCallEnvironment):
         return picture
 
     def snapshot(self) -> bytes:
-        """The episode as JSON; raises EpisodeOver before the first reset."""
+        """Return the episode as JSON. Raises EpisodeOver before the first reset."""
         started(self._level)
         moment = {"level": self.config.level, "seed": self._seed, "actions": self._actions, **self._last}
         return BabyAIMoment.model_validate(moment).model_dump_json().encode()
@@ -153,7 +152,7 @@ class BabyAIEnvironment(OneCallEnvironment):
         no_effect: bool = False,
         invalid: bool = False,
     ) -> Observation:
-        """The observation now; `before` is the state of the last one, instead of `no_effect`."""
+        """Make the observation; `no_effect` is computed if `before`, the state of the last one, is given."""
         level = started(self._level)
         self._state = level.state()
         no_effect = self._state == before if before is not None else no_effect
@@ -169,7 +168,7 @@ class BabyAIEnvironment(OneCallEnvironment):
             "no_effect": no_effect,
             "invalid": invalid,
             "state": self._state,
-            # By which the teacher plays along.
+            # For the teacher, which replays the episode.
             "episode": {"level": self.config.level, "seed": self._seed, "actions": list(self._actions)},
         }
         text = compact_text(data) if self.config.text == "compact" else full_text(data)
@@ -178,9 +177,9 @@ class BabyAIEnvironment(OneCallEnvironment):
 
 _SEEN = itemgetter("mission", "objects", "room", "carrying")
 BABYAI_STATE_KEYS: Mapping[str, StateKey] = {
-    # The whole grid, the agent, what it carries and the mission's progress: all but the steps left.
+    # The whole grid, the agent, its object and the mission's progress, but not the number of steps left.
     "grid": StateKey(lambda observation: observation.data["state"]),
-    # What is seen, without the last actions: the policy's knowledge of the moment.
+    # Everything that the policy sees now, without the last actions.
     "view": StateKey(lambda observation: _SEEN(observation.data)),
 }
 PLUGIN = EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")

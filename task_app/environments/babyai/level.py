@@ -1,4 +1,4 @@
-"""A level of BabyAI as minigrid plays it, with its state in full and the part of it that the agent sees.
+"""A level of BabyAI in minigrid, with its full state and the agent's view.
 
 Source: Chevalier-Boisvert et al., BabyAI (arXiv 1810.08272); minigrid, envs/babyai.
 """
@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 ActionName = Literal["left", "right", "forward", "pickup", "drop", "toggle"]
-NOOP = "done"  # what no level of BabyAI reacts to
+NOOP = "done"  # an action that has no effect in BabyAI
 
 _DOOR_STATES = ("open", "closed", "locked")
 _SIDES = {"ahead": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 def level_id(level: str, *, spec_of: Callable[[str], object] = find_spec) -> str:
-    """The name under which gymnasium knows a level; ValueError without that level, or without minigrid.
+    """Return gymnasium's id of a level. Raises ValueError for an unknown level, or without minigrid.
 
     `spec_of` finds an installed package.
     """
@@ -49,7 +49,7 @@ class Level:
         self._seen, _ = self.env.reset(seed=seed)
 
     def act(self, action: str) -> tuple[float, bool]:
-        """Carry out an action; return its reward, and whether it ended the mission."""
+        """Execute an action; return its reward, and whether the mission has ended."""
         self._seen, reward, terminated, _, _ = self.env.step(self.env.actions[action])
         return float(reward), bool(terminated)
 
@@ -63,7 +63,7 @@ class Level:
         return f"{held.color} {held.type}" if held is not None else None
 
     def objects(self) -> list[dict[str, Any]]:
-        """What is in view, the nearest first: its words, how far it is ahead and to the right, its role."""
+        """List the visible objects, the nearest first: words, distances ahead and to the right, and role."""
         from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
         view = self._seen["image"]
@@ -71,7 +71,7 @@ class Level:
         found = []
         for i, j in zip(*(view[:, :, 0] > 3).nonzero(), strict=True):  # unseen, empty, wall, floor
             if (i, j) == own:
-                continue  # what is carried
+                continue  # the carried object
             kind, colour, state = (int(value) for value in view[i, j])
             words = [IDX_TO_COLOR[colour], IDX_TO_OBJECT[kind]]
             if words[1] == "door":
@@ -83,7 +83,7 @@ class Level:
         return sorted(found, key=lambda item: (item["ahead"] + abs(item["right"]), item["right"]))
 
     def room(self) -> dict[str, int]:
-        """How many cells are free ahead, to the left and to the right, as far as they are seen."""
+        """Count the free visible cells ahead, to the left and to the right."""
         view = self._seen["image"][:, :, 0]
         free = {}
         for side, (right, ahead) in _SIDES.items():
@@ -94,19 +94,19 @@ class Level:
         return free
 
     def state(self) -> list[Any]:
-        """All that decides the future, but for the steps that are left."""
+        """Return everything that determines the future, except the number of steps left."""
         env = self.env
         return [
             env.mission,
             [int(env.agent_pos[0]), int(env.agent_pos[1]), int(env.agent_dir)],
-            _code(env.carrying),
-            " ".join(map(_code, env.grid.grid)),
+            _encode_object(env.carrying),
+            " ".join(map(_encode_object, env.grid.grid)),
             list(_progress(env.instrs)),
         ]
 
 
 def _role(instruction: Any, item: Any) -> str | None:
-    """The role of an object in a mission: `goal`, `move` (to another), or `beside` (another comes to it)."""
+    """Return an object's role in a mission: `goal`, `move` (to another), `beside` (another comes to it)."""
     for name, role in (("desc", "goal"), ("desc_move", "move"), ("desc_fixed", "beside")):
         described = getattr(instruction, name, None)
         if described is not None and any(one is item for one in described.obj_set):
@@ -115,17 +115,17 @@ def _role(instruction: Any, item: Any) -> str | None:
     return next(filter(None, (_role(part, item) for part in parts if part)), None)
 
 
-def _code(item: Any) -> str:
-    """An object in a word: type, colour, state, and what a box contains."""
+def _encode_object(item: Any) -> str:
+    """Encode an object in a word: type, colour, state, and the content of a box."""
     if item is None:
         return "."
     state = f"{int(item.is_open)}{int(item.is_locked)}" if item.type == "door" else ""
-    inside = f"({_code(item.contains)})" if item.type == "box" else ""
+    inside = f"({_encode_object(item.contains)})" if item.type == "box" else ""
     return f"{item.type}-{item.color}{state}{inside}"
 
 
 def _progress(instruction: Any) -> Iterator[Any]:
-    """What an instruction knows of the episode: what is done, and which objects it is about."""
+    """Yield an instruction's state in the episode: its completed parts and its objects."""
     for part in ("instr_a", "instr_b"):
         if hasattr(instruction, part):
             yield str(getattr(instruction, f"{part[-1]}_done"))
@@ -136,7 +136,8 @@ def _progress(instruction: Any) -> Iterator[Any]:
             yield _places(description.obj_poss)
             yield _places(item.cur_pos for item in description.obj_set)
             held = getattr(instruction, "preCarrying", None)
-            yield next((i for i, item in enumerate(description.obj_set) if item is held), _code(held))
+            number = (i for i, item in enumerate(description.obj_set) if item is held)
+            yield next(number, _encode_object(held))
 
 
 def _places(positions: Any) -> list[Sequence[int]]:

@@ -1,7 +1,7 @@
 """The two texts of an observation, as pure functions of `Observation.data`.
 
-`full` is sentences. `compact` is for models with under a million parameters: some 30 words of a closed
-vocabulary. Both tell the view from the agent's place and direction.
+`full` has sentences. `compact` has some 30 words of a closed vocabulary, for models with under a million
+parameters. Both describe the view relative to the agent's position and direction.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,9 +31,9 @@ def full_text(data: Mapping[str, Any]) -> str:
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
-    """`go to the red ball goal red ball F3 R2 free F2 L0 R3 did left forward`, and what is carried.
+    """Make a text such as `go to the red ball goal red ball F3 R2 free F2 L0 R3 did left forward`.
 
-    Which objects the mission is about is help from outside: to match words is hard for so small a model.
+    The text marks the mission's objects (`goal`), because matching words is hard for so small a model.
     """
     words = [data["mission"]]
     for item in data["objects"]:
@@ -55,7 +55,7 @@ _WAYS = ("{} ahead", "{} to the right", "{} to the left")
 
 
 def _legs(item: Mapping[str, Any], ahead: str, right: str, left: str) -> Iterator[str]:
-    """How far an object is ahead and to a side, in these words."""
+    """Yield an object's distances ahead and to a side, in the given words."""
     if item["ahead"]:
         yield ahead.format(item["ahead"])
     if item["right"]:

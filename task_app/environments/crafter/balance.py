@@ -1,8 +1,8 @@
 """Spawns and despawns creatures, chunk by chunk, every tenth step.
 
-Stock examines every chunk; here counters show the few chunks where something could happen. Unlike stock, the
-creature to despawn is picked from the chunk's creatures *in order of creation*, here and in the tests'
-reference: stock picks by position in a set hashed by address, which differs from process to process.
+Stock examines every chunk; here counters show the few chunks where something can happen. Stock picks the
+creature to despawn by its position in a set hashed by address, which differs between processes. This engine
+and the tests' reference pick it from the chunk's creatures *in order of creation* instead.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
 
 @dataclass(frozen=True, slots=True)
 class Habitat:
-    """Where and how a kind spawns and despawns: distances in cells from the player, chances per balancing."""
+    """Where and how a kind spawns and despawns: distances to the player in cells, chances per balancing."""
 
     kind: int
     make: Callable[[int, int], Thing]
@@ -42,7 +42,7 @@ COWS = Habitat(COW, Cow, GRASS, 5, 5, 0.01, 0.1)
 
 
 def balance(world: World, player: Player) -> None:
-    """Balance all chunks that ever held a thing, in the order of their first thing."""
+    """Balance all chunks that ever had a thing, in the order of their first thing."""
     most_zombies = int(3.5 - 3 * world.daylight)
     most_cows = int(1.5 + world.daylight)
     population, counts = world.population, world.material_counts
@@ -62,26 +62,17 @@ def balance(world: World, player: Player) -> None:
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
     """Spawn a creature if the chunk has fewer than `fewest`; otherwise it has too many, so despawn one."""
-    if world.population[chunk * KIND_COUNT + habitat.kind] < fewest:
+    kind = habitat.kind
+    if world.population[chunk * KIND_COUNT + kind] < fewest:
         if world.uniform() < habitat.spawn_chance:
-            _spawn(world, player, chunk, habitat)
+            cells = [cell for cell in CHUNK_CELLS[chunk] if world.materials[cell] == habitat.material]
+            cell = cells[world.random.randint(0, len(cells))]
+            y, x = divmod(cell, STRIDE)
+            x, y = x - PAD, y - PAD
+            if world.at[cell] is None and abs(x - player.x) + abs(y - player.y) >= habitat.spawn_distance:
+                world.add(habitat.make(x, y))
     elif world.uniform() < habitat.despawn_chance:
-        _despawn(world, player, chunk, habitat)
-
-
-def _spawn(world: World, player: Player, chunk: int, habitat: Habitat) -> None:
-    cells = [cell for cell in CHUNK_CELLS[chunk] if world.materials[cell] == habitat.material]
-    cell = cells[world.random.randint(0, len(cells))]
-    y, x = divmod(cell, STRIDE)
-    x, y = x - PAD, y - PAD
-    if world.at[cell] is None and abs(x - player.x) + abs(y - player.y) >= habitat.spawn_distance:
-        world.add(habitat.make(x, y))
-
-
-def _despawn(world: World, player: Player, chunk: int, habitat: Habitat) -> None:
-    creatures = [
-        thing for thing in world.things if thing.kind == habitat.kind and CHUNK_OF[thing.cell] == chunk
-    ]
-    creature = creatures[world.random.randint(0, len(creatures))]
-    if abs(creature.x - player.x) + abs(creature.y - player.y) >= habitat.despawn_distance:
-        world.remove(creature)
+        creatures = [thing for thing in world.things if thing.kind == kind and CHUNK_OF[thing.cell] == chunk]
+        creature = creatures[world.random.randint(0, len(creatures))]
+        if abs(creature.x - player.x) + abs(creature.y - player.y) >= habitat.despawn_distance:
+            world.remove(creature)

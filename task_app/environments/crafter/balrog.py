@@ -1,9 +1,9 @@
-"""Crafter as BALROG plays it: its texts, its window of past messages, and an action's name as the answer.
+"""Crafter with BALROG's texts and window of past messages; an answer is the name of an action.
 
-A prompt has the same messages as BALROG's `naive` agent sends (github.com/balrog-ai/BALROG, commit af7d1f1);
-the tests compare both letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
-Its quirks stay: a game begins with a noop, and within four columns of the world's left edge or three rows of
-its top one the text says that nothing is in sight.
+A prompt has the messages of BALROG's `naive` agent (github.com/balrog-ai/BALROG, commit af7d1f1); the tests
+compare both letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team. Its
+quirks are kept: a game begins with a noop, and within four columns of the world's left edge or three rows of
+its top edge the text says that nothing is in sight.
 """
 
 import re
@@ -73,7 +73,7 @@ _COMPLAINT = (
 )
 _SLEEPING = "You are sleeping, and will not be able take actions until energy is full.\n\n\n\n"
 _DEAD = "You died.\n\n\n\n"
-# What BALROG removes from an answer, which must be an action's name then.
+# Characters that BALROG removes from an answer; the rest must be the name of an action.
 _UNREAD = re.compile(r"[^a-zA-Z\s:]")
 _CLIP = 80
 
@@ -81,15 +81,15 @@ Turn = tuple[Literal["user", "assistant"], str]
 
 
 class BalrogEnvironment(CrafterEnvironment):
-    """One episode of Crafter in BALROG's words: a decision is a text, and runs one env step.
+    """One episode of Crafter with BALROG's texts: a decision is a text, and executes one env step.
 
-    The prompt holds the last `config.history` observations with the answers between them. An answer that is
-    no action's name runs a noop, and the next observation says so.
+    The prompt has the last `config.history` observations and the answers between them. An answer that is not
+    the name of an action executes a noop, and the next observation says so.
     """
 
     def __init__(self, config: CrafterConfig) -> None:
         super().__init__(config)
-        # The turns before the present observation; with it there are at most two for each observation shown.
+        # The turns before the current observation: an observation and an answer for each shown observation.
         self._history: deque[Turn] = deque(maxlen=2 * config.history - 1)
         self._data: Mapping[str, Any] = {}
 
@@ -112,13 +112,13 @@ class BalrogEnvironment(CrafterEnvironment):
         return self._observe(*self._last)
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Carry out the action that the text names."""
+        """Execute the action that the text names."""
         word = _UNREAD.sub("", text.strip())
         known = f"answer with one of the {len(ANSWERS)} names alone, such as {ANSWERS[1]!r}"
         return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        """Carry out a call of `interact_many`, which no prompt offers, as if its action had been answered."""
+        """Execute a call of `interact_many`, which no prompt offers, as if the answer were its action."""
         actions, reason = self._plan(calls, invalid_reason, max_actions=1)
         return self._play("" if reason else ANSWERS[ACTIONS.index(actions[0])], reason)
 
@@ -126,7 +126,7 @@ class BalrogEnvironment(CrafterEnvironment):
         return ()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        turns = _shown(observation.data["history"], texts=self.config.history - 1)
+        turns = _clear_old_texts(observation.data["history"], texts=self.config.history - 1)
         current = f"Current Observation:\n{observation.text}\n\n{REMINDER}"
         return (
             Message(role="user", content=INSTRUCTION),
@@ -149,7 +149,7 @@ class BalrogEnvironment(CrafterEnvironment):
         return replace(observation, data=self._data)
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        """Vitals and inventory, which only the present observation shows, and the situation."""
+        # Only the current observation has vitals and inventory.
         inventory = data["inventory"]
         vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in VITALS)
         items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in VITALS]
@@ -158,40 +158,40 @@ class BalrogEnvironment(CrafterEnvironment):
 
 
 class _Head(Body):
-    """The first line of a snapshot, before that of the game."""
+    """The first line of a snapshot, before the game's snapshot."""
 
     history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
 
 
 def situation_text(data: Mapping[str, Any]) -> str:
-    """The nearest cell of each kind in view and the faced one, after a complaint about a refused answer."""
+    """Describe the nearest cell of each visible kind and the faced cell, after any complaint."""
     complaint = _COMPLAINT if data["news"]["invalid"] else ""
     state = _SLEEPING if data["sleeping"] else "" if data["inventory"]["health"] > 0 else _DEAD
     x, y = data["position"]
-    # BALROG cuts its view from an array, and a negative index there leaves nothing.
+    # BALROG slices its view from an array; with a negative index the slice is empty.
     is_empty = x < CENTRE[0] or y < CENTRE[1]
-    # Column by column, which is the order of the lines.
-    columns = [] if is_empty else [list(map(_kind, column)) for column in zip(*data["rows"], strict=True)]
+    # Column by column, which determines the order of the lines.
+    columns = [] if is_empty else [list(map(_name_kind, names)) for names in zip(*data["rows"], strict=True)]
     places = nearest_offsets(columns, without=(VOID, "player"))
-    lines = [f"- {name} {_place(dx, dy)}" for name, (dy, dx) in places.items()]
+    lines = [f"- {name} {_describe_offset(dx, dy)}" for name, (dy, dx) in places.items()]
     seen = "\n".join(("You see:", *lines)) if lines else "You see nothing away from you."
-    faced = "nothing" if data["target"] == VOID or not lines else _kind(data["target"])
+    faced = "nothing" if data["target"] == VOID or not lines else _name_kind(data["target"])
     return f"{complaint}{state}{seen}\n\nYou face {faced} at your front."
 
 
-def _kind(name: str) -> str:
+def _name_kind(name: str) -> str:
     return "plant" if name == "ripe-plant" else name
 
 
-def _place(dx: int, dy: int) -> str:
-    """`3 steps to your north-west`."""
+def _describe_offset(dx: int, dy: int) -> str:
+    """Return a text such as `3 steps to your north-west`."""
     along, across = ("", "south", "north")[(dy > 0) - (dy < 0)], ("", "east", "west")[(dx > 0) - (dx < 0)]
     steps = abs(dx) + abs(dy)
     return f"{steps} step{'s' if steps > 1 else ''} to your {'-'.join(filter(None, (along, across)))}"
 
 
-def _shown(turns: Sequence[Sequence[str]], *, texts: int) -> list[tuple[str, str]]:
-    """Past turns as messages; empty answers leave room for more observations than have a text."""
+def _clear_old_texts(turns: Sequence[Sequence[str]], *, texts: int) -> list[tuple[str, str]]:
+    """Return role and text of past turns; only the last `texts` observations keep their text."""
     shown = []
     for role, text in reversed(turns):
         if role == "user":

@@ -1,8 +1,8 @@
-"""The reproducible Crafter engine: stock crafter 1.8.3, about thirty times faster, equal in every process.
+"""The reproducible Crafter engine: the game of stock crafter 1.8.3, about thirty times faster.
 
-Equal seeds and actions give equal episodes anywhere. Stock leaves one choice to memory addresses; here a
-creature to despawn is picked in order of creation (see balance.py). A step draws no picture, but still
-consumes the random numbers of stock's night picture.
+Equal seeds and actions give equal episodes in every process. In stock, one choice depends on memory
+addresses: the creature to despawn, which is picked in order of creation here (see balance.py). A step draws
+no picture, but still consumes the random numbers of stock's night picture.
 """
 
 import functools
@@ -27,15 +27,15 @@ from task_app.environments.crafter.worldgen import generate_world
 
 SEED_LIMIT = 2**31 - 1
 STOCK_SIZE = 64  # side in pixels of the picture that stock draws in every step
-# One double a pixel of stock's map picture when it is dark: 9x7 cells of 64 // 9 = 7 pixels a side.
+# One random number per pixel of stock's dark map picture: 9x7 cells with a side of 64 // 9 = 7 pixels.
 NIGHT_DRAWS = COLUMNS * ROWS * (STOCK_SIZE // COLUMNS) ** 2
-UPDATE_RADIUS = 2 * COLUMNS  # things at this distance from the player (in steps) or beyond stand still
+UPDATE_RADIUS = 2 * COLUMNS  # things at this distance (in steps) from the player or farther do not move
 BALANCE_EVERY = 10
 
 
 @functools.lru_cache(maxsize=16_384)
 def daylight_at(step: int) -> float:
-    """Light after `step` steps, in [0, 1], with a day of 300 steps; uses stock's scalar numpy operations."""
+    """Return the light after `step` steps, in [0, 1]; a day has 300 steps. Uses stock's numpy operations."""
     progress = (step / 300) % 1 + 0.3
     return float(1 - np.abs(np.cos(np.pi * progress)) ** 3)
 
@@ -44,21 +44,21 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     """One episode of Crafter in the 64x64 world of one seed; threads must not share an engine."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
-        """Prepare an engine without a world, which `reset` makes.
+        """Prepare an engine; `reset` makes its world.
 
-        The seed is 0 .. 2**31 - 2, as for `crafter.Env`; an episode is over after `length` env steps, at
-        least 1. Anything else is a ValueError.
+        The seed is 0 .. 2**31 - 2, as for `crafter.Env`; an episode ends after `length` env steps, at least
+        1. Raises ValueError for other values.
         """
-        # Stock's constructor is not called: it loads all textures (30 ms, 0.5 MB) each time.
-        # gym's base class has a method `seed`.
+        # Stock's constructor is not called, because it loads all textures (30 ms, 0.5 MB) each time.
+        # The name is `seed_value`, because gym's base class has a method `seed`.
         self.seed_value = _check_int("seed", seed, 0, SEED_LIMIT - 1)
         self.length = _check_int("length", length, 1, None)
         self._episode, self.step_count = 0, 0
         self._game: tuple[World, Player] | None = None
         self._unlocked: set[str] = set()
         self._zero_count = len(ACHIEVEMENTS)
-        self.last_health = 0  # after the last step; the next reward is computed from it
-        # Attributes that stock's spaces, and libraries for stock, read.
+        self.last_health = 0  # after the last step, for the next reward
+        # Attributes that stock's spaces and libraries for stock read.
         self._area, self._view, self._reward = (AREA, AREA), np.array((9, 9)), True
         self._size = np.array((STOCK_SIZE, STOCK_SIZE))
         self.reward_range = None
@@ -77,7 +77,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     _world, _player = world, player  # stock's names, which libraries for stock read
 
     def reset(self) -> None:
-        """Start the world that `crafter.Env(seed=seed)` makes at its first reset, the same one each time."""
+        """Start the world of the first reset of `crafter.Env(seed=seed)`; every reset starts the same."""
         self._episode, self.step_count = 1, 0
         player = Player(CENTER, CENTER, Plant)
         # hash() of a tuple of ints does not depend on PYTHONHASHSEED.
@@ -97,7 +97,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
             action: index in ACTIONS, 0 .. 16; ValueError otherwise.
 
         Raises:
-            NotReset, EpisodeOver: there was no reset, or the player died, or `length` steps were made.
+            NotReset: there was no reset.
+            EpisodeOver: the player is dead, or `length` steps were made.
         """
         world, player = self._game or _refuse_early()
         if self.over:
@@ -106,12 +107,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
             raise ValueError(f"action must lie in 0 .. {len(ACTIONS) - 1}, got {action!r}")
         self.step_count += 1
         world.daylight = daylight_at(self.step_count)
-        others = cast("list[Being]", world.things[1:])  # before the player acts: a new plant waits a step
+        others = cast("list[Being]", world.things[1:])  # listed now: a plant of this step is not updated yet
         player.update(world, action)
-        # |dx| + |dy| < r where both |dx + dy| < r and |dx - dy| < r, which needs no call of abs().
+        # |dx| + |dy| < r is equivalent to |dx + dy| < r and |dx - dy| < r, which needs no call of abs().
         low, left = player.x + player.y - UPDATE_RADIUS, player.x - player.y - UPDATE_RADIUS
         high, right = low + 2 * UPDATE_RADIUS, left + 2 * UPDATE_RADIUS
-        # Only a thing's own update moves it, so the near ones are known before the first update.
+        # A thing moves only in its own update, so the near things can be selected before the first update.
         near = [
             being for being in others if low < being.x + being.y < high and left < being.x - being.y < right
         ]
@@ -121,9 +122,9 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
             balance(world, player)
         if world.daylight < 0.5:
             world.random.random_sample(NIGHT_DRAWS)
-        return self._reward_of_step(player)
+        return self._compute_reward(player)
 
-    def _reward_of_step(self, player: Player) -> float:
+    def _compute_reward(self, player: Player) -> float:
         health = player.inventory["health"]
         reward = (health - self.last_health) / 10
         self.last_health = health
@@ -135,10 +136,10 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return reward
 
     def step(self, action: int) -> tuple[None, float, bool, dict[str, Any]]:
-        """`act` in the shape of gym: (None, reward, over, info).
+        """`act` in the form of gym: return (None, reward, over, info).
 
-        There is no picture (see `frame`), and `info` has no map of the world. It holds copies: inventory,
-        achievements, discount (0.0 after death, else 1.0), player_pos, reward.
+        The picture is None (see `frame`). `info` has copies of inventory and achievements, the discount (0.0
+        after death, else 1.0), player_pos and reward, but not stock's map of the world.
         """
         reward = self.act(action)
         info = {
@@ -157,12 +158,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     @property
     def over(self) -> bool:
-        """Whether the player is dead, or `length` steps were made."""
+        """Whether the player is dead or `length` steps were made."""
         return self.step_count >= self.length or self.dead
 
     @property
     def inventory(self) -> dict[str, int]:
-        """The 16 item counts, as a live dict; health, food, drink and energy are among them."""
+        """The 16 item counts, including health, food, drink and energy, as a live dict."""
         return self.player.inventory
 
     @property
@@ -178,7 +179,6 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     @property
     def faced_health(self) -> int:
         """Health of the creature or plant in front of the player; 0 if there is none."""
-        # Arrows are things without health.
         world, player = self._game or _refuse_early()
         return int(getattr(world.at[player.target_cell()], "health", 0))
 
@@ -186,7 +186,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture as stock would draw it now; the game does not change."""
+        """Draw the game like stock, [height, width, 3]; this does not change the game."""
         return picture.draw(*(self._game or _refuse_early()), width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
@@ -197,7 +197,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return capture(*(self._game or _refuse_early()))
 
     def fingerprint(self) -> str:
-        """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
+        """Return a hex digest of everything that the future depends on."""
         state = self.capture()
         digest = hashlib.sha256(state.ground)
         digest.update(state.words.astype("<u4").tobytes())
@@ -210,14 +210,13 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return digest.hexdigest()
 
     def reseed(self, seed: int) -> None:
-        """Draw all further random numbers from another seed."""
         self.world.draw_from(seeded_bits(seed))
 
     def fork(self) -> "CrafterEngine":
         return self.with_state(self.capture(), self.step_count, self.last_health)
 
     def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
-        """A new engine with this one's seed and length, in the given state after `step` steps."""
+        """Make an engine with the same seed and length, in the given state after `step` steps."""
         other = CrafterEngine(self.seed_value, length=self.length)
         world, player = rebuild(state)
         world.daylight = daylight_at(step)
@@ -234,7 +233,7 @@ def _refuse_early() -> NoReturn:
 
 def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any: callers may pass anything
     bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-    # bool is a subclass of int, but True is no sensible seed.
+    # bool is a subclass of int, but True is a mistake.
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be an int {bounds}, got {value!r}")
@@ -246,4 +245,4 @@ class NotReset(RuntimeError):
 
 
 class EpisodeOver(RuntimeError):
-    """The episode has ended; call reset(). (Stock crafter lets a dead player walk on.)"""
+    """The episode has ended; call reset(). (In stock crafter a dead player continues.)"""

@@ -74,7 +74,7 @@ class CrafterEnvironment:
         return self._observe(0.0, prompt.NO_NEWS)
 
     def snapshot(self) -> bytes:
-        """The game in about 8 KB, and what is remembered; raises EpisodeOver before the first reset."""
+        """Return the game (about 8 KB) and the map memory. Raises EpisodeOver before the first reset."""
         reward, news = self._last
         memory = self._memory.snapshot() if self._memory else None
         return pack(started(self._engine), reward=reward, news=news, memory=memory)
@@ -86,7 +86,7 @@ class CrafterEnvironment:
                 f"the snapshot's episode is {engine.length} env steps long, this environment's "
                 f"config.length is {self.config.length}"
             )
-        if self._memory is not None:  # a snapshot without one begins to remember here
+        if self._memory is not None:  # without a memory in the snapshot, begin with an empty one
             self._memory = MapMemory()
             if memory is not None:
                 self._memory.restore(memory)
@@ -133,14 +133,14 @@ class CrafterEnvironment:
         )
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture of the current game, as stock crafter draws it; only for people.
+        """Draw the game like stock crafter, [height, width, 3]; only for people.
 
-        A side shorter than 9 pixels is a ValueError.
+        Raises ValueError for a side shorter than 9 pixels.
         """
         return started(self._engine).frame(width, height)
 
     def outcome_reward(self) -> float:
-        """The number of unique achievements so far; 0 before the first reset."""
+        """Count the unique achievements so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
     def _require_running(self) -> CrafterEngine:
@@ -162,11 +162,11 @@ class CrafterEnvironment:
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         engine = started(self._engine)
         self._last, view, player = (reward, news), engine.view(), engine.player
-        # Table and furnace are near in crafting range. On the world's left and top edge Crafter finds none
-        # (a quirk that the engine keeps).
+        # Table and furnace are "near" within crafting range, but never at the world's left and top edge (a
+        # quirk of stock).
         above, middle, below = view.materials[2:5]
         around = () if 0 in engine.position else (*above[3:6], *middle[3:6], *below[3:6])
-        # Plain JSON, and never more than the 9x7 view and the status bar show.
+        # Plain JSON, with no more information than the 9x7 view and the status bar show.
         data = {
             "rows": [*map(list, view.rows)],
             "facing": [*player.facing],
@@ -191,7 +191,7 @@ class CrafterEnvironment:
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
-    """The reward of each env step that ran, and whether the last one had an effect."""
+    """Execute actions; return the reward of each env step, and whether the last one had an effect."""
     rewards: list[float] = []
     has_effect, state = False, _visible_state(engine)
     for action in actions:
@@ -204,10 +204,10 @@ def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bo
 
 
 def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
-    """The state that an action can change, to see whether it had an effect.
+    """Return the state that shows whether an action had an effect.
 
-    It leaves out the vitals, which change by themselves. The counters show a drink at nine or a tenth stone,
-    and the health in front shows a hit.
+    Vitals are left out, because they change by themselves. The counters show a drink at nine or a tenth
+    stone, and the health of the faced creature shows a hit.
     """
     player = engine.player
     counts = tuple(player.achievements.values())

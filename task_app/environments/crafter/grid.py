@@ -1,8 +1,8 @@
 """The 64x64 world as flat indices: cells with a border, chunks, materials by number.
 
-A cell is one integer, `(y + PAD) * STRIDE + x + PAD`. The border of PAD cells on each side holds the material
-0 ('void') and no creature, so that looking around needs no test for the edge of the world; PAD is half the
-width of a player's view.
+A cell is the integer `(y + PAD) * STRIDE + x + PAD`. The border of PAD cells on each side has the material 0
+('void') and no creature, so that no code must test for the edge of the world. PAD is half the width of the
+view.
 """
 
 from task_app.environments.crafter.rules import MATERIALS, RULES
@@ -13,7 +13,7 @@ STRIDE = AREA + 2 * PAD
 CELLS = STRIDE * STRIDE
 CENTER = AREA // 2
 
-# In the order of stock's `all_dirs`, which a random number indexes.
+# In the order of stock's `all_dirs`, which random numbers index.
 FACINGS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
 DIRECTIONS = tuple(FACINGS.values())
 SIDES = {vector: name for name, vector in FACINGS.items()}
@@ -24,28 +24,28 @@ MATERIAL_IDS: dict[str, int] = {name: number for number, name in enumerate(MATER
 MATERIAL_COUNT = len(MATERIAL_NAMES)
 
 CHUNK_SIZE = 12
-CHUNKS_PER_SIDE = -(-AREA // CHUNK_SIZE)  # 6; the last one of a row is only 4 cells wide
+CHUNKS_PER_SIDE = -(-AREA // CHUNK_SIZE)  # 6; the last chunk of a row is only 4 cells wide
 CHUNK_COUNT = CHUNKS_PER_SIDE**2
 
 
 def cell_at(x: int, y: int) -> int:
-    """Index of the cell at column x, row y, which may lie up to PAD cells outside the world."""
+    """Return the index of the cell at column x, row y, which may lie up to PAD cells outside the world."""
     return (y + PAD) * STRIDE + x + PAD
 
 
 def material_flags(*names: str) -> bytes:
-    """[MATERIAL_COUNT] 1 for the named materials, else 0: the fastest membership test."""
+    """Return [MATERIAL_COUNT] flags, 1 for the named materials, for the fastest membership test."""
     return bytes(name in names for name in MATERIAL_NAMES)
 
 
 def chunk_bounds(chunk: int) -> tuple[int, int, int, int]:
-    """(xmin, xmax, ymin, ymax) of a chunk in stock's form; the upper ends are exclusive."""
+    """Return (xmin, xmax, ymin, ymax) of a chunk; the upper ends are exclusive, as in stock."""
     column, row = divmod(chunk, CHUNKS_PER_SIDE)
     xmin, ymin = column * CHUNK_SIZE, row * CHUNK_SIZE
     return xmin, min(xmin + CHUNK_SIZE, AREA), ymin, min(ymin + CHUNK_SIZE, AREA)
 
 
-# Cells of each chunk, x before y: the order in which stock numbers free cells to draw one for a spawn.
+# Cells of each chunk, x before y: stock numbers free cells in this order when it draws one for a spawn.
 CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(
     tuple(cell_at(x, y) for x in range(xmin, xmax) for y in range(ymin, ymax))
     for xmin, xmax, ymin, ymax in map(chunk_bounds, range(CHUNK_COUNT))

@@ -1,9 +1,9 @@
-"""The facts of a view, which the compact text states and the scripted teacher uses.
+"""The facts of a view, for the compact text and the scripted teacher. Pure.
 
-All functions are pure and read only `Observation.data`, so they know no more than a player sees.
+All functions read only `Observation.data`, so they use only what a player sees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -26,20 +26,20 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Things to walk up to, in the order of the compact text; a crowded view loses the last ones.
+# Things to walk to, in the order of the compact text, which omits the last ones of a crowded view.
 THINGS = (
     "zombie", "skeleton", "arrow", "cow", "water", "tree", "stone", "coal", "iron", "diamond", "table",
     "furnace", "ripe-plant", "plant",
 )  # fmt: skip
-# Free cells to face: grass for saplings, any ground to build on. `way` leads out of view.
+# Free cells to face: grass for saplings, any ground for building. `way` leads out of view.
 PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GROUND}
 KINDS = ("way", *PLACES, *THINGS)
-# A walk is shown up to the leg that completes this many cells; a short decision goes no further.
+# A shown walk ends with the leg that completes this many cells, because a decision covers no more.
 MAX_CELLS = 4
-# A player with memory visits known things beyond these only if nothing nearer is worth it.
+# A player with memory visits known things beyond this distance only if no nearer thing is useful.
 NEAR_CELLS = 6
 _VIEW = tuple(cell_at(x, y) for y in range(ROWS) for x in range(COLUMNS))
-# By a direction: the cells of the view's edge there.
+# The cells of the view's edge in each direction.
 _EDGES = {
     (dx, dy): frozenset(
         cell_at(x, y)
@@ -53,53 +53,57 @@ _EDGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The statements of the compact text as values; the memoryless teacher reads nothing else."""
+    """The content of the compact text as values; a teacher without memory reads nothing else."""
 
     inventory: Mapping[str, int]
-    """All 16 item counts, among them health, food, drink and energy."""
+    """All 16 item counts, including health, food, drink and energy."""
     achievements: frozenset[str]
-    """Unlocked so far."""
+    """Names of the unlocked achievements."""
     facing: str
     """Name of the direction in which the player looks."""
     target: str
-    """The name of the faced cell."""
+    """Name of the faced cell."""
     neighbours: Mapping[str, str]
-    """The names of the cells left, right, up and down."""
+    """Names of the cells left, right, up and down."""
     near: frozenset[str]
-    """Whichever of table and furnace is in crafting range."""
+    """`table` and `furnace`, if they are in crafting range."""
     walks: Mapping[str, Walk]
-    """The way to the nearest thing or place; none for a faced or unreachable one."""
+    """The walk to the nearest thing or place of each kind, unless it is faced or unreachable."""
     lava: tuple[Leg, ...]
-    """Offset of the nearest visible lava, in cells across and then down; no walk."""
+    """Offset of the nearest visible lava, in cells across and then down; this is not a walk."""
     sleeping: bool
-    """Actions are ignored until the player wakes up."""
+    """Whether actions are ignored until the player wakes up."""
     dark: bool
-    """It is night."""
 
 
 def read_facts(data: Mapping[str, Any]) -> Facts:
-    """The facts in an `Observation.data` of Crafter, from its view alone."""
+    """Read the facts of the view in an `Observation.data` of Crafter."""
     rows = tuple(map(tuple, data["rows"]))
     return make_facts(data, *view_walks(rows, facing_name(data), can_dig=can_dig(data)))
 
 
-# The text and the teacher read each view once, and a view where nothing moves comes again.
+# Cached, because text and teacher both read each view, and views without movement repeat.
 @lru_cache(maxsize=1024)
 def view_walks(
     rows: tuple[tuple[str, ...], ...], facing: str, *, can_dig: bool
 ) -> tuple[Ground, Mapping[str, Walk]]:
-    """The cells of a view, [7][9] names, around the player, and its walks, which are cached."""
+    """Return the cells of a view, given as [7][9] names, and the walks in it."""
     cells = dict(zip(_VIEW, chain.from_iterable(rows), strict=True))
     ground = Ground(cells, player=cell_at(*CENTRE), facing=facing)
     trails = find_trails(ground, can_dig=can_dig)
     walks = landmark_walks(ground, trails, max_cells=MAX_CELLS)
-    way = _way_on(ground, trails)
+    way = _find_exit(ground, trails)
     if way is not None:
         walks["way"] = walk_to(ground, trails, way, max_cells=MAX_CELLS)
     return ground, walks
 
 
 def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk]) -> Facts:
+    lava: tuple[Leg, ...] = ()
+    if any("lava" in row for row in data["rows"]):
+        dx, dy = nearest_offsets(data["rows"], without=())["lava"]
+        across = (Leg("left" if dx < 0 else "right", abs(dx)),) if dx else ()
+        lava = (*across, *((Leg("up" if dy < 0 else "down", abs(dy)),) if dy else ()))
     return Facts(
         inventory=data["inventory"],
         achievements=frozenset(data["achievements"]),
@@ -108,20 +112,10 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
         neighbours={name: ground.at(step(ground.player, name)) for name in FACINGS},
         near=frozenset(data["near"]),
         walks=walks,
-        lava=_nearest_lava(data["rows"]),
+        lava=lava,
         sleeping=data["sleeping"],
         dark=data["dark"],
     )
-
-
-def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
-    """The offset of the nearest lava in view; among equally near ones the first row by row."""
-    if not any("lava" in row for row in rows):  # as in most views
-        return ()
-    dx, dy = nearest_offsets(rows, without=())["lava"]
-    across = (Leg("left" if dx < 0 else "right", abs(dx)),) if dx else ()
-    along = (Leg("up" if dy < 0 else "down", abs(dy)),) if dy else ()
-    return across + along
 
 
 def facing_name(data: Mapping[str, Any]) -> str:
@@ -134,7 +128,7 @@ def can_dig(data: Mapping[str, Any]) -> bool:
 
 
 def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[str, Walk]:
-    """The walk to the nearest reachable thing or place of every kind."""
+    """Find the walk to the nearest reachable thing or place of every kind."""
     cells: dict[str, Cell] = nearest(ground, trails, THINGS)
     for kind, names in PLACES.items():
         if (cell := nearest_facing(ground, trails, names)) is not None:
@@ -142,8 +136,8 @@ def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[st
     return {kind: walk_to(ground, trails, cell, max_cells=max_cells) for kind, cell in cells.items()}
 
 
-def _way_on(ground: Ground, trails: Trails) -> Cell | None:
-    """The nearest free cell at the view's edge: preferably straight ahead, then to a side, then back."""
+def _find_exit(ground: Ground, trails: Trails) -> Cell | None:
+    """Find the nearest free cell at the view's edge: preferably ahead, then to a side, then behind."""
     free = [cell for cell in trails if ground.cells[cell] in GROUND]
     dx, dy = FACINGS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):

@@ -1,4 +1,4 @@
-"""The part of three-dimensional OpenSimplex noise that no seed changes, for many points at once.
+"""The part of three-dimensional OpenSimplex noise that does not depend on the seed, for many points at once.
 
 The noise at a point is a sum over the lattice points around it,
 
@@ -8,8 +8,8 @@ with d_k the offset from lattice point k. Only the gradients g_k depend on the s
 lattice points, offsets and weights once. Operations and their order are those of the package `opensimplex`
 (`_noise3`), so results are equal to the last bit; tests compare them.
 
-Names: N points; K = 8 slots, the largest number of lattice points for one point; o an integer lattice offset
-from the cell's origin.
+Names: N points; K = 8 slots, the largest number of lattice points per point; o an integer lattice offset from
+the cell's origin.
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ SQUISH = 1.0 / 3
 
 Offset = tuple[int, int, int]
 
-# Lattice offsets in the order of the sum, for the three regions of a cell: the tetrahedron at (0,0,0), the
-# one at (1,1,1), the octahedron between. Two extra points follow; they depend on the place in the region.
+# Lattice offsets in the order of the sum, for the three regions of a cell: the tetrahedra at (0,0,0) and
+# (1,1,1), and the octahedron between. Two extra points follow; they depend on the position in the region.
 NEAR_CORNERS: tuple[Offset, ...] = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
 FAR_CORNERS: tuple[Offset, ...] = ((1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1))
 MIDDLE_CORNERS: tuple[Offset, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1))
 SLOTS = 8
 
-# Extra points by the bit set c (x = 1, y = 2, z = 4) of the axes that decide; a pair each.
+# Two extra points for each bit set c (x = 1, y = 2, z = 4) of axes.
 NEAR_EXTRAS: dict[int, tuple[Offset, Offset]] = {  # near (0,0,0) itself: c is the closest other corner
     1: ((1, -1, 0), (1, 0, -1)),
     2: ((-1, 1, 0), (0, 1, -1)),
@@ -56,18 +56,18 @@ ACROSS: dict[int, Offset] = {6: (-1, 1, 1), 5: (1, -1, 1), 3: (1, 1, -1)}
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """Everything about N points that no seed changes; unused slots have weight 0."""
+    """The seed-independent values of N points; unused slots have weight 0."""
 
     corners_KN3: Ints
     """[K, N, 3] lattice points, in the order of the sum."""
     offset_KN3: Floats
     """[K, N, 3] offset of the point from each lattice point."""
     weight_KN: Floats
-    """[K, N] weight of each, 0.0 if it is too far away."""
+    """[K, N] weight of each lattice point; 0.0 if it is too far away."""
 
 
 def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
-    """The lattice points that contribute to the noise at the points (x, y, z)."""
+    """Find the lattice points that contribute to the noise at the points (x, y, z)."""
     stretch = (x_N + y_N + z_N) * STRETCH
     stretched = [axis + stretch for axis in (x_N, y_N, z_N)]
     base = [np.floor(axis) for axis in stretched]
@@ -75,8 +75,8 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
     d0_N3 = np.stack([p - (b + squish) for p, b in zip((x_N, y_N, z_N), base, strict=True)], axis=-1)
     inside = [axis - b for axis, b in zip(stretched, base, strict=True)]
     o_KN3, late_KN3, used_KN = _slots(*inside)
-    # The package writes d0 - o - m * SQUISH, m being the sum of the offset; in a few places a part of o is
-    # subtracted only afterwards, which rounds differently.
+    # The package computes d0 - o - m * SQUISH, where m is the sum of the offset; in a few cases it subtracts
+    # a part of o last, which rounds differently.
     squishes_KN1 = (o_KN3.sum(-1, keepdims=True) * SQUISH).astype(np.float64)
     offset_KN3 = d0_N3 - (o_KN3 - late_KN3) - squishes_KN1 - late_KN3
     dx, dy, dz = offset_KN3[..., 0], offset_KN3[..., 1], offset_KN3[..., 2]
@@ -88,7 +88,7 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 
 
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
-    """Offsets o [K, N, 3], the part that is subtracted late, and which slots are used [K, N]."""
+    """Return offsets o [K, N, 3], the part of them that is subtracted last, and the used slots [K, N]."""
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
     tetrahedra_N = np.where(near, _near_case(x_N, y_N, z_N, total), _far_case(x_N, y_N, z_N, total))
@@ -101,8 +101,8 @@ def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
     )
 
 
-# A case is one number for "which region, which extra points". Near: c. Far: 8 + c. Middle: 16 + 8 * e0 + e1,
-# where e0 and e1 name the first and second extra point as listed in MIDDLE_FIRST and MIDDLE_SECOND.
+# A case is a number for a region and its extra points. Near: c. Far: 8 + c. Middle: 16 + 8 * e0 + e1, where
+# e0 and e1 are the indices of the two extra points in MIDDLE_FIRST and MIDDLE_SECOND.
 FAR_CASES, MIDDLE_CASES = 8, 16
 MIDDLE_FIRST: tuple[Offset, ...] = ((0, 0, 0), (1, 1, 1), ACROSS[6], ACROSS[5], ACROSS[3])
 MIDDLE_SECOND: tuple[Offset, ...] = (*ALONG.values(), *ACROSS.values())
@@ -123,7 +123,7 @@ def _case_tables() -> tuple[Ints, Ints, Bools]:
         fill(c, NEAR_CORNERS + extras)
     for c, extras in FAR_EXTRAS.items():
         fill(FAR_CASES + c, FAR_CORNERS + extras)
-    late_CK3[FAR_CASES + 3, 5, 1] = 1  # y of these two is written as 1 and raised by 1 later
+    late_CK3[FAR_CASES + 3, 5, 1] = 1  # the package first uses y = 1 for these two, then adds 1
     late_CK3[FAR_CASES + 6, 4, 1] = 1
     for e0, first in enumerate(MIDDLE_FIRST):
         for e1, second in enumerate(MIDDLE_SECOND):

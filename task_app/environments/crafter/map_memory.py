@@ -1,4 +1,4 @@
-"""A player's memory of the map: every cell ever seen, so that walks reach beyond the view."""
+"""A player's memory of the map: all seen cells, so that walks can lead beyond the view."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# A creature walks on once it is out of sight; its cell is then assumed to be free.
+# Ground that is assumed under a creature, which walks away when it is out of sight.
 _GROUND_UNDER = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
 _WHOLE_WALK = 10_000
 _TURN_BACK_COST = 4
@@ -33,7 +33,7 @@ _Coordinate = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 
 
 class SeenCells(Body):
-    """A memory as JSON: the env step of the last view, and the name of each cell, by place."""
+    """A memory as JSON: the env step of the last view, and x, y and name of each cell."""
 
     step: int = Field(ge=0)
     cells: list[tuple[_Coordinate, _Coordinate, Annotated[str, Field(max_length=100)]]] = Field(
@@ -42,14 +42,14 @@ class SeenCells(Body):
 
 
 class MapMemory:
-    """Cells by absolute position, as they were last seen."""
+    """The last seen name of each cell, by absolute position."""
 
     def __init__(self) -> None:
         self._cells: dict[Cell, str] = {}
         self._step = 0
 
     def facts(self, data: Mapping[str, Any]) -> Facts:
-        """The facts of this view, with walks to the nearest known things, in view or remembered."""
+        """Return the facts of a view, with walks to the nearest visible or remembered things."""
         x, y = data["position"]
         if data["step"] == 0 or data["step"] < self._step:
             self._cells = {}  # a new episode
@@ -63,7 +63,7 @@ class MapMemory:
         ground = Ground(self._cells | view, player=cell_at(x, y), facing=facing_name(data))
         trails = find_trails(ground, can_dig=can_dig(data))
         walks = landmark_walks(ground, trails, max_cells=_WHOLE_WALK)
-        way = _frontier(ground, trails)
+        way = _find_frontier(ground, trails)
         if way is not None:
             walks["way"] = walk_to(ground, trails, way, max_cells=_WHOLE_WALK)
         self._cells |= {cell: _GROUND_UNDER.get(name, name) for cell, name in view.items()}
@@ -73,7 +73,7 @@ class MapMemory:
         return {"step": self._step, "cells": [[*locate(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:
-        """Replace the memory; ValueError if the state comes from no `snapshot`."""
+        """Replace the memory by the state of a `snapshot`. Raises ValueError for any other state."""
         try:
             memory = SeenCells.model_validate(state)
         except ValidationError as exc:
@@ -82,8 +82,8 @@ class MapMemory:
         self._cells = {cell_at(x, y): name for x, y, name in memory.cells}
 
 
-def _frontier(ground: Ground, trails: Trails) -> Cell | None:
-    """A near free cell that borders on unknown cells, rather ahead than behind."""
+def _find_frontier(ground: Ground, trails: Trails) -> Cell | None:
+    """Find a near free cell next to unknown cells, preferably ahead of the player."""
     dx, dy = FACINGS[ground.facing]
     px, py = locate(ground.player)
 

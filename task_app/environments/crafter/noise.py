@@ -1,7 +1,8 @@
 """The thirteen noise layers of a Crafter world, for any seed.
 
-They equal `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, about 300 times faster: each
-process computes the geometry of the fixed 64x64 points once (`geometry`), and a seed only permutes gradients.
+They equal `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, and are computed about 300
+times faster: each process computes the geometry of the 64x64 points once (`geometry`); a seed only permutes
+gradients.
 
 Names: N = 4096 cells, x before y as in stock; P distinct lattice points; K slots of the sum.
 """
@@ -15,7 +16,7 @@ import numpy as np
 from task_app.environments.crafter.grid import AREA
 from task_app.environments.crafter.lattice import Floats, Ints, lattice_around
 
-# Stock's z and size of each layer; _layer_points shows how x and y are divided.
+# Stock's z and size of each layer; see _layer_points for x and y.
 LAYERS: dict[str, tuple[float, float]] = {
     "start": (8, 3),
     "water_15": (3, 15),
@@ -32,7 +33,7 @@ LAYERS: dict[str, tuple[float, float]] = {
     "tree": (5, 7),
 }
 NORM = 103
-# The first worlds of a process are made on many threads at once, and each of them would compute the geometry.
+# Otherwise many threads, each with a first world of the process, would all compute the geometry.
 _ONE_AT_A_TIME = threading.Lock()
 MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407
 WORD = 1 << 64
@@ -47,7 +48,7 @@ GRADIENTS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's sum: lattice point, offset and weight of each slot; unused slots have weight 0."""
+    """Lattice point, offset and weight of each slot of a layer's sum; unused slots have weight 0."""
 
     point_KN: Ints
     dx_KN: Floats
@@ -67,7 +68,7 @@ class Geometry:
 
 
 def noise_layers(seed: int) -> dict[str, Floats]:
-    """[N] noise at every cell by layer name, in about -0.9 .. 0.9, before weights and normalisation.
+    """Compute the noise [N] at every cell by layer, about -0.9 .. 0.9, without weights and normalisation.
 
     The seed is stock's for OpenSimplex, 0 .. 2**31 - 2.
     """
@@ -84,11 +85,11 @@ def noise_layers(seed: int) -> dict[str, Floats]:
 def _layer_noise(
     layer: Layer, gradients: tuple[Floats, Floats, Floats], sums: Floats, part: Floats
 ) -> Floats:
-    """sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, added in exactly this order."""
+    """Compute sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, in exactly this order."""
     gx_P, gy_P, gz_P = gradients
     slots = layer.weight_KN.shape[0]
     sums_KN, part_KN = sums[:slots], part[:slots]
-    np.take(gx_P, layer.point_KN, out=sums_KN, mode="clip")  # "clip" only because "raise" would copy
+    np.take(gx_P, layer.point_KN, out=sums_KN, mode="clip")  # no index is clipped; "raise" would copy
     sums_KN *= layer.dx_KN
     for gradient_P, offset_KN in ((gy_P, layer.dy_KN), (gz_P, layer.dz_KN)):
         np.take(gradient_P, layer.point_KN, out=part_KN, mode="clip")
@@ -103,7 +104,7 @@ def _layer_noise(
 
 
 def permutation(seed: int) -> Ints:
-    """[256] OpenSimplex's shuffle of 0 .. 255, by its own 64-bit congruential generator."""
+    """Return OpenSimplex's shuffle of 0 .. 255, [256], by its own 64-bit congruential generator."""
     for _ in range(3):
         seed = (seed * MULTIPLIER + INCREMENT) % WORD
     source = list(range(256))
@@ -119,11 +120,11 @@ def permutation(seed: int) -> Ints:
 
 @functools.lru_cache(maxsize=1)
 def geometry() -> Geometry:
-    """The geometry of the fixed grid, computed at the first world of a process (0.15 s)."""
+    """Compute the geometry of the 64x64 points, once per process (0.15 s)."""
     points = [_layer_points(name) for name in LAYERS]
     x_LN, y_LN, z_LN = (np.concatenate([p[axis] for p in points]) for axis in range(3))
     lattice = lattice_around(x_LN, y_LN, z_LN)
-    # Slots of weight 0 go last and the others keep their order; most points need fewer than 8.
+    # Move slots of weight 0 to the end; most points need fewer than 8.
     order_K = np.argsort(lattice.weight_KN == 0, axis=0, kind="stable")
     weight_K = np.take_along_axis(lattice.weight_KN, order_K, 0)
     offset_K3 = np.take_along_axis(lattice.offset_KN3, order_K[..., None], 0)
@@ -134,12 +135,12 @@ def geometry() -> Geometry:
     layers = {}
     for number, name in enumerate(LAYERS):
         cells = slice(number * AREA * AREA, (number + 1) * AREA * AREA)
-        layers[name] = _layer(point_K[:, cells], offset_K3[:, cells], weight_K[:, cells])
+        layers[name] = _make_layer(point_K[:, cells], offset_K3[:, cells], weight_K[:, cells])
     return Geometry(keys_P & 255, keys_P >> 8 & 255, keys_P >> 16, layers)
 
 
-def _layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
-    """One layer's part without its unused slots, each array contiguous."""
+def _make_layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
+    """Make a layer without its unused slots and with contiguous arrays."""
     slots = int((weight_KN > 0).sum(0).max())
     dx_KN, dy_KN, dz_KN = (np.ascontiguousarray(offset_KN3[:slots, :, axis]) for axis in range(3))
     point_KN = np.ascontiguousarray(point_KN[:slots], np.int64)
@@ -147,7 +148,7 @@ def _layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
 
 
 def _layer_points(name: str) -> tuple[Floats, Floats, Floats]:
-    """[N] coordinates of a layer's cells, divided in stock's order (tunnels: 2 * x, y / 5, then / size)."""
+    """Return a layer's coordinates [N], divided in stock's order (tunnels: 2 * x, y / 5, then / size)."""
     z, size = LAYERS[name]
     x_N = np.repeat(np.arange(AREA, dtype=np.float64), AREA)
     y_N = np.tile(np.arange(AREA, dtype=np.float64), AREA)

@@ -1,7 +1,7 @@
-"""Creatures, arrows and plants make the same decisions from the same draws as in stock crafter 1.8.3.
+"""Creatures, arrows and plants, which decide by the same random draws as in stock crafter 1.8.3.
 
-A thing may act once more in the update that removes it ("a killed creature still acts once"); `removed` keeps
-that last act from moving anything.
+A thing may act once more in the update that removes it ("a killed creature still acts once"); `removed`
+prevents this last act from moving anything.
 """
 
 from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
@@ -15,7 +15,7 @@ RIPE_AFTER = 300
 
 
 class Being(Interactive):
-    """A thing with health; `counter` names the further counter of those that have one, which starts at 0."""
+    """A thing with health; `counter` names a further counter, which starts at 0, if the class has one."""
 
     __slots__ = ("health",)
     start_health: int
@@ -34,7 +34,7 @@ class Being(Interactive):
         raise NotImplementedError
 
     def extra(self) -> tuple[int, ...]:
-        """Hidden state besides place and health, for fingerprints and snapshots."""
+        """Return the hidden state except position and health, for fingerprints and snapshots."""
         return (getattr(self, self.counter),) if self.counter else ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:
@@ -44,14 +44,14 @@ class Being(Interactive):
 
 
 def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
-    """Unit step along the longer (or shorter) axis of the offset (dx, dy); in a tie y counts as longer."""
+    """Return a unit step along the longer (or shorter) axis of (dx, dy); in a tie, y counts as longer."""
     if (abs(dx) > abs(dy)) == long_axis:
         return (dx > 0) - (dx < 0), 0
     return 0, (dy > 0) - (dy < 0)
 
 
 class Creature(Being):
-    """A being that the player's blows kill, for which `achievement` counts."""
+    """A being that the player can kill, which counts as `achievement`."""
 
     __slots__ = ()
     achievement: str
@@ -84,7 +84,7 @@ class Cow(Creature):
 
 
 class Zombie(Creature):
-    """Hunts within 8 cells, and hits a neighbour for 2 (7 if asleep) with a cooldown of 5."""
+    """Hunts the player within 8 cells, and hits a neighbouring one for 2 (7 if asleep), every 5 steps."""
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE
@@ -188,7 +188,6 @@ class Plant(Being):
 
     @property
     def ripe(self) -> bool:
-        """Whether it can be eaten; a ripe plant also looks different."""
         return self.grown > RIPE_AFTER
 
     @property
@@ -204,7 +203,7 @@ class Plant(Being):
             world.remove(self)
 
     def acted_on(self, player: Player, damage: int) -> None:
-        if self.ripe:  # an unripe plant takes no harm from the player
+        if self.ripe:  # the player cannot hurt an unripe plant
             self.grown = 0
             player.inventory["food"] += 4
             player.achievements["eat_plant"] += 1

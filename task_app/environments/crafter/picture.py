@@ -1,7 +1,7 @@
-"""The picture that stock would draw: map, creatures, night, inventory. Only people need it, never a step.
+"""Draws the picture of stock crafter, with map, creatures, night and inventory, for people.
 
-Stock's own view classes draw it from a stand-in for its world. The night's noise comes from a copy of the
-generator; stock uses the game's own, so there an extra picture changes the game.
+Stock's own view classes draw it from a stand-in for stock's world. The night's noise comes from a copy of the
+random generator; in stock, an extra picture changes the game, because it uses the game's own generator.
 """
 
 import functools
@@ -26,13 +26,13 @@ ITEM_ROWS = 2  # rows of 9 cells for the 16 items, below the map
 
 @functools.lru_cache(maxsize=1)
 def _textures() -> Any:
-    """All textures, read at the first picture of a process (30 ms) and shared by all engines."""
+    """Read all textures (30 ms), once per process."""
     return stock.Textures(constants.root / "assets")
 
 
 @functools.lru_cache(maxsize=8)
 def _vignette(shape: tuple[int, ...], stddev: float) -> Any:
-    """Stock's mask of the dark rim; stock's own cache would keep every view object alive."""
+    """Make stock's mask of the dark rim; stock's own cache would keep every view object alive."""
     return stock.LocalView._vignette.__wrapped__(None, shape, stddev)
 
 
@@ -42,7 +42,7 @@ class _MapView(stock.LocalView):  # type: ignore[misc]  # crafter has no types
 
 
 class _World:
-    """A world in the form that stock's view reads; `random` is a copy."""
+    """A world in the form of stock's; `random` is a copy."""
 
     area = (AREA, AREA)
 
@@ -69,9 +69,9 @@ def _texture_name(thing: Thing) -> str:
 
 
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
-    """[height, width, 3] RGB picture of the game, as stock's `render((width, height))` draws it.
+    """Draw an RGB picture of the game like stock's `render((width, height))`, [height, width, 3].
 
-    Each side has at least 9 pixels, otherwise ValueError; 9x9 equal cells are centred in it.
+    9x9 equal cells are centred in it. Raises ValueError if a side is shorter than 9 pixels.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")

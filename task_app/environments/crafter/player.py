@@ -1,6 +1,6 @@
-"""The player: its open and hidden counters, and the effects of the 17 actions.
+"""The player: its visible and hidden counters, and the effects of the 17 actions.
 
-It reproduces the `Player` of stock crafter 1.8.3, with the same draws and quirks.
+It reproduces the `Player` of stock crafter 1.8.3, with the same random draws and quirks.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,28 +21,28 @@ SMALLEST_MAX = min(ITEM_MAX.values())
 ENERGY_MAX = ITEM_MAX["energy"]
 SLEEP = ACTIONS.index("sleep")
 LAVA, WATER = MATERIAL_IDS["lava"], MATERIAL_IDS["water"]
-# Damage of a blow with the best sword; 1 with bare hands.
+# Damage of a blow with each sword; 1 without a sword.
 SWORDS = (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5))
 
 
 class Interactive(Thing):
-    """A thing that the player can act on; it decides what happens."""
+    """A thing on which the player can act."""
 
     __slots__ = ()
 
     def acted_on(self, player: "Player", damage: int) -> None:
-        """Suffer the player's action with a blow of `damage`."""
+        """React to the player's action, a blow of `damage`."""
 
 
 class Player(Thing):
     """The player.
 
     Attributes:
-        inventory: the 16 item counts; health, food, drink and energy are items too.
+        inventory: the 16 item counts, including health, food, drink and energy.
         achievements: the 22 counters, which only grow.
         facing: (dx, dy) of the last direction walked or tried.
-        sleeping: then the next step is `sleep`, whatever the action.
-        last_health, hunger, thirst, fatigue, recover: stock's hidden counters; multiples of 0.5 while asleep.
+        sleeping: whether the next step executes `sleep` instead of its action.
+        last_health, hunger, thirst, fatigue, recover: stock's hidden counters, in multiples of 0.5.
     """
 
     kind = PLAYER
@@ -73,12 +73,12 @@ class Player(Thing):
         self._update_life_stats()
         self._degen_or_regen_health()
         amounts = self.inventory.values()
-        # Nearly every step changes nothing here, and two built-in calls find that faster than a loop.
+        # Nearly always nothing is out of bounds, which two built-in calls detect faster than a loop.
         if max(amounts) > SMALLEST_MAX or min(amounts) < 0:
             for name, amount in self.inventory.items():
                 self.inventory[name] = max(0, min(amount, ITEM_MAX[name]))
         health = self.inventory["health"]
-        if health < self.last_health:  # woken by pain, which is no wake_up achievement
+        if health < self.last_health:  # damage wakes the player up, without the achievement wake_up
             self.sleeping = False
         self.last_health = health
 
@@ -114,11 +114,11 @@ class Player(Thing):
             inventory["health"] = max(0, inventory["health"] - 1)
 
     def target_cell(self) -> int:
-        """Index of the faced cell; it may lie one cell outside the world."""
+        """Return the index of the faced cell, which may lie one cell outside the world."""
         return self.cell + self.facing[0] + self.facing[1] * STRIDE
 
     def walk(self, world: World, direction: tuple[int, int]) -> None:
-        """Face `direction` and step there if free. Lava lets the player in and kills."""
+        """Face `direction` and step there if the cell is free; lava is free and kills."""
         self.facing = direction
         self.try_move(world, direction, PLAYER_WALKABLE)
         if world.materials[self.cell] == LAVA:
@@ -142,7 +142,7 @@ class Player(Thing):
         if rule is None or not self._holds(rule.requires):
             return
         world.set_material(target, MATERIAL_IDS[rule.leaves])
-        # The draw happens even at probability 1, or all later draws would shift.
+        # Draw even at probability 1, as stock does: otherwise all later draws would differ.
         if world.uniform() <= rule.probability:
             for name, amount in rule.receives.items():
                 self.inventory[name] += amount
@@ -173,7 +173,7 @@ class Player(Thing):
             self.achievements[f"make_{name}"] += 1
 
     def _materials_nearby(self, world: World) -> set[int]:
-        # Quirk of stock: its slice from x - 1 = -1 is empty, so at the left and top edge nothing is nearby.
+        # Quirk of stock: a slice from x - 1 = -1 is empty, so nothing is nearby at the left and top edge.
         if self.x == 0 or self.y == 0:
             return set()
         columns = 2 if self.x == AREA - 1 else 3
@@ -188,7 +188,7 @@ class Player(Thing):
         return all(self.inventory[name] >= amount for name, amount in needs.items())
 
     def _use(self, uses: Mapping[str, int]) -> bool:
-        """Use items up if all are there; return whether they were."""
+        """Use up items if the player has all of them; return whether it has."""
         if not self._holds(uses):
             return False
         for name, amount in uses.items():
@@ -199,8 +199,8 @@ class Player(Thing):
 Handler = Callable[[Player, World], None]
 
 
-def _handler(action: str) -> Handler:
-    """The effect of an action of data.yaml, by the first word of its name."""
+def _find_handler(action: str) -> Handler:
+    """Return the effect of an action of data.yaml, by the first word of its name."""
     verb, _, name = action.partition("_")
     if action == "noop":
         return lambda player, world: None
@@ -215,5 +215,5 @@ def _handler(action: str) -> Handler:
     return lambda player, world: player.make(world, name, RULES.make[name])
 
 
-HANDLERS: tuple[Handler, ...] = tuple(_handler(action) for action in ACTIONS)
+HANDLERS: tuple[Handler, ...] = tuple(_find_handler(action) for action in ACTIONS)
 COLLECT: tuple[CollectRule | None, ...] = tuple(RULES.collect.get(name) for name in MATERIAL_NAMES)

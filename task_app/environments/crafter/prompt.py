@@ -1,4 +1,4 @@
-"""The messages and the tool of Crafter for models, and the actions in their tool calls.
+"""The messages and the tool of Crafter for models, and the reading of their tool calls.
 
 Rules and costs come from the installed game.
 """
@@ -36,7 +36,7 @@ Rules
 
 @cache
 def system_prompt(max_actions: int) -> str:
-    """Rules, true costs, achievements and actions; the same text for every decision."""
+    """Make the system message: rules, costs, achievements and actions; the same for every decision."""
     return "\n\n".join(
         (
             _INTRODUCTION.format(walkable=", ".join(RULES.walkable)),
@@ -73,7 +73,7 @@ def _amounts(items: Mapping[str, int]) -> str:
 
 @cache
 def tool_spec(max_actions: int) -> ToolSpec:
-    """`interact_many(actions)`, the only tool of Crafter."""
+    """Make the specification of `interact_many(actions)`, the only tool of Crafter."""
     description = f"Carry out 1 to {max_actions} Crafter actions in order."
     actions = {
         "type": "array",
@@ -93,45 +93,45 @@ def tool_spec(max_actions: int) -> ToolSpec:
 
 
 def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
-    """The observation, up to three earlier calls (latest first), and the fault of the last call, if any."""
+    """Make the user's message: observation, up to three past calls (latest first), last call's fault."""
     decisions = list(past[: -MAX_PAST - 1 : -1])
     calls = []
     for decision in decisions:
-        line = "; ".join(f"{call.name}: {_arguments(call)}" for call in decision.tool_calls)
+        line = "; ".join(f"{call.name}: {_dump_arguments(call)}" for call in decision.tool_calls)
         calls.append(f"- {line[:CLIP] or 'no call'}")
     lines = [observation_text, "", "Previous tool calls (most recent first):", *(calls or ["- none"])]
     if decisions and (reason := decisions[0].outcome.invalid_reason):
-        lines += ["", f"Your last call was not carried out: {_sentence(reason)} {_NOOP_RAN}"]
+        lines += ["", f"Your last call was not carried out: {_end_sentence(reason)} {_NOOP_RAN}"]
     return "\n".join(lines)
 
 
-def _arguments(call: ToolRequest) -> str:
+def _dump_arguments(call: ToolRequest) -> str:
     if call.arguments is None:
         return call.raw_arguments
-    # A lone surrogate is valid JSON, but could not be sent or stored.
+    # A lone surrogate is valid in JSON, but cannot be sent or stored.
     return encodable(json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False))
 
 
 def result_text(action_names: Sequence[str], news: Mapping[str, Any]) -> str:
-    """The tool's answer: the actions that ran, and their effects."""
+    """Make the tool's result: the executed actions, and their effects."""
     if news["invalid"]:
-        return f"error: {_sentence(news['invalid'])} {_NOOP_RAN}"
+        return f"error: {_end_sentence(news['invalid'])} {_NOOP_RAN}"
     return "; ".join((f"executed: {', '.join(action_names)}", *news_lines(news)))
 
 
-def _sentence(reason: str) -> str:
-    """The reason with a full stop, unless it ends in a question ("Did you mean 'x'?")."""
+def _end_sentence(reason: str) -> str:
+    """Add a full stop, unless the reason ends with a question ("Did you mean 'x'?")."""
     return reason if reason.endswith((".", "?", "!")) else f"{reason}."
 
 
 def news_lines(news: Mapping[str, Any]) -> list[str]:
-    """The effects of the last decision, as short sentences."""
+    """Describe the effects of the last decision in short sentences."""
     change = news["health_change"]
     lines = [f"unlocked {name}" for name in news["unlocked"]]
     if change:
         lines.append(f"health {'rose' if change > 0 else 'fell'} by {abs(change)}")
     if news["invalid"]:
-        # Not "the last action changed nothing", because that action was our noop and not the model's.
+        # Not "the last action changed nothing", because the last action was our noop, not the model's.
         lines.append("the last call was not carried out, one noop was executed instead")
     elif news["no_effect"]:
         lines.append("the last action changed nothing")
@@ -143,15 +143,14 @@ CLIP = 500
 
 
 class InvalidCall(ValueError):
-    """A decision that cannot be carried out; the message is its `invalid_reason`."""
+    """A decision that cannot be executed; the message becomes its `invalid_reason`."""
 
 
 def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_actions: int) -> list[str]:
-    """The actions of all calls of one decision, in order.
+    """Return the actions of all calls of a decision, in order.
 
     Raises:
-        InvalidCall: there is no call, a call is faulty, or all together hold more than `max_actions` actions;
-            none is carried out then.
+        InvalidCall: there is no call, a call is faulty, or the calls have more than `max_actions` actions.
     """
     if not calls:
         raise InvalidCall(f"no tool call; call {TOOL_NAME} once with 1 to {max_actions} actions")

@@ -1,7 +1,7 @@
 """The rules of the installed crafter package, read from its data.yaml.
 
-Papers and other implementations state other costs (for example a table for 1 wood), so prompts and checks
-read them here.
+Papers and other implementations have other costs (for example a table for 1 wood), so prompts and checks use
+these.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CollectRule:
-    """Collecting a material: `requires` must be in the inventory and is not used up, `receives` is gained.
+    """Collecting a material gains `receives`; `requires` must be in the inventory and is not used up.
 
-    `probability` applies to the gain; the material turns into `leaves` either way.
+    `probability` applies to the gain only; the material always becomes `leaves`.
     """
 
     requires: Annotated[Mapping[str, int], Field(validation_alias="require")]
@@ -27,10 +27,9 @@ class CollectRule:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRule:
-    """Placing something on the faced cell, which must be one of `where` and hold no creature; `uses` is used
-    up.
+    """Placing something uses up `uses`; the faced cell must be a material of `where` and have no creature.
 
-    `kind` is 'material' (the cell becomes it) or 'object' (a thing stands on the cell).
+    `kind` is 'material' (the cell's new material) or 'object' (a thing on the cell).
     """
 
     uses: Mapping[str, int]
@@ -40,7 +39,7 @@ class PlaceRule:
 
 @dataclass(frozen=True, slots=True)
 class MakeRule:
-    """Crafting: `uses` is used up; each of `nearby` must be in the 3x3 cells around the player."""
+    """Crafting uses up `uses`; the 3x3 cells around the player must have each material of `nearby`."""
 
     uses: Mapping[str, int]
     nearby: tuple[str, ...]

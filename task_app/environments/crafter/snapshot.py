@@ -1,7 +1,7 @@
-"""A game as bytes, and back: to store it, send it, or start siblings from the same state.
+"""Converts a game to bytes and back, to store it, send it, or start siblings from it.
 
-Never pickle: a snapshot may come from outside, so everything in it is checked before a game is built. It is a
-line of JSON, then the ground (a byte for each cell), then the generator's 624 words (little-endian, 32 bits).
+A snapshot may be foreign, so all of it is checked before a game is built, and it is not a pickle. It is a
+line of JSON, then the ground (a byte per cell), then the generator's 624 words (little-endian, 32 bits).
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ Small = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Counter = Annotated[float, Field(ge=-(2**31), lt=2**31)]
 Steps = Annotated[int, Field(ge=0, lt=2**31)]
 _MATERIALS = bytes(range(1, MATERIAL_COUNT))
-# Length of a thing's list: kind, x, y, health and the numbers of `Being.extra`
+# Length of a thing's list: kind, x, y, health and the numbers of `Being.extra`.
 THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.items()}
 
 
@@ -43,17 +43,14 @@ class News(Body, allow_inf_nan=False):
     invalid: str | None = Field(max_length=100_000)
 
 
-# Fields that the line of JSON has as they stand in `GameState`.
-_OF_STATE = (
+# Fields that the line of JSON copies from `GameState`.
+_STATE_FIELDS = (
     "things", "chunks", "word_position", "place", "facing", "inventory", "achievements", "sleeping", "hidden",
 )  # fmt: skip
 
 
 class Head(Body, allow_inf_nan=False):
-    """The line of JSON; its fields are those of `GameState`, unless described here.
-
-    `reward` (of the last env step) and `news` belong to the last observation.
-    """
+    """The line of JSON: fields of `GameState` and the engine, and the last observation's reward and news."""
 
     format: Literal[1]
     seed: int
@@ -75,16 +72,11 @@ class Head(Body, allow_inf_nan=False):
 
 
 def pack(
-    engine: CrafterEngine,
-    *,
-    reward: float,
-    news: Mapping[str, Any],
-    memory: Mapping[str, Any] | None = None,
+    engine: CrafterEngine, *, reward: float, news: Mapping[str, Any], memory: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The game of `engine`, with reward and news of its last observation; NotReset without a game.
+    """Convert the game of `engine` to bytes. Raises NotReset without a game.
 
-    Args:
-        memory: `MapMemory.snapshot()` of a player that remembers.
+    `reward` and `news` are those of its last observation; `memory` is a `MapMemory.snapshot()`.
     """
     state = engine.capture()
     head = {
@@ -93,11 +85,11 @@ def pack(
         "length": engine.length,
         "step": engine.step_count,
         "last_health": engine.last_health,
-        **{name: getattr(state, name) for name in _OF_STATE},
-        # Ints and halves are both written as floats, so that equal games are equal bytes.
+        **{name: getattr(state, name) for name in _STATE_FIELDS},
+        # Ints are written as floats too, so that equal games give equal bytes.
         "hidden": list(map(float, state.hidden)),
         "reward": reward,
-        # A lone surrogate in a refused call becomes "?", as everywhere in the service.
+        # A lone surrogate in a refused call becomes "?".
         "news": {**news, "invalid": encodable(news["invalid"]) if news["invalid"] else None},
         **({} if memory is None else {"memory": memory}),
     }
@@ -105,10 +97,10 @@ def pack(
 
 
 def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], dict[str, Any] | None]:
-    """An engine that continues the packed game, with its last reward, news and memory, if any.
+    """Make an engine that continues the packed game; also return its last reward, news and memory, if any.
 
     Raises:
-        ValueError: the data is no snapshot, or its game is impossible; the message says where.
+        ValueError: the data is not a snapshot, or its game is impossible.
     """
     line, _, rest = data.partition(b"\n")
     head = state_in(Head, line)
@@ -123,8 +115,8 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], dict[str,
     if ground.translate(None, _MATERIALS):
         raise ValueError(f"snapshot's ground must hold materials 1 .. {MATERIAL_COUNT - 1}")
     _check_things(head)
-    fields = {name: getattr(head, name) for name in _OF_STATE}
-    # In the order of the rules: the picture shows items in the order of this dict.
+    fields = {name: getattr(head, name) for name in _STATE_FIELDS}
+    # In the order of the rules, because the picture shows items in the order of this dict.
     fields["inventory"] = {name: head.inventory[name] for name in RULES.item_max}
     fields["achievements"] = {name: head.achievements[name] for name in ACHIEVEMENTS}
     words = np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32)

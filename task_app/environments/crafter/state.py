@@ -1,7 +1,8 @@
-"""The state of a game as plain values, and back, for fingerprints, copies and snapshots.
+"""Converts a game to plain values and back, for fingerprints, copies and snapshots.
 
-It holds the ground, things in order of creation, order of the chunks, generator (624 words and position), and
-the player with hidden counters. Material counts, chunk membership and daylight follow from these.
+The values are the ground, things in order of creation, order of the chunks, generator (624 words and
+position), and the player with hidden counters. Material counts, chunk membership and daylight follow from
+them.
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ class GameState:
     things: tuple[tuple[int, ...], ...]
     """(kind, x, y, health, *extra) of everything but the player, in order of creation."""
     chunks: tuple[int, ...]
-    """Numbers of the chunks that ever held a thing, in the order of the first one."""
+    """Numbers of the chunks that ever had a thing, in the order of their first thing."""
     words: npt.NDArray[np.uint32]
-    """[624] uint32 of the Mersenne Twister; `word_position` is its place in them."""
+    """[624] uint32 of the Mersenne Twister; `word_position` is its current index."""
     word_position: int
     place: tuple[int, int]
-    """(x, y) of the player, who faces `facing` (dx, dy)."""
+    """(x, y) of the player."""
     facing: tuple[int, int]
+    """(dx, dy) of the player's direction."""
     inventory: dict[str, int]
     achievements: dict[str, int]
     sleeping: bool
@@ -43,7 +45,7 @@ class GameState:
 
 
 def capture(world: World, player: Player) -> GameState:
-    """The state of a game, as a copy."""
+    """Copy the state of a game."""
     padded = np.frombuffer(world.materials, np.uint8).reshape(STRIDE, STRIDE)
     twister = world.bits.state["state"]
     return GameState(
@@ -66,7 +68,7 @@ def capture(world: World, player: Player) -> GameState:
 
 
 def rebuild(state: GameState) -> tuple[World, Player]:
-    """The captured game; the caller must set its daylight."""
+    """Rebuild a captured game; the caller must set its daylight."""
     padded = np.zeros((STRIDE, STRIDE), np.uint8)
     padded[PAD : PAD + AREA, PAD : PAD + AREA] = np.frombuffer(state.ground, np.uint8).reshape(AREA, AREA)
     world = World(bytearray(padded.tobytes()), bits_at(state.words, state.word_position))
@@ -85,15 +87,15 @@ def rebuild(state: GameState) -> tuple[World, Player]:
 
 
 class _ZeroSeed(np.random.bit_generator.ISeedSequence):
-    """Zeros as a seed: the state is set afterwards, and mixing a seed costs a third of a copy."""
+    """A seed of zeros: the state is set later, and mixing a real seed takes a third of a copy's time."""
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:  # numpy reads it word by word
         return [0] * n_words
 
 
 def bits_at(words: npt.NDArray[np.uint32], position: int) -> np.random.MT19937:
-    """A Mersenne Twister set to these 624 words and this position, independent of their owner."""
-    bits = np.random.MT19937(_ZeroSeed())  # type: ignore[arg-type]  # numpy's stub knows no ISeedSequence
-    # numpy reads this word by word too, and a list in half the time.
+    """Make a Mersenne Twister with these 624 words and this position."""
+    bits = np.random.MT19937(_ZeroSeed())  # type: ignore[arg-type]  # numpy's stub lacks ISeedSequence
+    # numpy reads the key word by word, and a list in half the time of an array.
     bits.state = {"bit_generator": "MT19937", "state": {"key": words.tolist(), "pos": position}}
     return bits

@@ -1,7 +1,7 @@
 """The two text styles of an observation, as pure functions of `Observation.data`.
 
-`full` is the usual layout of Crafter task apps. `compact` is for models with under a million parameters: a
-few dozen words of a small closed vocabulary, one token each.
+`full` is the usual layout of Crafter task apps. `compact` has a few dozen words of a small closed vocabulary,
+one token each, for models with under a million parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from task_app.environments.crafter.walks import Leg
 
 MATERIAL_ITEMS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
-# Achievements that the inventory does not show; without them a memoryless policy would repeat them.
+# Achievements that the inventory does not show, so that a policy without memory does not repeat them.
 TODO = (
     "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
@@ -22,16 +22,16 @@ TODO = (
 NEAR = ("table", "furnace")
 NEWS_WORDS = ("hurt", "no-effect", "invalid")
 MAX_WORDS = 60
-# With memory, most kinds of things are known at once.
+# More words, because a player with memory knows most kinds of things.
 MAX_REMEMBERED_WORDS = 110
-# What a leg of this many cells or more says.
+# A longer leg is written with this length.
 LONGEST_LEG = 9
 VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
 LEG_LETTERS = {"left": "L", "right": "R", "up": "U", "down": "D"}
 
 
 def full_text(data: Mapping[str, Any]) -> str:
-    """The state as named lines and the map row by row; the first line of the map is the north."""
+    """Write the state as named lines, and the map row by row from the north."""
     inventory = data["inventory"]
     items = [f"{name}:{count}" for name, count in inventory.items() if count and name != "health"]
     light = "dark (night; zombies may be about)" if data["dark"] else "day"
@@ -58,22 +58,23 @@ def full_text(data: Mapping[str, Any]) -> str:
 
 
 def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> str:
-    """The state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
+    """Write the state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
-    Twenty-five words have fixed places: vitals, light, the faced cell, the four neighbour cells, materials,
-    tools, and what is in crafting range. Achievements still to do, walks, and news follow.
+    Twenty-five words have fixed positions: vitals, light, the faced cell, the four neighbour cells,
+    materials, tools, and table and furnace in crafting range. Achievements still to do, walks, and news
+    follow.
 
         hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
 
-    `water L2 U1` is a walk: two left, then one up, which bumps into the water and so faces it. `xU2` are two
-    cells up through stone: dig each, then enter it. `more`: the walk is longer. The faced cell `@...` has no
-    walk. `grass` and `ground` (to build on) end facing such a cell; `way` leads out of view. `lava R2 D1` is
-    no walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that
-    the last call changed nothing, with `invalid` because it was refused.
+    `water L2 U1` is a walk: two cells left, then one up, which bumps into the water and so faces it. `xU2`
+    means two cells up through stone: dig each, then enter it. `more` means that the walk continues. The faced
+    cell `@...` has no walk. A walk to `grass` or `ground` (for building) ends facing such a cell; `way` leads
+    out of view. `lava R2 D1` is a warning and not a walk: the offset of the nearest lava, across and then
+    down. News: `no-effect` means that the last call changed nothing; `invalid` that it was refused.
 
-    With `remembered`, the facts of a `MapMemory`, walks lead to everything seen so far, in up to 110 words.
-    There `far` in place of `more` says that a thing is more than NEAR_CELLS cells away.
+    With `remembered`, the facts of a `MapMemory`, walks lead to all things seen so far, in up to 110 words,
+    and `far` replaces `more` for a thing that is more than NEAR_CELLS cells away.
     """
     facts = remembered or read_facts(data)
     most = MAX_REMEMBERED_WORDS if remembered else MAX_WORDS
@@ -84,10 +85,10 @@ def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> st
         head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
         if walk := facts.walks.get(kind):
-            shown = walk.cut(MAX_CELLS) if remembered else walk  # those of a view are cut already
+            shown = walk.cut(MAX_CELLS) if remembered else walk  # walks of a view are cut already
             rest = "far" if remembered and walk.cells > NEAR_CELLS else "more"
             words = [kind, *_leg_words(shown.legs), *[rest] * shown.more]
-            # A crowded view loses the kinds that come last.
+            # In a crowded view the last kinds are omitted.
             head += words if len(head) + len(words) + len(news) <= most else []
     return " ".join((head + news)[:most])
 

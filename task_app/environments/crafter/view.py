@@ -16,20 +16,20 @@ _ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
 
 
 class LocalView(NamedTuple):
-    """The picture in words; never more than a person at the screen knows."""
+    """The visible cells as names, with no more information than the screen shows."""
 
     rows: tuple[tuple[str, ...], ...]
-    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is that of
-    the thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'), or else of
-    its material; 'void' lies outside the world."""
+    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left. A name is that of the
+    thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'), or else of its
+    material; 'void' is outside the world."""
     materials: tuple[tuple[str, ...], ...]
-    """[7][9] names of the materials below, 'void' outside."""
+    """[7][9] names of the materials, also under things; 'void' is outside the world."""
     target: str
     """Name of the faced cell, as in `rows`."""
 
 
 def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) -> dict[str, tuple[int, int]]:
-    """(dx, dy) from the middle to the nearest cell of each name, in steps; among equals the first as read."""
+    """Return (dx, dy) from the middle to the nearest cell of each name; in a tie, the first row by row."""
     nearest: dict[str, tuple[int, int]] = {}
     for dy, row in enumerate(rows, start=-(len(rows) // 2)):
         for dx, name in enumerate(row, start=-(len(row) // 2)):
@@ -40,7 +40,7 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    """The view from the player's cell; the border is as wide as the view, so edges need no test."""
+    # The border is as wide as the view, so edges need no test.
     rows, materials = [], []
     cell, cells, at = player.cell, world.materials, world.at
     for offset in _ROW_STARTS:

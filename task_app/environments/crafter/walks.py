@@ -1,7 +1,7 @@
-"""Walks over a known part of the map: the shortest way to the nearest thing of every kind.
+"""Walks over the known part of the map: the shortest way to the nearest thing of every kind.
 
-A *walk* is a list of moves after which the player faces the thing. Bumping into an obstacle turns the player,
-so the walk to a tree that is two left and one up is left, left, up; then `do` works at once.
+A *walk* is a list of moves after which the player faces the thing. Bumping into an obstacle turns the player:
+the walk to a tree two cells left and one up is left, left, up; then `do` acts on the tree.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,15 @@ from functools import cache
 
 from task_app.environments.crafter.grid import FACINGS, VOID
 
-# A cell is one number, x before y: numbers compare as (x, y) does, and a neighbour is a sum away.
+# A cell is one number, x before y: numbers compare like (x, y), and a neighbour's number is a sum.
 Cell = int
 _MARGIN, _COLUMN = 8, 128
-# The coordinates that a cell can have: those of the 64x64 world, and what a view shows beyond its edges.
+# The range of a cell's coordinates: the 64x64 world, and the part of a view beyond its edges.
 LOWEST, HIGHEST = -_MARGIN, _COLUMN - _MARGIN - 1
 _STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in FACINGS.items()}
 _CELLS = _COLUMN * _COLUMN
-# The steps after one in this direction, without the one back; "" is no step yet.
+# The possible next steps after a step in each direction, which excludes the opposite one; "" means no step
+# yet.
 _ONWARD = {
     before: tuple((name, offset) for name, offset in _STEPS.items() if offset != -_STEPS.get(before, 0))
     for before in ("", *_STEPS)
@@ -28,7 +29,7 @@ _DIG_COST = 3  # turn, dig, enter
 
 
 def cell_at(x: int, y: int) -> Cell:
-    """The cell of a place; both coordinates lie in LOWEST .. HIGHEST."""
+    """Return the cell at (x, y); both coordinates lie in LOWEST .. HIGHEST."""
     return (x + _MARGIN) * _COLUMN + y + _MARGIN
 
 
@@ -51,7 +52,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The first legs of the way to a thing; `more` if it continues after them."""
+    """The first legs of the way to a thing; `more` tells whether the way continues."""
 
     legs: tuple[Leg, ...]
     more: bool = False
@@ -61,7 +62,7 @@ class Walk:
         return sum(leg.count for leg in self.legs)
 
     def cut(self, max_cells: int) -> "Walk":
-        """The walk up to the leg that completes `max_cells` cells."""
+        """Return the walk up to the leg that completes `max_cells` cells."""
         cells, shown = 0, 0
         while cells < max_cells and shown < len(self.legs):
             cells += self.legs[shown].count
@@ -71,7 +72,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The known part of the map: a name for every known cell, and the player's place and direction."""
+    """The known part of the map: a name for every known cell, and the player's cell and direction."""
 
     cells: Mapping[Cell, str]
     player: Cell
@@ -85,24 +86,24 @@ class Ground:
         return step(self.player, self.facing)
 
 
-# The last step of the cheapest way to a cell: (cost, turns, direction, the cell before). The player's own
-# cell has no direction, and is its own cell before.
+# The last step of the cheapest way to a cell: (cost, turns, direction, previous cell). The player's own cell
+# has no direction, and is its own previous cell.
 Trail = tuple[int, int, str, Cell]
-# In order: cheap first, then straight, then by place, so ties never depend on the order of the search.
+# Ordered by cost, turns and cell, so that ties do not depend on the order of the search.
 Trails = dict[Cell, Trail]
 
 
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
-    """The cheapest way to every known cell that can be entered or bumped into; a straight one among equals.
+    """Find the cheapest, in a tie straightest, way to every known cell that can be entered or bumped into.
 
-    Everything but known grass, sand and path blocks the way; but a player that `can_dig` removes stone (three
-    env steps for each cell).
+    Everything but known grass, sand and path blocks the way; a player that `can_dig` can remove stone (three
+    env steps per cell).
     """
     cells, start = ground.cells, ground.player
     trails: Trails = {}
     best: Trails = {start: (0, 0, "", start)}
-    # Cells by cost, from this one on, each as turns * _CELLS + cell. A step costs at least 1, so what is due
-    # at a cost is complete before it is looked at.
+    # Cells by cost, beginning with the current cost, as numbers turns * _CELLS + cell. A step costs at least
+    # 1, so the list of a cost is complete when it is processed.
     queue: list[list[int]] = [[start], *([] for _ in range(_DIG_COST))]
     cost = 0
     while any(queue):
@@ -112,7 +113,7 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
                 continue
             trails[cell] = trail = best[cell]
             kind = cells[cell]
-            # A dug cell costs more to pass than to bump into; walking on pays the surcharge.
+            # A rock cell costs more to pass than to bump into; the next step pays the surcharge.
             if kind in GROUND or cell == start:
                 surcharge = 1
             elif can_dig and kind in ROCK:
@@ -137,7 +138,7 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
 
 
 def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, Cell]:
-    """The cheapest cell of each kind to face, without the cell that the player faces already."""
+    """Find the cheapest cell of each kind, without the cell that the player faces already."""
     cells, ahead = ground.cells, ground.ahead
     kind_set = frozenset(kinds)
     best: dict[str, Cell] = {}
@@ -149,7 +150,7 @@ def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, C
 
 
 def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cell | None:
-    """The cheapest free cell to reach with one of `names` ahead; None if the player faces one already."""
+    """Find the cheapest free cell from which one of `names` is then faced; None if one is faced already."""
     cells = ground.cells
     if ground.at(ground.ahead) in names:
         return None
@@ -159,14 +160,14 @@ def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cel
     return None
 
 
-# Views repeat the same few legs, and an object of a frozen class costs ten times a look-up.
+# Cached, because few different legs occur, and making a frozen object takes ten times as long as a look-up.
 _leg = cache(Leg)
 
 
 def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
-    """The walk to `cell`, cut after `max_cells` cells."""
+    """Make the walk to `cell`, cut after `max_cells` cells."""
     legs: list[Leg] = []
-    # The last step only has to face its cell, so it never digs.
+    # The last step only faces its cell, so it never digs.
     _, _, direction, at = trails[cell]
     dig, count = False, 1
     while at != ground.player:

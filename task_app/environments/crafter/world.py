@@ -1,6 +1,6 @@
-"""The world in integers: materials, the table of live things, chunks, and the random stream.
+"""The world in integers: materials, live things, chunks, and the random generator.
 
-It has the same state and draws as stock crafter's `engine.World`, without a numpy call for every cell.
+It has the same state and random draws as stock crafter's `engine.World`, without a numpy call per cell.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ class Thing:
     """Anything on a cell: the player, a creature, an arrow, a plant.
 
     Attributes:
-        x, y: column and row, 0 .. 63, y growing downwards; `cell` is the same place as an index.
-        removed: whether it has left the world; it may still be in its last update.
+        x, y: column and row, 0 .. 63, y growing downwards; `cell` is the index of the same cell.
+        removed: whether it was removed from the world, perhaps during its own last update.
     """
 
     __slots__ = ("cell", "removed", "x", "y")
@@ -30,7 +30,6 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """The name that a player sees."""
         return KINDS[self.kind]
 
     def hurt(self, damage: int) -> None:
@@ -38,10 +37,10 @@ class Thing:
         raise NotImplementedError
 
     def try_move(self, world: "World", direction: tuple[int, int], walkable: bytes) -> bool:
-        """Step to the neighbour in `direction` if it is free; return whether it was.
+        """Step to the neighbouring cell in `direction` if it is free; return whether it was free.
 
-        A removed thing does not move, yet returns True for a free cell, as in stock: the skeleton's next
-        draws depend on it.
+        A removed thing does not move, but also returns True for a free cell, as in stock: the skeleton's next
+        random draws depend on it.
         """
         dx, dy = direction
         target = self.cell + dx + dy * STRIDE
@@ -59,23 +58,22 @@ class World:
 
     Attributes:
         random: the generator; its 624 words and position are part of the state.
-        uniform: next double in [0, 1), equal to `random.uniform()` at a twelfth of its cost.
-        word: next raw 32-bit word; `word() & 3` equals `random.randint(0, 4)`.
-        materials: [CELLS] material numbers; write through `set_material` only.
+        uniform: draws a double in [0, 1), like `random.uniform()` in a twelfth of its time.
+        word: draws a raw 32-bit word; `word() & 3` equals `random.randint(0, 4)`.
+        materials: [CELLS] material numbers; change them with `set_material` only.
         at: [CELLS] the thing on each cell, or None.
         things: live things in order of creation; the player is the first.
-        chunk_order: chunks that ever held a thing, in the order of their first thing; only these are
-            balanced.
+        chunk_order: chunks that ever had a thing, in the order of their first thing; only these are balanced.
         material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
         population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
         daylight: 1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy.
     """
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
-        """Use `materials` ([CELLS], with a border of 0) and a seeded bit generator."""
+        """Make a world without things; `materials` is [CELLS] with a border of 0."""
         self.draw_from(bits)
         self.materials = materials
-        # The border counts as void of chunk 0, which nothing reads.
+        # The border counts as void of chunk 0; this count is not used.
         keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
         keys += np.frombuffer(materials, np.uint8)
         counts: list[int] = np.bincount(keys, minlength=CHUNK_COUNT * MATERIAL_COUNT).tolist()
@@ -87,7 +85,7 @@ class World:
         self.daylight = 0.0
 
     def draw_from(self, bits: np.random.MT19937) -> None:
-        """Take all further random numbers from this bit generator."""
+        """Draw all further random numbers from this bit generator."""
         self.bits = bits
         self.random = np.random.RandomState(bits)
         self.uniform = self.random.random_sample
@@ -132,7 +130,7 @@ class World:
 
 
 def seeded_bits(seed: int) -> np.random.MT19937:
-    """The bit generator that `numpy.random.RandomState(seed)` starts with, made with public functions."""
+    """Make the bit generator of `numpy.random.RandomState(seed)` with public functions."""
     bits = np.random.MT19937(0)
     np.random.RandomState(bits).seed(seed)
     return bits

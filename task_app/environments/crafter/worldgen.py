@@ -1,7 +1,7 @@
-"""Generates a world with the same cells, creatures and draws as stock crafter's `worldgen`, in milliseconds.
+"""Generates the same world as stock crafter's `worldgen`, with the same random draws, in milliseconds.
 
-Everything that needs no draw is computed for all cells at once. Then the cells that need draws are visited in
-stock's order (x before y); the draws come from a block, and unused ones are returned.
+Everything without random draws is computed for all cells at once. Then the cells that need draws are visited
+in stock's order (x before y); the draws come from a block, and unused ones are returned to the generator.
 Names: N = 4096 cells, x before y.
 """
 
@@ -25,7 +25,7 @@ Materials = npt.NDArray[np.uint8]
 
 GRASS, PATH, TREE = MATERIAL_IDS["grass"], MATERIAL_IDS["path"], MATERIAL_IDS["tree"]
 COAL, IRON, DIAMOND = MATERIAL_IDS["coal"], MATERIAL_IDS["iron"], MATERIAL_IDS["diamond"]
-# Bits for what a draw may make of a cell; with several bits, the first that succeeds in this order counts.
+# A bit for each thing that a draw may put on a cell; of several, the first success in this order counts.
 MAY_BE_COAL, MAY_BE_IRON, MAY_BE_DIAMOND, MAY_BE_TREE = 1, 2, 4, 8
 MAY_HOLD_COW, MAY_HOLD_ZOMBIE, MAY_HOLD_SKELETON = 1, 2, 4
 BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
@@ -33,7 +33,7 @@ BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class Terrain:
-    """Cells before any draw: material [N], bits of possible draws [N], tunnel cells [N]."""
+    """All cells before the draws: material [N], bits of possible draws [N], whether a tunnel [N]."""
 
     material_N: Materials
     chances_N: Materials
@@ -41,13 +41,13 @@ class Terrain:
 
 
 def generate_world(seed: int, player: Player) -> World:
-    """The world that stock generates after `world.reset(seed)`; its first thing is the player at its centre.
+    """Generate stock's world after `world.reset(seed)`; its first thing is the player, at the centre.
 
-    Stock derives this seed from that of the environment and the episode number.
+    Stock derives this seed from the environment's seed and the episode number.
     """
     bits = seeded_bits(seed)
     random = np.random.RandomState(bits)
-    terrain = _terrain(random.randint(0, 2**31 - 1))
+    terrain = _make_terrain(random.randint(0, 2**31 - 1))
     _draw_materials(random, terrain)
     padded = np.zeros((STRIDE, STRIDE), np.uint8)
     padded[PAD : PAD + AREA, PAD : PAD + AREA] = terrain.material_N.reshape(AREA, AREA).T
@@ -60,15 +60,14 @@ def generate_world(seed: int, player: Player) -> World:
 
 @functools.lru_cache(maxsize=1)
 def _distance_to_start() -> Floats:
-    """[N] distance of each cell to the player's start."""
     x_N = np.repeat(np.arange(AREA), AREA)
     y_N = np.tile(np.arange(AREA), AREA)
     distance_N: Floats = np.sqrt((x_N - CENTER) ** 2 + (y_N - CENTER) ** 2)
     return distance_N
 
 
-def _terrain(seed: int) -> Terrain:
-    """Stock's `_set_material` up to its draws, for all cells, in stock's order of operations."""
+def _make_terrain(seed: int) -> Terrain:
+    """Compute stock's `_set_material` up to its draws, for all cells, with stock's order of operations."""
     noise = noise_layers(seed)
     start_N = 4 - _distance_to_start()
     start_N += 2 * noise["start"]
@@ -101,7 +100,7 @@ def _terrain(seed: int) -> Terrain:
 
 @contextmanager
 def _draws(random: np.random.RandomState, most: int) -> Iterator[Callable[[], float]]:
-    """Doubles of `random`, drawn in a block; the unused ones are returned to it at the end."""
+    """Yield a function that draws a double; `most` doubles are drawn in a block, and unused ones returned."""
     before = random.get_state()
     rest: Iterator[float] = iter(random.random_sample(most).tolist())
     yield rest.__next__
@@ -127,7 +126,7 @@ def _draw_materials(random: np.random.RandomState, terrain: Terrain) -> None:
 
 
 def _draw_creatures(random: np.random.RandomState, terrain: Terrain) -> list[Thing]:
-    """Cows, zombies and skeletons, in order of creation."""
+    """Return cows, zombies and skeletons in order of creation."""
     material_N, distance_N = terrain.material_N, _distance_to_start()
     walkable_N = np.frombuffer(material_flags(*RULES.walkable), np.uint8)[material_N]
     chances_N = MAY_HOLD_COW * ((distance_N > 3) & (material_N == GRASS))

@@ -1,4 +1,4 @@
-"""Pure: a document in chunks, which avoid cutting words, and the search over them."""
+"""Cuts a document into chunks, preferably between words, and searches them. Pure."""
 
 import re
 import sys
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 
 @contextmanager
-def _without(name: str) -> Iterator[None]:
-    """An `import` of this module fails meanwhile, as if it were not installed."""
-    there = {name: sys.modules[name]} if name in sys.modules else {}
+def _hide_module(name: str) -> Iterator[None]:
+    """Let any `import` of this module fail inside the context, as if it were not installed."""
+    loaded = {name: sys.modules[name]} if name in sys.modules else {}
     sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules[name]
-        sys.modules.update(there)
+        sys.modules.update(loaded)
 
 
-# bm25s computes something with JAX, where that is installed, when it is imported. JAX then takes three
-# quarters of a GPU's memory, which is the learner's, and a second task app ends for want of it.
-with _without("jax"):
+# When bm25s is imported, it uses JAX if that is installed. JAX then takes three quarters of a GPU's memory,
+# which the learner needs, and a second task app fails.
+with _hide_module("jax"):
     import bm25s
 
-# More would make an index that takes many seconds, of chunks too small to say anything.
+# More chunks would be too small to be useful, and their index would take many seconds.
 MAX_CHUNKS = 20_000
 
 
@@ -33,15 +33,15 @@ class Chunks:
     """The spans of a document's chunks."""
 
     size: int
-    """Longest chunk in characters."""
+    """Length of the longest chunk in characters."""
     overlap: int
-    """Characters that a chunk repeats from the one before."""
+    """Characters that a chunk repeats from the previous chunk."""
     spans: tuple[tuple[int, int], ...]
-    """[start, end) of each, in characters."""
+    """[start, end) of each chunk, in characters."""
 
 
 def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
-    """Cut after the last white space that fits, or inside a word that is longer than a chunk."""
+    """Cut a text after the last white space that fits, or else inside a long word."""
     if overlap > size // 2:
         raise ValueError(f"overlap is {overlap}; at most half of chunk_size, {size // 2}, is allowed")
     spans: list[tuple[int, int]] = []
@@ -49,8 +49,8 @@ def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
     while start < len(text):
         if len(spans) == MAX_CHUNKS:
             raise ValueError(f"chunk_size {size} makes more than {MAX_CHUNKS} chunks; give a larger one")
-        # Cut in the second half of the new text, so that every chunk adds some.
-        end = _end(text, start, size, least=size - (size - overlap) // 2)
+        # Cut in the second half of the new text, so that every chunk adds text.
+        end = _find_end(text, start, size, least=size - (size - overlap) // 2)
         spans.append((start, end))
         if end == len(text):
             break
@@ -58,8 +58,8 @@ def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
     return Chunks(size, overlap, tuple(spans))
 
 
-def _end(text: str, start: int, size: int, *, least: int) -> int:
-    """The end after the last white space between `least` and `size` characters from the start."""
+def _find_end(text: str, start: int, size: int, *, least: int) -> int:
+    """Find the end after the last white space between `least` and `size` characters from the start."""
     end = start + size
     if end >= len(text):
         return len(text)
@@ -76,30 +76,30 @@ SNIPPET_CHARS = 120
 class SearchIndex:
     """Finds chunks by their words with BM25.
 
-    Equal texts and queries give equal hits in equal order on all machines whose float32 sums agree, because
-    the earlier chunk wins a tie.
+    Equal texts and queries give equal hits in equal order on all machines with equal float32 sums: in a tie,
+    the earlier chunk comes first.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._bm25, words = bm25s.BM25(), [_words(text) for text in texts]
-        self._bm25.vocab_dict = {}  # without words it can make no index
+        self._bm25, words = bm25s.BM25(), [_split_words(text) for text in texts]
+        self._bm25.vocab_dict = {}  # bm25s cannot index texts without words
         if any(words):
             self._bm25.index(words, show_progress=False)
 
     def hits(self, query: str, *, at_most: int) -> list[int]:
-        """The chunk_id of each chunk that holds words of the query, the best first."""
-        known = [word for word in _words(query) if word in self._bm25.vocab_dict]
+        """Return the chunk_id of each chunk with words of the query, the best first."""
+        known = [word for word in _split_words(query) if word in self._bm25.vocab_dict]
         if not known:
             return []
         scores = self._bm25.get_scores(known)
-        # bm25s's own retrieval uses argpartition, whose order of ties differs between processors.
+        # bm25s's own retrieval uses argpartition, whose order of ties depends on the processor.
         best = (-scores).argsort(kind="stable")[:at_most]
         return [int(i) for i in best if scores[i] > 0.0]
 
 
 def snippet(text: str, query: str) -> str:
-    """The first passage with the largest number of different words of the query, on one line."""
-    query_words = set(_words(query))
+    """Return the first passage with the most different words of the query, on one line."""
+    query_words = set(_split_words(query))
     matches = [
         (m.start(), m.group().casefold()) for m in _WORD.finditer(text) if m.group().casefold() in query_words
     ]
@@ -113,5 +113,5 @@ def snippet(text: str, query: str) -> str:
     return " ".join(text[max(0, best - SNIPPET_CHARS // 2) : best + SNIPPET_CHARS].split())
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())

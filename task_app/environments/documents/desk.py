@@ -1,4 +1,4 @@
-"""The reader's tools, bound to the document of the episode: each is a method of the same name."""
+"""The reader's tools as methods; models see their docstrings."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ MAX_NOTES = 100
 MAX_NOTE_CHARS = 20_000
 MAX_HITS = 10
 MAX_CHUNK_CHARS = 20_000
-# Length of the longest title: `chunk 19999 of 0 to 19999:` with its line break.
+# Length of the longest title `chunk 19999 of 0 to 19999:` with its line break.
 MAX_TITLE_CHARS = 27
 NO_INDEX = "error: there is no index yet; call buildIndex first"
 
@@ -36,22 +36,22 @@ class Desk:
     chunk_size: int
     """Default of buildIndex, in characters."""
     notes: dict[str, Note] = field(default_factory=dict)
-    """By their keys. They are not in the prompt, so that writing one changes no earlier message."""
+    """Notes by key; they are not in the prompt, so that a new note changes no earlier message."""
     chunks: Chunks | None = None
     next_chunk: int = 0
     """The chunk that a scan reads next."""
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
-    """Longest chunk that fits, with its title, into one result."""
+    """Longest chunk that fits into one result with its title."""
     max_result_chars: int = MAX_RESULT_CHARS
-    """Longest result; readNote shows a whole note."""
-    # Made at the first search, and not in snapshots, because it follows from the chunks.
+    """Longest result, which limits the length of a note."""
+    # Made at the first search; not in snapshots, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
     def analyzeText(self) -> str:
         """Say how long the document is."""
         text = self.document
-        # Four characters per token are the usual estimate for English; the task app has no tokenizer.
+        # The usual estimate for English is four characters per token; the task app has no tokenizer.
         return (
             f"{len(text)} characters, {len(text.split())} words, {text.count(chr(10)) + 1} lines, "
             f"about {len(text) // 4} tokens"
@@ -167,7 +167,7 @@ class Desk:
         return "\n".join(("notes:", *lines)) if lines else "there are no notes yet"
 
     def _store(self, key: str, note: Note) -> str:
-        # The bound includes the heading, because text beyond a result's end could never be read.
+        # The limit includes the heading, because text beyond the end of a result cannot be read.
         limit = min(MAX_NOTE_CHARS, self.max_result_chars - len(_format(key, note)) + len(note.content))
         if len(note.content) > limit:
             return f"error: the note would have {len(note.content)} characters; {max(0, limit)} are allowed"

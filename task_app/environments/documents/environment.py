@@ -1,7 +1,7 @@
 """Long documents as a `ConversationalEnvironment`: a question, and tools to read the document.
 
-Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and checkBudget belong to the
-episode loop (task_app/episode/context_tools.py), because they need the history.
+Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and checkBudget are in
+task_app/episode/context_tools.py, because they need the history.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,11 +89,11 @@ class DocumentsConfig(Body):
 
     @property
     def max_chunk_chars(self) -> int:
-        """The longest chunk that one result can show with its title."""
+        """Length of the longest chunk that fits into one result with its title."""
         return min(MAX_CHUNK_CHARS, self.max_result_chars - MAX_TITLE_CHARS)
 
     def task(self, seed: int) -> Task:
-        """The document of a seed; a row's document is the same for every seed."""
+        """Return the task of a seed; a row's document is the same for every seed."""
         if self.document_content is None or self.question is None:
             return generate_task(self.generate or GenerateConfig(), seed)
         return Task(self.document_content, self.question, self.ground_truth)
@@ -153,7 +153,7 @@ class DocumentsEnvironment:
         )
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Text without a call is no answer; only `finish` gives one."""
+        # Only a call of `finish` answers the question, so this is a decision without a call.
         return self.step(())
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -163,13 +163,13 @@ class DocumentsEnvironment:
         return (*opening(observation.data), *past_messages(past))
 
     def outcome_reward(self) -> float:
-        """1 if the answer is an accepted one; 0 until it is given."""
+        """Return 1 if the answer is accepted, else 0."""
         if self._task is None or self._desk.answer is None:
             return 0.0
         return float(normalise(self._desk.answer) in map(normalise, self._task.answers))
 
     def snapshot(self) -> bytes:
-        """The reader's state without the document, which follows from config and seed."""
+        """Return the reader's state, without the document, which follows from config and seed."""
         task, desk = started(self._task), self._desk
         state = ReaderState(
             seed=self._seed,
@@ -211,7 +211,7 @@ class DocumentsEnvironment:
     def _observe(self, reward: float) -> Observation:
         self._last_reward = reward
         data = self._data(started(self._task))
-        # The reader's progress; the results of its calls hold the text that it read.
+        # Only the reader's progress, because the results of its calls contain the text.
         index = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
         notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
         text = f"Question: {data['question']}\n{index}; {notes}"
@@ -239,7 +239,7 @@ NO_CALL = "no tool call; call one of the tools, and finish with your answer"
 
 
 def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages before the first decision, from an observation's data."""
+    """Make the messages before the first decision from an observation's data."""
     task = Message(role="user", content=data["question"])
     if data["text"] == "compact":
         return (task,)
@@ -251,7 +251,7 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class ReaderState(Body, allow_inf_nan=False):
-    """The state of a reader: `index` is [chunk_size, overlap], `reward` that of the last env step."""
+    """The state of a reader. `index` is [chunk_size, overlap]; `reward` is that of the last env step."""
 
     format: Literal[1] = 1
     seed: Count

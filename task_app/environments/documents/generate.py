@@ -1,10 +1,10 @@
-"""Generates documents and questions of any length from a seed: filler, distractors, and the facts asked for.
+"""Generates documents of any length with questions from a seed: filler, distractors, and facts.
 
-needle  one fact is hidden in the text: "The code of Amber Harbour is 48213."
-hops    a parcel changes hands `hops` times; the question is the last owner's locker.
-count   deliveries are listed; the question is how many of one kind came to one place.
-keeper  like needle, but the answer is one of 16 names: "The keeper of Amber Harbour is Mira." For small
-        models, to which a number is a sequence of tokens that they have never seen together.
+needle  One fact is hidden in the text: "The code of Amber Harbour is 48213." hops    A parcel changes hands
+`hops` times; the question asks for the last owner's locker. count   Deliveries are listed; the question asks
+how many of one kind came to one place. keeper  Like needle, but the answer is one of 16 names: "The keeper of
+Amber Harbour is Mira." For small models,
+        to which a number is an unknown sequence of tokens.
 """
 
 import random
@@ -70,43 +70,44 @@ class Task:
 
 
 def generate_task(settings: GenerateConfig, seed: int) -> Task:
-    """The document of a seed, equal in every process."""
+    """Generate the task of a seed, equal in every process."""
     source = random.Random(seed)
-    facts, question, answer = _KINDS[settings.kind](settings, source)
-    sentences = _filler(settings.chars - sum(len(fact) + 1 for fact in facts), source)
-    places = sorted(source.randint(0, len(sentences)) for _ in facts)
-    for place, fact in zip(reversed(places), reversed(facts), strict=True):
-        sentences.insert(place, fact)
+    names = [f"{first} {second}" for first in _FIRST for second in _SECOND]
+    if settings.kind == "hops":
+        facts, question, answer = _make_hops(settings, source)
+    else:
+        places = source.sample(names, 1 + settings.distractors)
+        if settings.kind == "count":
+            facts, question, answer = _make_count(places, source)
+        elif settings.kind == "keeper":
+            keepers = source.choices(_PEOPLE, k=len(places))
+            facts, question, answer = _make_facts("keeper", "Who", places, keepers, source)
+        else:
+            codes = map(str, source.sample(range(10_000, 100_000), len(places)))
+            facts, question, answer = _make_facts("code", "What", places, list(codes), source)
+    sentences = _make_filler(settings.chars - sum(len(fact) + 1 for fact in facts), source)
+    indices = sorted(source.randint(0, len(sentences)) for _ in facts)
+    for index, fact in zip(reversed(indices), reversed(facts), strict=True):
+        sentences.insert(index, fact)
     paragraphs = (sentences[i : i + _PARAGRAPH] for i in range(0, len(sentences), _PARAGRAPH))
     return Task("\n".join(map(" ".join, paragraphs)), question, (answer,))
 
 
-def _needle(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
-    names = _places(1 + settings.distractors, source)
-    codes = source.sample(range(10_000, 100_000), len(names))
-    return _one_of_many("code", "What", names, list(map(str, codes)), source)
-
-
-def _keeper(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
-    names = _places(1 + settings.distractors, source)
-    return _one_of_many("keeper", "Who", names, source.choices(_PEOPLE, k=len(names)), source)
-
-
-def _one_of_many(
+def _make_facts(
     what: str, which: str, names: list[str], values: list[str], source: random.Random
 ) -> tuple[list[str], str, str]:
-    """A fact about each name, and the question that asks for the first one's."""
+    """Make a fact about each name; the question asks for the value of the first name."""
     facts = [f"The {what} of {name} is {value}." for name, value in zip(names, values, strict=True)]
     source.shuffle(facts)
     return facts, f"{which} is the {what} of {names[0]}?", values[0]
 
 
-def _hops(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
+def _make_hops(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     people = source.sample(_PEOPLE, settings.hops + 1)
     others = [person for person in _PEOPLE if person not in people]
     lockers = source.sample(range(100, 1_000), 1 + settings.distractors)
     facts = [f"{giver} gave the parcel to {taker}." for giver, taker in pairwise(people)]
-    # Earlier owners have lockers too, which would be wrong answers.
+    # The lockers of earlier owners are wrong answers.
     holders = [people[-1], *(people[:-1] + others)[: settings.distractors]]
     facts += [f"{person} has locker {locker}." for person, locker in zip(holders, lockers, strict=False)]
     source.shuffle(facts)
@@ -114,8 +115,8 @@ def _hops(settings: GenerateConfig, source: random.Random) -> tuple[list[str], s
     return facts, question, str(lockers[0])
 
 
-def _count(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
-    place, *others = _places(1 + settings.distractors, source)
+def _make_count(places: list[str], source: random.Random) -> tuple[list[str], str, str]:
+    place, *others = places
     thing, *rest = source.sample(_THINGS, 3)
     count = source.randint(2, 9)
     facts = [f"Delivery {{}}: a crate of {thing} arrived at {place}."] * count
@@ -126,15 +127,7 @@ def _count(settings: GenerateConfig, source: random.Random) -> tuple[list[str], 
     return deliveries, f"How many crates of {thing} arrived at {place}?", str(count)
 
 
-_KINDS = {"needle": _needle, "hops": _hops, "count": _count, "keeper": _keeper}
-
-
-def _places(count: int, source: random.Random) -> list[str]:
-    """Different names of places, out of 224."""
-    return source.sample([f"{first} {second}" for first in _FIRST for second in _SECOND], count)
-
-
-def _filler(chars: int, source: random.Random) -> list[str]:
+def _make_filler(chars: int, source: random.Random) -> list[str]:
     sentences = []
     while chars > 0:
         sentence = source.choice(_FILLER).format(

@@ -1,4 +1,4 @@
-"""A process of the operator's, which reads and writes lines of JSON."""
+"""A process that the operator configures, which reads and writes lines of JSON."""
 
 import json
 import os
@@ -16,18 +16,17 @@ from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.environments.foreign.wire import late, parse_json, too_much
 from task_app.settings import Reach
 
-# For the imports and downloads of a start, which take seconds on an idle machine.
+# Time for the imports and downloads of a start, which take seconds on an idle machine.
 START_S = 120.0
 _CHUNK_BYTES = 65_536
-# All that are open.
-_open: set[Guarded] = set()
+_open_processes: set[Guarded] = set()
 
 
 class Child:
-    """The process; its stderr goes to the task app's log, up to a bound.
+    """The process; its stderr goes to the task app's log, up to a limit.
 
-    It runs in the `folder`, by default the task app's, with these further environment variables. Errors name
-    the environment, and by `source` what names the command.
+    It runs in `folder`, by default the task app's, with further environment `variables`. Errors have the
+    environment's `name` and the `source` of the command, such as a variable.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class Child:
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
                     env={**without_keys(os.environ), **(variables or {})},
                 )  # fmt: skip
-        except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
+        except (OSError, ValueError) as exc:  # ValueError: an invalid name of a variable
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
-        _open.add(self._process)
+        _open_processes.add(self._process)
         assert self._process.stdin is not None and self._process.stdout is not None, "made with pipes"
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self._stdin.fileno(), False)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Write a line; a process that does not read has the operator's deadline."""
+        """Write a line. Raises ForeignDeadline if the process does not read it in time."""
         until_s = time.monotonic() + self._reach.environment_deadline_s
         text = memoryview(json.dumps(message).encode() + b"\n")
         while text:
@@ -67,9 +66,9 @@ class Child:
                 raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
-        """The values of the process's next lines, blank ones left out; all that are taken arrive in time.
+        """Yield the values of the process's next lines, without blank ones, within the deadline for all.
 
-        They are one call, by which its prints are bounded.
+        They count as one call, for which the process's output is limited.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s
@@ -82,12 +81,12 @@ class Child:
                 if line.strip():
                     yield parse_json(line, self._name)
             else:
-                self._read += self._chunk(until_s, deadline_s)
+                self._read += self._read_chunk(until_s, deadline_s)
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End the process and its own children, which may hold its pipes.
+        """End the process and its descendants, which may hold its pipes.
 
-        It has `grace_s` to end by itself once its stdin is closed, and as long after a SIGTERM; then it is
+        It has `grace_s` to end by itself after its stdin is closed, and as long after a SIGTERM; then it is
         killed.
         """
         try:
@@ -97,10 +96,10 @@ class Child:
                     self._process.terminate()
                     self._ends_within(grace_s)
         except OSError:
-            pass  # there are no descriptors left to wait with
+            pass  # no descriptor is left for the wait
         finally:
             self._process.kill()
-            _open.discard(self._process)
+            _open_processes.discard(self._process)
             for pipe in (self._stdin, self._stdout):
                 with suppress(OSError):
                     pipe.close()
@@ -108,17 +107,17 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read its remaining output until it closes stdout; False if it did not."""
+        """Read its remaining output until it closes stdout; return False if it does not."""
         until_s = time.monotonic() + seconds
         try:
             while True:
-                self._chunk(until_s, seconds)
+                self._read_chunk(until_s, seconds)
         except ForeignDeadline:
             return False
         except ForeignFailed:
             return True
 
-    def _chunk(self, until_s: float, deadline_s: float) -> bytes:
+    def _read_chunk(self, until_s: float, deadline_s: float) -> bytes:
         self._wait(self._stdout, EVENT_READ, until_s, deadline_s)
         chunk = os.read(self._stdout.fileno(), _CHUNK_BYTES)
         if not chunk:
@@ -126,7 +125,7 @@ class Child:
         return chunk
 
     def _wait(self, pipe: IO[bytes], event: int, until_s: float, deadline_s: float) -> None:
-        with DefaultSelector() as selector:  # select() knows no descriptors beyond 1023
+        with DefaultSelector() as selector:  # select() supports no descriptors above 1023
             selector.register(pipe, event)
             rest_s = until_s - time.monotonic()
             if rest_s <= 0 or not selector.select(rest_s):
@@ -137,14 +136,14 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End all open processes when the service ends: a hanging call holds the lock of its environment.
+    """End all open processes when the service ends: a hanging call blocks the lock of its environment.
 
-    Those that are being closed have `grace_s` for it, and all others as long after a SIGTERM; then they are
-    killed.
+    Processes that are being closed have `grace_s` for it, and the others as long after a SIGTERM; then all
+    are killed.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + grace_s
-        while _open and time.monotonic() < until_s:
+        while _open_processes and time.monotonic() < until_s:
             time.sleep(0.02)
-        for process in tuple(_open):
+        for process in tuple(_open_processes):
             process.send_signal(number)

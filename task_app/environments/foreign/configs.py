@@ -1,4 +1,4 @@
-"""The keys of `config` for each kind of foreign environment: what a request may decide."""
+"""The keys of `config` for each kind of foreign environment."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, field_validator
 from shared_schemas.base import Body
 
 SYSTEM = "You act in an environment by calling its tools."
-# Strings that name no file and no module: an environment's keyword may be a path.
+# Strings that cannot name a file or a module, because an environment may use a keyword as a path.
 Word = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9 _-]*$")]
 Keyword = Word | bool | int | float | None
 Keywords = dict[str, Keyword | list[Keyword]]
@@ -17,7 +17,7 @@ Instructions = Annotated[str, Field(max_length=20_000)]
 
 
 class GymnasiumConfig(Body):
-    """An environment of gymnasium, and how it is told."""
+    """An environment of gymnasium, and its text."""
 
     kwargs: Keywords = Field(default_factory=dict, description=f"of the environment; {_WORDS}")
     action_names: tuple[ActionName, ...] = Field(

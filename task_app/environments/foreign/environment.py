@@ -1,10 +1,10 @@
-"""A foreign environment behind our protocol: the part that is the same for all foreign protocols.
+"""Foreign environments as our `Environment`s: the common part of all foreign protocols.
 
     ForeignEnvironment      a fresh prompt for each decision
     └── ForeignConversation a growing conversation, in which each call has its result
 
-A call that the tool's schema refuses never reaches the foreign side: it is a no-op, an env step of reward 0.
-Numbers that are not finite fail the episode, since nothing may be learned from them.
+A call that does not fit the tool's schema is not sent to the foreign side: it is a no-op, an env step of
+reward 0. Numbers that are not finite fail the episode, because a policy must not learn from them.
 """
 
 import json
@@ -30,18 +30,18 @@ NO_CALL = "no tool call; call one of the tools"
 NOT_RUN = "error: not carried out: the episode had ended before"
 NOTHING = "(nothing)"
 NOOP = "noop"
-# Of `close`, for a call that still runs in another thread.
+# Time that `close` waits for a call that still runs in another thread.
 _CLOSE_WAIT_S = 120.0
 
 
 class ForeignEnvironment:
-    """One episode at a time of a foreign environment, whose name has its prefix, as in `env_name`.
+    """Plays one episode at a time of a foreign environment; `name` includes the prefix, as in `env_name`.
 
-    If it `is_secret`, no error may quote what the foreign side says, which may repeat a secret.
+    With `is_secret`, errors do not quote the foreign side, which may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
-    # Whether one bad call refuses the whole decision, since a later one may rest on it.
+    # Whether one bad call refuses the whole decision, because later calls may depend on it.
     _refuses_whole = True
 
     def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM, is_secret: bool = False) -> None:
@@ -55,20 +55,20 @@ class ForeignEnvironment:
         self._return = 0.0
         self._shown: Observation | None = None
         self._achievements: frozenset[str] | None = None
-        # Closes the peer of an environment that was forgotten.
+        # Closes the peer when the environment is garbage-collected.
         weakref.finalize(self, peer.close).atexit = False
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools; before the first reset the foreign side is asked, and left again."""
+        """Return the tools; before the first reset, open the foreign side for them, and close it again."""
         if self._tools is None:
-            with self._lock, self._left_at_a_failure():
+            with self._lock, self._leave_on_failure():
                 self._open()
                 self._leave()
         assert self._tools is not None, "read at the opening"
         return self._tools.specs
 
     def reset(self, seed: int) -> Observation:
-        with self._lock, self._left_at_a_failure():
+        with self._lock, self._leave_on_failure():
             self._runs, self._return, self._shown, self._achievements = False, 0.0, None, None
             self._open()
             observation = self._observe(self._peer.reset(seed))
@@ -76,18 +76,17 @@ class ForeignEnvironment:
             return observation
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        with self._lock, self._left_at_a_failure():
+        with self._lock, self._leave_on_failure():
             tools = self._require_running()
             faults = [tools.fault(call) for call in calls]
             reason = invalid_reason or (None if calls else NO_CALL)
             if self._refuses_whole:
                 reason = reason or next(filter(None, faults), None)
-            if reason is not None:  # the foreign side hears nothing of the decision
-                return refuse_decision(self._again(0.0), calls, reason)
-            return self._outcome(calls, self._play(calls, faults))
+            if reason is not None:  # nothing is sent to the foreign side
+                return refuse_decision(self._repeat_observation(0.0), calls, reason)
+            return self._make_outcome(calls, self._play(calls, faults))
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The instructions and the observation; also the last call, if it was refused."""
         reason = past[-1].outcome.invalid_reason if past else None
         text = f"Your last call was refused: {reason}\n\n{observation.text}" if reason else observation.text
         return (*self._system(), Message(role="user", content=text))
@@ -96,7 +95,7 @@ class ForeignEnvironment:
         return self._return
 
     def close(self) -> None:
-        """Leave the foreign side; a call that still runs in another thread is waited for."""
+        """Leave the foreign side, after a call that still runs in another thread."""
         if self._lock.acquire(timeout=_CLOSE_WAIT_S):
             try:
                 self._leave()
@@ -106,7 +105,7 @@ class ForeignEnvironment:
     def _open(self) -> None:
         if self._is_open:
             return
-        self._is_open = True  # also if that fails: a peer is closed after a failure
+        self._is_open = True  # set before `open`, so that the peer is also closed if `open` fails
         specs = self._peer.open()
         if self._tools is not None and self._tools.specs != specs:
             raise ForeignFailed(f"{self.name} offers other tools than before")
@@ -119,8 +118,8 @@ class ForeignEnvironment:
             self._peer.close()
 
     @contextmanager
-    def _left_at_a_failure(self) -> Iterator[None]:
-        """Leave the foreign side if it fails: its state is unknown then."""
+    def _leave_on_failure(self) -> Iterator[None]:
+        """Leave the foreign side if it fails, because its state is then unknown."""
         try:
             yield
         except EpisodeOver:
@@ -128,7 +127,7 @@ class ForeignEnvironment:
         except ForeignFailed as failed:
             self._leave()
             if self._is_secret:
-                raise type(failed)(failed.unquoted) from None  # what caused it quotes too
+                raise type(failed)(failed.unquoted) from None  # the cause contains quotes too
             raise
         except BaseException:
             self._leave()
@@ -140,7 +139,7 @@ class ForeignEnvironment:
         return self._tools
 
     def _play(self, calls: Sequence[ToolRequest], faults: Sequence[str | None]) -> list[Shown]:
-        """The outcome of each call, up to the one that ended the episode."""
+        """Return the outcome of each call, up to the call that ended the episode."""
         good = [
             Call(call.name, call.arguments or {})
             for call, fault in zip(calls, faults, strict=True)
@@ -149,17 +148,17 @@ class ForeignEnvironment:
         answers = self._peer.carry_out(good)
         shown: list[Shown] = []
         for fault in faults:
-            one = Shown("", refused=fault) if fault else next(answers, None)
-            if one is None:
+            answer = Shown("", refused=fault) if fault else next(answers, None)
+            if answer is None:
                 raise ForeignFailed(f"{self.name} answered {len(shown)} of {len(calls)} calls")
-            shown.append(one)
-            if one.terminated or one.truncated:
+            shown.append(answer)
+            if answer.terminated or answer.truncated:
                 break
         return shown
 
-    def _outcome(self, calls: Sequence[ToolRequest], shown: Sequence[Shown]) -> DecisionOutcome:
-        rewards = tuple(self._reward(one) for one in shown)
-        results = [f"error: {encodable(one.refused)}" if one.refused else _words(one) for one in shown]
+    def _make_outcome(self, calls: Sequence[ToolRequest], shown: Sequence[Shown]) -> DecisionOutcome:
+        rewards = tuple(self._read_reward(one) for one in shown)
+        results = [f"error: {encodable(one.refused)}" if one.refused else _read_text(one) for one in shown]
         self._return += math.fsum(rewards)
         terminated, truncated = shown[-1].terminated, shown[-1].truncated
         self._runs = not (terminated or truncated)
@@ -167,7 +166,7 @@ class ForeignEnvironment:
             if not one.refused:
                 self._observe(one)
         return DecisionOutcome(
-            self._again(rewards[-1]),
+            self._repeat_observation(rewards[-1]),
             env_rewards=rewards,
             terminated=terminated,
             truncated=truncated and not terminated,
@@ -179,7 +178,7 @@ class ForeignEnvironment:
             results=(*results, *[NOT_RUN] * (len(calls) - len(shown))),
         )
 
-    def _reward(self, shown: Shown) -> float:
+    def _read_reward(self, shown: Shown) -> float:
         reward = 0.0 if shown.refused else float(shown.reward)
         if not math.isfinite(reward):
             raise ForeignFailed(f"{self.name} pays a reward of {reward}, which is no finite number")
@@ -190,19 +189,19 @@ class ForeignEnvironment:
             json.dumps(shown.data, allow_nan=False)
         except ValueError as exc:
             raise ForeignFailed(f"{self.name} shows a number that is not finite") from exc
-        self._shown = Observation(_words(shown), self._data(shown), self._counts(shown))
+        self._shown = Observation(_read_text(shown), self._data(shown), self._merge_counts(shown))
         return self._shown
 
-    def _again(self, reward: float) -> Observation:
-        """The last observation, after an env step of this reward."""
+    def _repeat_observation(self, reward: float) -> Observation:
+        """Return the last observation with the reward of the last env step."""
         self._shown = replace(started(self._shown), reward_last_step=reward)
         return self._shown
 
     def _data(self, shown: Shown) -> Mapping[str, Any]:
         return shown.data
 
-    def _counts(self, shown: Shown) -> Mapping[str, int]:
-        """The counters so far, which only grow; the first ones name all achievements."""
+    def _merge_counts(self, shown: Shown) -> Mapping[str, int]:
+        """Return the achievement counters so far, which only grow; the first ones name all achievements."""
         before = self._shown.achievements_counts if self._shown is not None else {}
         new = shown.achievements
         if new is None:
@@ -222,7 +221,7 @@ class ForeignEnvironment:
 
 
 class ForeignConversation(ForeignEnvironment):
-    """A foreign environment whose prompt is the whole conversation, in which each call has its own answer."""
+    """A foreign environment whose prompt is the whole conversation, in which each call has its own result."""
 
     _refuses_whole = False
 
@@ -240,12 +239,11 @@ class ForeignConversation(ForeignEnvironment):
         return (*self._system(self._own_system), Message(role="user", content=self._opening))
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Say the words, where the foreign side takes any."""
         if not isinstance(self._peer, SpokenPeer):
             return self.step(())
-        with self._lock, self._left_at_a_failure():
+        with self._lock, self._leave_on_failure():
             self._require_running()
-            return self._outcome((ToolRequest("answer", {}),), [self._peer.say(text)])
+            return self._make_outcome((ToolRequest("answer", {}),), [self._peer.say(text)])
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         opening = Message(role="user", content=observation.data["opening"])
@@ -257,13 +255,13 @@ class ForeignConversation(ForeignEnvironment):
         return {**shown.data, "opening": self._opening, "system": self._own_system}
 
 
-def _words(shown: Shown) -> str:
+def _read_text(shown: Shown) -> str:
     return truncate(encodable(shown.text), MAX_RESULT_CHARS) or NOTHING
 
 
 def remote_environment(
     name: str, peer: Peer, config: RemoteConfig, *, is_secret: bool = False
 ) -> ForeignEnvironment:
-    """The environment of a server, with the prompts of its config."""
+    """Make the environment of a server, with the kind of prompts that its config names."""
     kind = ForeignEnvironment if config.prompts == "fresh" else ForeignConversation
     return kind(name, peer, instructions=config.instructions, is_secret=is_secret)

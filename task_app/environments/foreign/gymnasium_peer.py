@@ -1,7 +1,7 @@
-"""`gymnasium:ID`: an environment that is registered with gymnasium. A call of its tool is one step of it.
+"""`gymnasium:ID`: an environment that is registered with gymnasium. A call of its tool is one `step`.
 
-The reward of a call is `step`'s; counters of achievements are `info["achievements"]`, a dict of counts.
-Source: gymnasium.Env and gymnasium.envs.registration.
+`info["achievements"]`, a dict of counts, gives the achievements. Source: gymnasium.Env and
+gymnasium.envs.registration.
 """
 
 import json
@@ -34,24 +34,24 @@ from task_app.settings import Reach
 Wrapper = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
 
 TOOL, ARGUMENT = "act", "action"
-# Registered by gymnasium itself to import whatever their keywords name.
+# Environments of gymnasium itself that import any module which their keywords name.
 _IMPORTERS = ("GymV21Environment", "GymV26Environment")
-# Longer names are compared with the ids up to here: the time grows with its square.
+# Longest part of a name that is compared with the ids, because the time grows with the square of the length.
 _LONGEST_ID = 200
 
 
 def gymnasium_environment(
     argument: str, config: GymnasiumConfig, reach: Reach, *, wrapper: Wrapper | None = None
 ) -> ForeignEnvironment:
-    """The environment of ID, or of MODULE:ID with a module of the operator's list.
+    """Make the environment of ID, or of MODULE:ID with a module of the operator's list.
 
-    A `wrapper` from an operator's file is put around it, and may change the spaces.
+    A `wrapper` from an operator's file wraps it, and may change the spaces.
     """
     if "render_mode" in config.kwargs:
         raise InvalidRequest(
             "config.kwargs may not set render_mode, which follows from config.text", where="config.kwargs"
         )
-    spec = _spec(argument, reach)
+    spec = _find_spec(argument, reach)
     creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
     modes = getattr(creator, "metadata", {}).get("render_modes", ())
     mode = "ansi" if config.text == "ansi" else "rgb_array"
@@ -63,7 +63,7 @@ def gymnasium_environment(
     restores = all(hasattr(wrapper or creator, name) for name in ("get_state", "set_state"))
     kind = _CLASSES[mode in modes and mode == "rgb_array"][restores]
     instructions = config.instructions
-    if instructions is None:  # the first paragraph of the docstring's description, in one line
+    if instructions is None:  # use the first paragraph of the docstring's description, in one line
         doc = getdoc(creator) or ""
         text = doc.partition("## Description")[2].strip() or doc.strip()
         instructions = " ".join(text.partition("\n\n")[0].split())[:2_000] or SYSTEM
@@ -71,7 +71,7 @@ def gymnasium_environment(
 
 
 class GymnasiumPeer:
-    """One gymnasium environment; its time limit is kept here, so that a snapshot holds it."""
+    """One gymnasium environment; its time limit is counted here, so that snapshots include it."""
 
     def __init__(
         self, spec: EnvSpec, config: GymnasiumConfig, *, render_mode: str | None, wrapper: Wrapper | None
@@ -94,7 +94,7 @@ class GymnasiumPeer:
     def open(self) -> tuple[ToolSpec, ...]:
         self._env = self._make()
         space = self.env.action_space
-        # Without names in the config those of an enum of the actions, as minigrid has it.
+        # By default, use the names of an enum of actions, as minigrid has it.
         enum = tuple(getattr(getattr(self.env.unwrapped, "actions", None), "__members__", ()))
         self._names = self._config.action_names or (enum if len(enum) == getattr(space, "n", None) else ())
         if self._config.action_names and len(self._names) != getattr(space, "n", None):
@@ -130,8 +130,8 @@ class GymnasiumPeer:
         return self.env.get_wrapper_attr("get_state")()
 
     def set_state(self, state: Any, *, elapsed: int) -> None:
-        """ValueError if the environment refuses the state."""
-        self.env.reset(seed=0)  # or no wrapper would let it step
+        """Set the state. Raises ValueError if the environment refuses it."""
+        self.env.reset(seed=0)  # wrappers require a reset before a step
         self.elapsed = elapsed
         try:
             self.env.get_wrapper_attr("set_state")(state)
@@ -196,12 +196,12 @@ class GymnasiumPeer:
 
 
 class Pictured(ForeignEnvironment):
-    """It draws itself."""
+    """A gymnasium environment with pictures."""
 
     _peer: GymnasiumPeer
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3]: its own picture, with the nearest pixels."""
+        """Draw the environment's own picture, scaled to the nearest pixels, [height, width, 3]."""
         picture = self._peer.frame()
         rows, columns = (np.arange(n) * m // n for n, m in zip((height, width), picture.shape, strict=False))
         near: npt.NDArray[np.uint8] = picture[rows[:, None], columns]
@@ -209,7 +209,7 @@ class Pictured(ForeignEnvironment):
 
 
 class EpisodeState(Body):
-    """The state of a restorable environment; `world` comes from its `get_state`."""
+    """The state of a restorable environment; `world` is the value of its `get_state`."""
 
     elapsed: int
     total: float
@@ -222,7 +222,7 @@ class EpisodeState(Body):
 
 
 class Restorable(ForeignEnvironment):
-    """It has `get_state()`, which returns plain JSON values, generator included, and `set_state(state)`."""
+    """An environment with `get_state()`, which returns JSON with the generator, and `set_state(state)`."""
 
     _peer: GymnasiumPeer
 
@@ -240,7 +240,7 @@ class Restorable(ForeignEnvironment):
 
     def restore(self, state: bytes) -> Observation:
         last = state_in(EpisodeState, state)
-        with self._lock, self._left_at_a_failure():
+        with self._lock, self._leave_on_failure():
             self._open()
             self._peer.set_state(last.world, elapsed=last.elapsed)
             self._return, self._runs = last.total, last.runs
@@ -250,15 +250,15 @@ class Restorable(ForeignEnvironment):
 
 
 class RestorablePictured(Restorable, Pictured):
-    """Both."""
+    """A restorable environment with pictures."""
 
 
-# By whether it is pictured, and whether it is restorable.
+# Indexed by: has pictures, is restorable.
 _CLASSES = ((ForeignEnvironment, Restorable), (Pictured, RestorablePictured))
 
 
-def _spec(argument: str, reach: Reach) -> EnvSpec:
-    """The registered environment; only the modules of the operator's list are imported for it."""
+def _find_spec(argument: str, reach: Reach) -> EnvSpec:
+    """Find the registered environment; only modules of the operator's list are imported."""
     module, colon, env_id = argument.rpartition(":")
     listed = ", ".join(reach.gymnasium_modules) or "none"
     if colon and module not in reach.gymnasium_modules:

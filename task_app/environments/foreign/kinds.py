@@ -1,6 +1,6 @@
-"""The prefixes of `env_name`: what follows one names an environment of another library or of a server.
+"""Builds the environments of other libraries and servers by the prefix of `env_name`.
 
-A library that only one kind needs is imported when an environment of that kind is first named.
+A library that only one kind needs is imported when an environment of that kind is first requested.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from task_app.settings import Reach
 
 @dataclass(frozen=True, slots=True)
 class ForeignKind:
-    """How to build an environment of the argument after the prefix, cheaply."""
+    """The config of a kind, and a fast function that builds an environment from the text after the prefix."""
 
     config: type[Body]
     build: Callable[[str, Any, Reach], Environment]
@@ -42,8 +42,8 @@ def _gymnasium() -> ForeignKind:
     return ForeignKind(GymnasiumConfig, build)
 
 
-def _kind(config: str, peer: str, build: str) -> Callable[[], ForeignKind]:
-    """Make the entry of a kind, by the names of its config, its peer's module and what builds it there."""
+def _load_later(config: str, peer: str, build: str) -> Callable[[], ForeignKind]:
+    """Make the loader of a kind from the names of its config, its module and the building function there."""
 
     def load() -> ForeignKind:
         configs, module = (
@@ -57,16 +57,16 @@ def _kind(config: str, peer: str, build: str) -> Callable[[], ForeignKind]:
 FOREIGN: Mapping[str, ForeignKind] = Board(
     {
         "gymnasium": _gymnasium,
-        "mcp": _kind("McpConfig", "mcp_peer", "mcp_environment"),
-        "openenv": _kind("OpenEnvConfig", "openenv_peer", "openenv_environment"),
-        "reasoning_gym": _kind("ReasoningGymConfig", "library_peer", "replayable_environment"),
-        "textarena": _kind("TextArenaConfig", "library_peer", "replayable_environment"),
-        "verifiers": _kind("VerifiersConfig", "library_peer", "verifiers_environment"),
+        "mcp": _load_later("McpConfig", "mcp_peer", "mcp_environment"),
+        "openenv": _load_later("OpenEnvConfig", "openenv_peer", "openenv_environment"),
+        "reasoning_gym": _load_later("ReasoningGymConfig", "library_peer", "replayable_environment"),
+        "textarena": _load_later("TextArenaConfig", "library_peer", "replayable_environment"),
+        "verifiers": _load_later("VerifiersConfig", "library_peer", "verifiers_environment"),
     }
 )
 
 
 def find_kind(env_name: str) -> tuple[ForeignKind, str] | None:
-    """The kind that the prefix names and the argument after it; None without a known prefix."""
+    """Return the kind of the prefix and the argument after it; None without a known prefix."""
     prefix, colon, argument = env_name.partition(":")
     return (FOREIGN[prefix], argument) if colon and prefix in FOREIGN else None

@@ -1,7 +1,7 @@
-"""`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: a library in a process of a Python of its own.
+"""`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: a library in a process with its own Python.
 
-Their pins differ from ours, and their worlds draw from the generators of their process. `children` has what
-plays there, a module for each, and the lines that are exchanged.
+The libraries need other versions of packages than Turnwise, and use the global random generators of their
+process. `children` has a module for each library, and documents the protocol.
 """
 
 import json
@@ -64,7 +64,7 @@ class _Ready(StrictReply):
 
 
 class _Offer(RootModel[list[_Offered]]):
-    """The tools of a process that was asked for them."""
+    """The reply to `offer`: the tools."""
 
 
 class _World(StrictReply):
@@ -93,7 +93,7 @@ class _Error(StrictReply):
 
 
 class LibraryPeer:
-    """One process, which plays one world at a time; `children/LIBRARY_child.py` plays."""
+    """A process that plays one world at a time, with `children/LIBRARY_child.py`."""
 
     def __init__(self, library: str, argument: str, config: Mapping[str, Any], reach: Reach) -> None:
         self._name = f"{library}:{argument}"
@@ -106,9 +106,9 @@ class LibraryPeer:
         self._tools: list[_Offered] | None = None
 
     def open(self) -> tuple[ToolSpec, ...]:
-        # Temporary files of a process that is killed stay otherwise.
+        # A folder of its own, so that the temporary files of a killed process can be removed.
         self._folder = tempfile.mkdtemp(prefix="turnwise-environment-")
-        # Libraries that walk over sets of texts would make another world of a seed in each process.
+        # Libraries iterate over sets of strings, so a seed's world would depend on PYTHONHASHSEED.
         variables, source = {"PYTHONHASHSEED": "0", "TMPDIR": self._folder}, self._library.upper()
         self._child = Child(
             self._name, self._command, self._reach, source=f"TURNWISE_{source}_PYTHON", variables=variables
@@ -136,11 +136,11 @@ class LibraryPeer:
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
         if calls:  # only with tools
-            asked = [{"name": call.tool, "arguments": dict(call.arguments)} for call in calls]
-            yield from self._shown({"call": asked})
+            requests = [{"name": call.tool, "arguments": dict(call.arguments)} for call in calls]
+            yield from self._read_outcomes({"call": requests})
 
     def say(self, text: str) -> Shown:
-        (shown,) = self._shown({"say": text})
+        (shown,) = self._read_outcomes({"say": text})
         return shown
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class LibraryPeer:
             child.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _shown(self, request: Mapping[str, Any]) -> list[Shown]:
+    def _read_outcomes(self, request: Mapping[str, Any]) -> list[Shown]:
         count = len(request["call"]) if "call" in request else 1
         replies = typed(_Moves, self._ask(request), f"{self._name}: its answers").root
         if len(replies) != count:
@@ -172,7 +172,7 @@ class LibraryPeer:
         return self._reply(self._child, self._reach.environment_deadline_s)
 
     def _reply(self, child: Child, deadline_s: float) -> Any:
-        """The next line of the process, which is no error."""
+        """Read the next line of the process. Raises ForeignFailed if it is an error."""
         reply = next(child.lines(deadline_s))
         if isinstance(reply, Mapping) and "error" in reply:
             error = clipped(typed(_Error, reply, f"{self._name}: a line").error, 1_000)
@@ -182,14 +182,14 @@ class LibraryPeer:
 
 
 class Moment(Body):
-    """Where a replayable episode is: its world, and every decision so far; None: one that was refused."""
+    """The state of a replayable episode: its world, and every decision's text; None for a refused one."""
 
     seed: int
     said: tuple[str | None, ...]
 
 
 class Replayable(ForeignConversation):
-    """An episode that its seed and its words determine: a snapshot of it is played again."""
+    """An episode that seed and texts determine; restoring a snapshot replays them."""
 
     _seed: int | None = None
     _said: tuple[str | None, ...] = ()
@@ -214,7 +214,7 @@ class Replayable(ForeignConversation):
         return Moment(seed=started(self._seed), said=self._said).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
-        """Replay the episode up to the moment; ValueError: the state is invalid, or runs past the end."""
+        """Replay the episode. Raises ValueError if the state is invalid or has decisions after the end."""
         moment = state_in(Moment, state)
         observation = self.reset(moment.seed)
         try:

@@ -1,4 +1,4 @@
-"""How messages reach an MCP server: over streamable HTTP, or as lines of a process that is started for it.
+"""Transports to an MCP server: streamable HTTP, or lines to a process that is started.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports.
 """
@@ -33,25 +33,25 @@ class HttpLink:
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer to a request, which has an id and a method."""
+        """Send a request, which has an id and a method, and return its answer."""
 
         def ends(content: bytes) -> bool:
-            return content.startswith(_EVENTS) and _answer(content, self._name) is not None
+            return content.startswith(_EVENTS) and _find_answer(content, self._name) is not None
 
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
-        answer = _answer(content, self._name)
+        answer = _find_answer(content, self._name)
         if answer is None:
             answer = parse_json(content, self._name)
         _refuse_other(answer, request, self._name)
         if request["method"] == INITIALIZE:
-            self._agree(response.headers, request, answer)
+            self._keep_headers(response.headers, request, answer)
         return answer
 
     def tell(self, notification: Mapping[str, Any]) -> None:
         self._http.send("POST", self._url, body=notification)
 
     def close(self) -> None:
-        """End the session. A server may refuse that, and ends it itself then."""
+        """End the session. A server may refuse this request and end the session later itself."""
         try:
             if _SESSION in self._http.client.headers:
                 self._http.send("DELETE", self._url, deadline_s=CLOSE_S)
@@ -60,13 +60,15 @@ class HttpLink:
         finally:
             self._http.close()
 
-    def _agree(self, told: Mapping[str, str], request: Mapping[str, Any], answer: Any) -> None:
-        """Every later request names the session and the version."""
+    def _keep_headers(self, headers: Mapping[str, str], request: Mapping[str, Any], answer: Any) -> None:
+        """Send session and version in the headers of every later request."""
         result = answer.get("result") if isinstance(answer, dict) else None
         version = result.get("protocolVersion") if isinstance(result, dict) else None
         names = {"mcp-protocol-version": "protocolVersion", _SESSION: f"header {_SESSION}"}
         values = {"mcp-protocol-version": version or request["params"]["protocolVersion"]}
-        for header, value in (values | ({_SESSION: told[_SESSION]} if _SESSION in told else {})).items():
+        for header, value in (
+            values | ({_SESSION: headers[_SESSION]} if _SESSION in headers else {})
+        ).items():
             if not isinstance(value, str) or not value.isascii() or len(value) > _MOST_HEADER:
                 what = f"{self._name}: {names[header]}"
                 allowed = f"a text of at most {_MOST_HEADER} ASCII characters"
@@ -77,7 +79,7 @@ class HttpLink:
 
 
 class ProcessLink:
-    """A session of a process, which ends with it."""
+    """A session of a process; it ends with the process."""
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
         assert server.command is not None, "one without a command is remote"
@@ -108,7 +110,7 @@ class ProcessLink:
         self._child.close(grace_s=CLOSE_S)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """Requests of the server are answered; its notifications are not."""
+        """Answer a request of the server; ignore its notifications."""
         if "id" not in message:
             return
         answer: dict[str, Any] = (
@@ -123,21 +125,22 @@ Link = HttpLink | ProcessLink
 
 
 def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
-    """Refuse an answer to another request, whose result would count for this one."""
+    """Refuse an answer to another request."""
     if not isinstance(message, dict):
-        return  # it is no answer at all, which its reader says
-    told, asked = message.get("id"), request["id"]
-    # The error of a request that was not understood has no id.
-    if (type(told) is int and told == asked) or (told is None and message.get("error") is not None):
+        return  # it is no answer, and the reader raises the error
+    answer_id, request_id = message.get("id"), request["id"]
+    # An error about an unreadable request has no id.
+    is_error = answer_id is None and message.get("error") is not None
+    if is_error or (type(answer_id) is int and answer_id == request_id):
         return
     what = f"{name}, the answer to {request['method']}: id"
-    found = show_found(told) if "id" in message else "missing"
-    allowed = f"it should be {asked}, that of the request"
+    found = show_found(answer_id) if "id" in message else "missing"
+    allowed = f"it should be {request_id}, that of the request"
     raise ForeignFailed(f"{what} is {found}; {allowed}", unquoted=f"{what}: {allowed}")
 
 
-def _answer(content: bytes, name: str) -> Any:
-    """The first answer in a stream of server-sent events; None: there is none yet."""
+def _find_answer(content: bytes, name: str) -> Any:
+    """Return the first answer in a stream of server-sent events; None if there is none yet."""
     for event in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not any(lines):

@@ -1,11 +1,10 @@
-"""`mcp:URL` and `mcp:NAME`: the tools of an MCP server, each call one `tools/call`.
+"""`mcp:URL` and `mcp:NAME`: the tools of an MCP server; a call of a tool is one `tools/call`.
 
-The server is at a URL, or the operator's file names it: a process, or a URL with its headers. A session of
-the server is an episode. The reward of a call is `structuredContent.reward` of its result, or else
-`_meta.reward`, or else `reward` of the JSON object that its text is, or else 0; `done` at the same places is
-the end (the config can name other keys). Results with `isError`, and arguments that the server refuses, are
-no-ops. MCP has neither seeds nor snapshots: a tool of the server can take the seed (`reset_tool`), and is
-then not offered to the model.
+A NAME is an entry of the operator's file: a process, or a URL with headers. A session of the server is an
+episode. The reward of a call is `reward` in the result's `structuredContent`, or else in its `_meta`, or else
+in the JSON object of its text, or else 0. `done` in the same objects ends the episode. The config can name
+other keys. Results with `isError`, and arguments that the server refuses, are no-ops. MCP has neither seeds
+nor snapshots: a tool of the server can take the seed (`reset_tool`), and is then not offered to the model.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
@@ -32,7 +31,7 @@ from task_app.environments.foreign.words import mcp_tool, result_text, typed
 from task_app.errors import InvalidRequest, clipped
 from task_app.settings import Reach
 
-# The one that is asked for, and those that a server may answer with. Over HTTP the oldest is not spoken.
+# The version that is requested, and the versions that a server may answer with.
 VERSION = "2025-06-18"
 VERSIONS = ("2024-11-05", "2025-03-26", VERSION, "2025-11-25")
 _INVALID_PARAMS = -32602
@@ -49,7 +48,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
         server = _find_server(argument, reach)
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
-            # That the operator's file names it is the leave to reach it. Its URL and its headers are secret.
+            # The operator's file allows its URL, which is secret, like its headers.
             connect, is_secret = partial(HttpLink, name, server.url, reach, headers=server.headers), True
     return remote_environment(name, McpPeer(name, connect, config), config, is_secret=is_secret)
 
@@ -72,7 +71,7 @@ def _find_server(argument: str, reach: Reach) -> McpServer:
     return server
 
 
-# Of a result: where its reward and its end are told.
+# Objects of a result that may have its reward and its end.
 _FACTS = ("structuredContent", "_meta")
 
 
@@ -86,7 +85,7 @@ class _Answer(StrictReply):
     result: dict[str, JsonValue] | None = None
 
 
-class _Agreed(StrictReply):
+class _Initialized(StrictReply):
     protocolVersion: str = VERSION
 
 
@@ -123,7 +122,7 @@ class McpPeer:
 
     def open(self) -> tuple[ToolSpec, ...]:
         self._begin()
-        tools = [mcp_tool(described, self._name) for described in self._described()]
+        tools = [mcp_tool(described, self._name) for described in self._list_tools()]
         names = [spec.function.name for spec in tools]
         config = self._config
         for missing in {*config.tools, *filter(None, [config.reset_tool])} - set(names):
@@ -160,19 +159,19 @@ class McpPeer:
     def _begin(self) -> None:
         self._link = self._connect()
         info = {"name": "turnwise", "version": "1"}
-        asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
-        agreed = typed(_Agreed, self._request(INITIALIZE, asked), self._where(INITIALIZE)).protocolVersion
-        if agreed not in VERSIONS:
+        params = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
+        reply = typed(_Initialized, self._request(INITIALIZE, params), self._where(INITIALIZE))
+        if reply.protocolVersion not in VERSIONS:
             ours = f"of MCP; Turnwise speaks {', '.join(VERSIONS)} (protocolVersion)"
             raise ForeignFailed(
-                f"{self._name} speaks version {clipped(agreed, 300)} {ours}",
+                f"{self._name} speaks version {clipped(reply.protocolVersion, 300)} {ours}",
                 unquoted=f"{self._name} speaks another version {ours}",
             )
         self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
         self._is_fresh = True
 
-    def _described(self) -> Iterator[Any]:
-        """The tools of all pages."""
+    def _list_tools(self) -> Iterator[Any]:
+        """Yield the tools of all pages."""
         params: dict[str, Any] = {}
         for _ in range(_MAX_PAGES):
             listed = typed(_Listed, self._request("tools/list", params), self._where("tools/list"))
@@ -190,12 +189,10 @@ class McpPeer:
         text = result_text(result, self._name)
         if typed(_Result, result, self._where("tools/call")).isError:
             return Shown("", refused=text or "the tool failed")
-        places, keys = (
-            [*map(result.get, _FACTS), _paying(text, self._config.reward_key, self._name)],
-            self._config,
-        )
-        told = {"reward": _first(places, keys.reward_key), "done": _first(places, keys.done_key)}
-        facts = typed(_Facts, told, f"{self._name}, what a call of {call.tool} pays")
+        keys = self._config
+        places = [*map(result.get, _FACTS), _read_paying_text(text, keys.reward_key, self._name)]
+        values = {"reward": _find_value(places, keys.reward_key), "done": _find_value(places, keys.done_key)}
+        facts = typed(_Facts, values, f"{self._name}, what a call of {call.tool} pays")
         return Shown(
             text,
             {name: result[name] for name in _FACTS if name in result},
@@ -204,7 +201,7 @@ class McpPeer:
         )
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of a request; Refused if its parameters are invalid."""
+        """Send a request and return its result. Raises Refused if the parameters of a call are invalid."""
         assert self._link is not None, "the peer is open"
         self._count += 1
         request = {"jsonrpc": "2.0", "id": self._count, "method": method, "params": params}
@@ -225,16 +222,16 @@ class McpPeer:
         return f"{self._name}, the answer to {method}"
 
 
-def _first(facts: Sequence[Any], key: str) -> Any:
-    """The value in the first object that has the key; None if no object has it."""
-    return next((one[key] for one in facts if isinstance(one, dict) and key in one), None)
+def _find_value(places: Sequence[Any], key: str) -> Any:
+    """Return the value in the first object that has the key; None if no object has it."""
+    return next((place[key] for place in places if isinstance(place, dict) and key in place), None)
 
 
-def _paying(text: str, reward_key: str, name: str) -> Any:
-    """The JSON object in a text, if it holds a number as reward; other texts are the tool's own.
+def _read_paying_text(text: str, reward_key: str, name: str) -> Any:
+    """Parse a text that is a JSON object with a number as reward; None for any other text.
 
-    A tool without an output schema has no other place for its facts. NaN is a number here, and no reward.
-    Raises ForeignFailed where a key of an object that pays comes twice: either may be meant.
+    A tool without an output schema can give a reward only in its text. Raises ForeignFailed if a key of such
+    an object comes twice.
     """
     try:
         value = from_json(text) if text.startswith("{") else None

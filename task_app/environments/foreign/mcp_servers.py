@@ -1,4 +1,4 @@
-"""The operator's file of MCP servers, in the form that MCP's clients share:
+"""The operator's file of MCP servers, in the common form of MCP clients:
 
 {"mcpServers": {"files": {"command": "npx", "args": ["server-files"], "env": {"LEVEL": "1"}},
                 "far": {"url": "https://far.example/mcp", "headers": {"Authorization": "Bearer …"}}}}
@@ -16,41 +16,41 @@ from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
-    """A URL whose parts urlsplit keeps whole. No error shows it, because its path may be a key."""
+    """Check that urlsplit splits the URL correctly. The error does not contain it: its path may be a key."""
     if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
 
 
 _Url = Annotated[str, AfterValidator(_http)]
-# What httpx sends; an error of its own would tell the value.
+# The headers that httpx accepts; httpx's own error would contain the value.
 _HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
 _HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
-    """A server of the file. Keys that only other clients read (`autoApprove`) are ignored."""
+    """A server of the file. Keys of other clients (`autoApprove`) are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     command: str | None = Field(default=None, min_length=1)
-    """The program; no shell reads it."""
+    """The program, which is started without a shell."""
     args: tuple[str, ...] = Field(default=(), repr=False)
     env: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Its further environment variables, by value. Of the task app's own it gets those that hold no keys."""
+    """Further environment variables. It also gets the task app's variables that hold no keys."""
     cwd: str | None = None
-    """Where it runs; None: where the task app does."""
+    """Working directory; None: that of the task app."""
     url: _Url | None = Field(default=None, repr=False)
     """Address of a remote server; ignored if there is a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
-    """Headers of every request to it, as they stand: no variable is filled in."""
+    """Headers of every request to it, without substitution of variables."""
     type: str | None = None
     """The transport of a remote server."""
     disabled: bool = False
 
     @property
     def why_not(self) -> str:
-        """Why it cannot be reached; empty where it can."""
+        """The reason why it cannot be used; empty if it can."""
         if self.disabled:
             return "is disabled"
         if self.command is not None:
@@ -65,10 +65,10 @@ class _File(OpenBody):
 
 
 def read_servers(value: Any) -> Any:
-    """The servers of a file, by name; what is no path stays as it is.
+    """Read the servers of a file by name; return a value that is not a path unchanged.
 
     Raises:
-        ValueError: it cannot be read, or has another form.
+        ValueError: the file cannot be read, or has another form.
     """
     if not isinstance(value, str | Path):
         return value
@@ -78,7 +78,7 @@ def read_servers(value: Any) -> Any:
         raise ValueError(f"the file cannot be read: {exc.strerror}") from exc
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
-        # What is no name of a header may be a whole header.
+        # Omit an invalid header name from the message: it may be a whole header with a secret.
         place = ".".join(map(str, error["loc"])).partition(".headers.")
         raise ValueError(
             f"{''.join(place[:2]).rstrip('.')}: {error['msg']}; the file has the form "

@@ -1,9 +1,9 @@
 """`openenv:URL`: any OpenEnv server, over its WebSocket. A call is one `step` message.
 
-Its tools are those of its MCP side, where its actions are MCP calls; otherwise there is one tool with the
-schema of its typed action. The reward of a call is `reward` of the answer (null is 0), and `done` is its end,
-which OpenEnv does not tell from a limit. OpenEnv has no snapshots. The published client is not used: it pins
-gradio, pandas and an MCP stack, and knows no limit for an answer's size.
+If the server's actions are MCP calls, its tools are those of its MCP interface; otherwise there is one tool
+with the schema of its typed action. The answer's `reward` (null is 0) and `done` count; OpenEnv does not
+distinguish an end from a limit, and has no snapshots. The published client is not used, because it requires
+gradio, pandas and an MCP stack, and does not limit the size of answers.
 
 Source: openenv/core/env_server/{http_server,types,mcp_types,serialization}.py of openenv-core 0.3.0.
 """
@@ -32,7 +32,7 @@ class _Schema(StrictReply):
 
 
 class _Action(StrictReply):
-    """The fields of an action's schema that are read."""
+    """The used fields of an action's schema."""
 
     title: str | None = None
     description: str | None = None
@@ -52,23 +52,23 @@ class _Tools(StrictReply):
     result: _Listed | None = None
 
 
-class _Observed(StrictReply):
+class _StepReply(StrictReply):
     observation: dict[str, JsonValue]
     reward: float | None = None
     done: bool | None = None
 
 
 class _Facts(StrictReply):
-    """The fields of an observation that are read."""
+    """The used fields of an observation."""
 
     text: JsonValue = None
     tool_name: JsonValue = None
     achievements_counts: dict[str, Whole] | None = None
 
 
-# Titles of the action classes with which a server takes MCP calls.
+# Titles of the action classes of servers whose actions are MCP calls.
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-# Of a tool: its own code failed, which the model may see.
+# Types of a tool's errors that the model sees; other errors fail the episode.
 _SEEN_ERRORS = ("execution_error", "invalid_args", "tool_not_found")
 
 
@@ -78,7 +78,7 @@ def openenv_environment(argument: str, config: OpenEnvConfig, reach: Reach) -> F
 
 
 class OpenEnvPeer:
-    """One socket of an OpenEnv server, which is one session there."""
+    """A socket of an OpenEnv server, which is one session there."""
 
     def __init__(self, name: str, url: str, config: OpenEnvConfig, reach: Reach) -> None:
         self._name = name
@@ -103,10 +103,20 @@ class OpenEnvPeer:
             result = typed(_Tools, self._ask("mcp", request), f"{self._name}: tools/list").result
             tools = [mcp_tool(one, self._name) for one in (result.tools if result else None) or ()]
         self._is_mcp = bool(tools)
-        return tuple(tools) or (_typed_tool(schema, action, self._name),)
+        if tools:
+            return tuple(tools)
+        # Every action has `metadata`, which is not for the model.
+        properties = {key: part for key, part in (action.properties or {}).items() if key != "metadata"}
+        if not properties:
+            raise ForeignFailed(f"{self._name} has neither MCP tools nor an action with fields (properties)")
+        rest = {
+            key: part for key, part in schema.items() if key not in ("title", "description", "properties")
+        }
+        parameters = {**rest, "properties": properties}
+        return (tool(TYPED_TOOL, action.description or "Take one step.", parameters, of=self._name),)
 
     def reset(self, seed: int) -> Shown:
-        shown = self._shown(self._ask("reset", {**self._config.reset, "seed": seed}))
+        shown = self._read_reply(self._ask("reset", {**self._config.reset, "seed": seed}))
         if shown.terminated:
             raise ForeignFailed(f"{self._name}: the episode is over right after its reset")
         return shown
@@ -117,7 +127,7 @@ class OpenEnvPeer:
             if self._is_mcp:
                 action = {"type": "call_tool", "tool_name": call.tool, "arguments": action}
             reply = self._ask("step", action)
-            yield Shown("", refused=reply) if isinstance(reply, str) else self._shown(reply)
+            yield Shown("", refused=reply) if isinstance(reply, str) else self._read_reply(reply)
 
     def close(self) -> None:
         connection, self._socket = self._socket, None
@@ -125,7 +135,7 @@ class OpenEnvPeer:
             connection.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """The data of an answer; a text, if the server says that a step's action is invalid."""
+        """Send a message and return the data of its answer, or a text if the action of a step is invalid."""
         assert self._socket is not None, "the peer is open"
         reply = typed(_Message, self._socket.ask({"type": kind, "data": data}), f"{self._name}: a message")
         answer = reply.data
@@ -138,22 +148,22 @@ class OpenEnvPeer:
             raise ForeignFailed(f"{self._name} speaks another protocol: type is {clipped(reply.type)!r}")
         return answer
 
-    def _shown(self, data: Mapping[str, Any]) -> Shown:
-        told = typed(_Observed, data, f"{self._name}: the data of an answer")
-        observation = dict(told.observation)
+    def _read_reply(self, data: Mapping[str, Any]) -> Shown:
+        reply = typed(_StepReply, data, f"{self._name}: the data of an answer")
+        observation = dict(reply.observation)
         metadata = observation.pop("metadata", None)
         for name in ("reward", "done"):
             observation.pop(name, None)
         facts = typed(_Facts, observation, f"{self._name}: an observation")
         return Shown(
-            self._text(observation, facts),
+            self._read_text(observation, facts),
             {"observation": observation, "metadata": metadata},
-            reward=told.reward or 0.0,
-            terminated=bool(told.done),
+            reward=reply.reward or 0.0,
+            terminated=bool(reply.done),
             achievements=facts.achievements_counts,
         )
 
-    def _text(self, observation: Mapping[str, Any], facts: _Facts) -> str:
+    def _read_text(self, observation: Mapping[str, Any], facts: _Facts) -> str:
         if self._is_mcp and facts.tool_name is not None:
             error = observation.get("error")
             if isinstance(error, dict):
@@ -162,13 +172,3 @@ class OpenEnvPeer:
                 return f"failed: {error.get('message')}"
             return result_text(observation.get("result"), self._name)
         return facts.text if isinstance(facts.text, str) else render_text(observation)
-
-
-def _typed_tool(schema: Mapping[str, Any], action: _Action, name: str) -> ToolSpec:
-    """The typed action as a tool; `metadata`, which every action has, is not the model's to give."""
-    properties = {key: part for key, part in (action.properties or {}).items() if key != "metadata"}
-    if not properties:
-        raise ForeignFailed(f"{name} has neither MCP tools nor an action with fields (properties)")
-    rest = {key: part for key, part in schema.items() if key not in ("title", "description", "properties")}
-    parameters = {**rest, "properties": properties}
-    return tool(TYPED_TOOL, action.description or "Take one step.", parameters, of=name)

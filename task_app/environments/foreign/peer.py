@@ -1,7 +1,7 @@
-"""The interface of an adapter: a `Peer` speaks to one foreign environment in its own protocol.
+"""The interface of adapters: a `Peer` plays one foreign environment in its own protocol.
 
-`task_app.environments.foreign.environment` makes an environment of ours of it, which does what is the same
-for all: seeds, refused calls, finite numbers, sizes, the end.
+`task_app.environments.foreign.environment` turns a Peer into our `Environment`, and handles the common parts:
+seeds, refused calls, finite numbers, sizes, the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from task_app.settings import Reach
 
 
 class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502):
-    """The foreign side hangs, has closed, or breaks its protocol: the rollout fails, and earns nothing.
+    """The foreign side hangs, has closed, or breaks its protocol, so the rollout fails.
 
-    `unquoted` is the sentence without what the foreign side said; without it, the sentence quotes nothing.
+    `unquoted` is the sentence without quotes of the foreign side; None if `detail` has no quotes.
     """
 
     def __init__(self, detail: str, *, unquoted: str | None = None) -> None:
@@ -33,7 +33,7 @@ LOCAL = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call whose arguments keep the tool's schema."""
+    """A tool call whose arguments fit the tool's schema."""
 
     tool: str
     arguments: Mapping[str, Any]
@@ -41,46 +41,46 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The state of the foreign side after a reset or a call."""
+    """The outcome of a reset or a call."""
 
     text: str
-    """For the model."""
+    """Text for the model."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The same as plain JSON."""
+    """The same content as plain JSON."""
     reward: float = 0.0
     """Reward of this env step."""
     terminated: bool = False
     truncated: bool = False
     refused: str | None = None
-    """Why the foreign side did not carry out the call, in words for the model: a no-op."""
+    """For a call that was not executed, the reason, in words for the model."""
     achievements: Mapping[str, int] | None = None
-    """Counters of all achievements; None where it says nothing about them."""
+    """Counters of all achievements; None if there are none."""
     system: str = ""
-    """The system message of the episode, if it brings its own."""
+    """The system message of the episode, if the foreign side has one."""
 
 
 class Peer(Protocol):
-    """One episode at a time of a foreign environment; never called from two threads at once.
+    """Plays a foreign environment, one episode at a time; it is never called from two threads at once.
 
     Every method may raise ForeignFailed; after that only `close` is called.
     """
 
     def open(self) -> tuple[ToolSpec, ...]:
-        """Reach the foreign side, also again after `close`, and return the tools that it offers."""
+        """Connect to the foreign side, also again after `close`, and return its tools."""
 
     def reset(self, seed: int) -> Shown:
         """Start the world of the seed."""
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        """Carry out the calls of one decision; yield the outcome of each, up to the end of the episode."""
+        """Execute the calls of a decision; yield the outcome of each call, up to the end of the episode."""
 
     def close(self) -> None:
-        """Release all resources; also after a failure."""
+        """Release all resources, also after a failure."""
 
 
 @runtime_checkable
 class SpokenPeer(Peer, Protocol):
-    """A Peer that takes words without a call."""
+    """A Peer that accepts a text without a call."""
 
     def say(self, text: str) -> Shown:
-        """Say the words, and return the outcome."""
+        """Send the text, and return the outcome."""

@@ -1,6 +1,6 @@
-"""Tool calls against the JSON Schemas of foreign tools.
+"""Checks tool calls by the JSON Schemas of foreign tools.
 
-jsonschema is imported with the first tool: it takes a twentieth of the start of a task app.
+jsonschema is imported with the first tool, because its import takes a twentieth of a task app's start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from task_app.tools.toolbox import call_fault
 
 
 def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str) -> ToolSpec:
-    """A tool of the environment of this name; arguments that its schema does not name are refused.
+    """Make a tool of the environment named `of`; arguments that its schema does not list are refused.
 
-    A foreign server would drop a misspelt argument in silence, and the model would learn from the wrong call.
+    A foreign server might ignore a misspelt argument, and the model would learn from the wrong call.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
@@ -36,14 +36,14 @@ def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str)
 
 
 class Tools:
-    """The tools of one environment, by name."""
+    """The tools of one environment."""
 
     def __init__(self, specs: Sequence[ToolSpec], *, of: str) -> None:
         from jsonschema import Draft202012Validator
         from referencing import Registry
 
         self.specs = tuple(specs)
-        # With no way to fetch: a `$ref` to another machine would otherwise be followed.
+        # An empty registry, so that a `$ref` to another machine is not fetched.
         self._validators = {
             spec.function.name: Draft202012Validator(spec.function.parameters, registry=Registry())
             for spec in specs
@@ -52,7 +52,7 @@ class Tools:
             raise ForeignFailed(f"{of}: two tools have one name; a model could call only one of them")
 
     def fault(self, call: ToolRequest) -> str | None:
-        """Why the call cannot be carried out, in words for the model; None if it can."""
+        """Return the reason, in words for the model, why the call does not fit its tool; None if it fits."""
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 

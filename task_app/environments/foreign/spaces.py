@@ -1,8 +1,8 @@
-"""Spaces of gymnasium as words: the arguments of a tool for actions, text and plain values for observations.
+"""Converts gymnasium's actions from tool arguments, and its observations to plain values.
 
 | space | as an action | as an observation |
 |---|---|---|
-| Discrete | an integer, or one of the names given | the number |
+| Discrete | an integer, or a given name | the number |
 | MultiDiscrete, MultiBinary | a list of integers | a list |
 | Box of up to MAX_NUMBERS numbers | a list of numbers (up to MAX_ACTION) | numbers of 4 digits |
 | Text | text of its lengths | the text |
@@ -17,16 +17,16 @@ from gymnasium import Space, spaces
 
 MAX_NUMBERS = 256
 MAX_ACTION = 32
-# A JSON Schema's bounds beyond this say nothing that a model could use.
+# Larger bounds are left out of a JSON Schema, because they do not help a model.
 _FAR = 1e9
 
 
 class Wordless(ValueError):
-    """The space cannot be told as text."""
+    """The space cannot be converted to text."""
 
 
 def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON Schema of an action; `names` are those of a Discrete space's values, in order."""
+    """Make the JSON Schema of an action; `names` are the names of a Discrete space's values, in order."""
     match space:
         case spaces.Discrete():
             if names:
@@ -36,31 +36,35 @@ def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any
         case spaces.MultiDiscrete() if len(space.shape) == 1 and space.nvec.size <= MAX_ACTION:
             lowest, highest = space.start, space.start + space.nvec - 1
             bounds = {"minimum": int(lowest.min()), "maximum": int(highest.max())}
-            return _list(space.nvec.size, {"type": "integer", **bounds})
+            return _list_schema(space.nvec.size, {"type": "integer", **bounds})
         case spaces.MultiBinary() if len(space.shape) == 1 and space.shape[0] <= MAX_ACTION:
-            return _list(space.shape[0], {"type": "integer", "minimum": 0, "maximum": 1})
+            return _list_schema(space.shape[0], {"type": "integer", "minimum": 0, "maximum": 1})
         case spaces.Box() if len(space.shape) == 1 and space.shape[0] <= MAX_ACTION:
             kind = "integer" if np.issubdtype(space.dtype, np.integer) else "number"
-            return _list(space.shape[0], {"type": kind, **_bounds(space)})
+            # The widest bounds of all numbers; the space itself checks each number later.
+            low, high = float(space.low.min()), float(space.high.max())
+            limits = {"minimum": low} if low > -_FAR else {}
+            limits |= {"maximum": high} if high < _FAR else {}
+            return _list_schema(space.shape[0], {"type": kind, **limits})
         case spaces.Text():
             return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
         case spaces.Dict():
-            return _object({name: action_schema(part) for name, part in space.spaces.items()})
+            return _object_schema({name: action_schema(part) for name, part in space.spaces.items()})
         case spaces.Tuple():
-            return _object({f"part_{i}": action_schema(part) for i, part in enumerate(space.spaces)})
+            return _object_schema({f"part_{i}": action_schema(part) for i, part in enumerate(space.spaces)})
     raise Wordless(f"actions of {_describe(space)} cannot be arguments of a tool")
 
 
 def parse_action(space: Space[Any], value: Any, names: Sequence[str] = ()) -> Any:
-    """The action that an argument means; ValueError if it lies outside of the space."""
-    action = _action(space, value, names)
+    """Convert an argument to an action. Raises ValueError if it is outside of the space."""
+    action = _convert_action(space, value, names)
     if not space.contains(action):
         raise ValueError(f"{value!r} is no action of {space}"[:300])
     return action
 
 
 def observation_data(space: Space[Any], value: Any) -> Any:
-    """The observation as plain JSON values."""
+    """Convert an observation to plain JSON values."""
     match space:
         case spaces.Discrete():
             return int(value)
@@ -80,7 +84,7 @@ def observation_data(space: Space[Any], value: Any) -> Any:
     raise Wordless(f"observations of {_describe(space)} cannot be told as text")
 
 
-def _action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
+def _convert_action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
     match space:
         case spaces.Discrete():
             index = int(space.start) + list(names).index(value) if names else int(value)
@@ -88,24 +92,18 @@ def _action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
         case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box():
             return np.asarray(value, dtype=space.dtype)
         case spaces.Dict():
-            return {name: _action(part, value[name], ()) for name, part in space.spaces.items()}
+            return {name: _convert_action(part, value[name], ()) for name, part in space.spaces.items()}
         case spaces.Tuple():
-            return tuple(_action(part, value[f"part_{i}"], ()) for i, part in enumerate(space.spaces))
+            parts = enumerate(space.spaces)
+            return tuple(_convert_action(part, value[f"part_{i}"], ()) for i, part in parts)
     return value
 
 
-def _bounds(space: spaces.Box) -> dict[str, float]:
-    """The widest bounds of all numbers; the space itself checks each number later."""
-    low, high = float(space.low.min()), float(space.high.max())
-    bounds = {"minimum": low} if low > -_FAR else {}
-    return bounds | ({"maximum": high} if high < _FAR else {})
-
-
-def _list(length: int, items: Mapping[str, Any]) -> dict[str, Any]:
+def _list_schema(length: int, items: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "array", "minItems": length, "maxItems": length, "items": dict(items)}
 
 
-def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": dict(properties),

@@ -1,6 +1,6 @@
-"""HTTP and WebSockets to servers that the operator allows, with a deadline and a size for every answer.
+"""HTTP and WebSockets to servers that the operator allows, with a deadline and a size limit for every answer.
 
-No redirect is followed and no proxy is used: either could lead to a host that is not allowed.
+Redirects are not followed and proxies not used, because both could lead to a host that is not allowed.
 """
 
 import json
@@ -21,19 +21,19 @@ from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import InvalidRequest, check_host, clipped
 from task_app.settings import Reach
 
-if TYPE_CHECKING:  # a twentieth of a start, which only environments of servers need
+if TYPE_CHECKING:  # their imports take a twentieth of a start, and only environments of servers need them
     import httpx
     from websockets.sync.client import ClientConnection
 
-# For the end of a connection, after which nothing is expected.
+# Time to close a connection.
 CLOSE_S = 1.0
 
 
 def checked_url(url: str, reach: Reach) -> SplitResult:
-    """The parts of a URL in an env_name.
+    """Split the URL of an env_name.
 
     Raises:
-        InvalidRequest: it is no http or https URL, or holds a password.
+        InvalidRequest: it is not an http or https URL, or has a password.
         HostNotAllowed: its host is not on the operator's list.
     """
     parts = split_http(url)
@@ -50,14 +50,14 @@ def checked_url(url: str, reach: Reach) -> SplitResult:
 
 
 def below(parts: SplitResult, path: str, *, websocket: bool = False) -> str:
-    """The URL of a route below a base URL; its query is kept, which may hold routing keys."""
+    """Return the URL of a route below a base URL, with the base's query, which may hold routing keys."""
     scheme = parts.scheme.replace("http", "ws") if websocket else parts.scheme
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + path, parts.query, ""))
 
 
 @cache
 def _certificates() -> SSLContext:
-    """The certificates that are trusted, which take 20 ms to read."""
+    """Read the trusted certificates once, which takes 20 ms."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)
@@ -83,9 +83,9 @@ class Http:
         deadline_s: float | None = None,
         ends: Callable[[bytes], bool] = lambda content: False,
     ) -> "tuple[httpx.Response, bytes]":
-        """The response and its content, until that `ends`; a status that is no success is a failure.
+        """Send a request; return the response and its content, read until `ends` is true for it.
 
-        The deadline is by default that of the operator's settings.
+        The deadline is by default that of the operator's settings. A status from 300 on raises ForeignFailed.
         """
         import httpx
 
@@ -132,7 +132,7 @@ class Socket:
         from websockets.exceptions import ConnectionClosed
 
         with self._failures():
-            # A server that has no place for us says so, and closes; what it said can still be read.
+            # A server at its capacity sends an error and closes; its error can still be read.
             with suppress(ConnectionClosed):
                 self._connection.send(json.dumps(message))
             answer = self._connection.recv(timeout=self._reach.environment_deadline_s)
@@ -146,7 +146,7 @@ class Socket:
 
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme.replace("ws", "http")]
-        # With a socket of ours, websockets follows no redirect.
+        # Given a socket, websockets follows no redirect.
         plain = socket.create_connection((parts.hostname, port), timeout=self._reach.environment_deadline_s)
         try:
             opening = connect(
@@ -178,7 +178,7 @@ class Socket:
 
 
 def parse_json(text: bytes | str, name: str) -> Any:
-    """The value of a JSON text without NaN."""
+    """Parse a JSON text. Raises ForeignFailed."""
     try:
         return read_json(text)
     except ValueError as exc:

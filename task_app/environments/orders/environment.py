@@ -1,4 +1,4 @@
-"""Requests of a shop's customers as an `Environment`: tools change a database, which alone is judged."""
+"""Requests of a shop's customers as an `Environment`: tools change a database, whose final state counts."""
 
 import hashlib
 import random
@@ -33,7 +33,7 @@ You are at the desk of a shop. Carry out the requests of its customers, and noth
 `find` shows a customer's city and orders. "no lamp": cancel the order if it is open, refund it if it was
 sent. "3 lamp": set the count of an open order. What is changed wrongly counts against you."""
 
-_ROWS_OF_ORDER = 2  # its own, and its product's stock
+_ROWS_OF_ORDER = 2  # the order's own row, and the stock of its product
 
 
 class OrdersConfig(Body):
@@ -45,17 +45,17 @@ class OrdersConfig(Body):
 
 
 class OrdersState(Body):
-    """The database, what it should be, and what the desk has looked up."""
+    """The database, the correct database, and the customers that were looked up."""
 
     shop: Shop
     goal: Shop
     requests: tuple[Request, ...]
     lookups: tuple[Customer, ...] = ()
-    """Customers, in the order in which the prompt has them."""
+    """Customers, in the order of the prompt."""
     best: int = Field(default=0, ge=0)
-    """The most requests that were granted at once."""
+    """Largest number of requests that were granted at the same time."""
     note: str = Field(default="", max_length=100)
-    """Why the last call changed nothing; "" if it did."""
+    """The reason why the last call changed nothing; "" if it changed something."""
     done: bool = False
 
     @model_validator(mode="after")
@@ -76,10 +76,11 @@ class OrdersState(Body):
 
 
 class OrdersEnvironment(ToolEnvironment[OrdersState]):
-    """One desk; equal seeds and calls give equal episodes in every process. No step draws anything.
+    """One desk; equal seeds and calls give equal episodes in every process. Steps use no randomness.
 
-    An env step earns the rows that it sets right, less those that it sets wrong, so that an order with its
-    stock counts 1 / requests: 1 in all at most. `done` earns another 1 if the database is as it should be.
+    An env step earns the number of rows that it corrects minus the number that it makes wrong, scaled so that
+    an order with its stock counts 1 / requests: at most 1 in all. `done` earns another 1 if the whole
+    database is correct.
     """
 
     name = "orders"
@@ -116,7 +117,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
 
     def count(self, order: OrderId, count: Count) -> str:
         """Set the count of an open order."""
-        row = self._row("count", order, "open")
+        row = self._find_order("count", order, "open")
         if row is None:
             return self.state.note
         if row.count == count:
@@ -175,14 +176,14 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         return self.state.requests if self.config.marks else ()
 
     def _end_order(self, action: str, order_id: int, before: Status, after: Status) -> str:
-        row = self._row(action, order_id, before)
+        row = self._find_order(action, order_id, before)
         if row is None:
             return self.state.note
         shop = self.state.shop.changed(row.model_copy(update={"status": after}), back=row.count)
         return self._change(action, shop)
 
-    def _row(self, action: str, order_id: int, status: Status) -> Order | None:
-        """The order, if it has that status; otherwise a note for the next prompt, for an env step."""
+    def _find_order(self, action: str, order_id: int, status: Status) -> Order | None:
+        """Return the order if it has the status; otherwise refuse the action, and return None."""
         row = self.state.shop.order(order_id)
         if row is not None and row.status == status:
             return row
@@ -191,7 +192,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         return None
 
     def _refuse(self, action: str, note: str) -> str:
-        """An env step that changes nothing, and its reason, which the next prompt has."""
+        """Take an env step that changes nothing; the next prompt shows the reason `note`."""
         self.run(action, self.state.model_copy(update={"note": note}))
         return note
 
@@ -205,7 +206,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
 
 
 def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = ()) -> str:
-    """A customer's rows in a line: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` is of requests."""
+    """Write a customer's rows: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` marks requests."""
     marked = {request.target(shop) for request in requests if request.product}
     rows = [
         f"; {'* ' if order in marked else ''}{order.product} #{order.id} {order.status} {order.count}"
@@ -216,8 +217,8 @@ def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = 
 
 
 def database_key(observation: Observation) -> Any:
-    """All that decides the future: the database by its digest, the requests, who was looked up, and what was
-    achieved before, which is not paid again."""
+    """Return everything that determines the future: the database's digest, the requests, the customers that
+    were looked up, and the number of achievements, which are not rewarded twice."""
     data, achieved = observation.data, sum(observation.achievements_counts.values())
     return [data["digest"], data["requests"], list(data["cities"]), achieved]
 

@@ -1,4 +1,4 @@
-"""The database of a shop, its changes, and the shop of a seed with requests, as plain frozen data."""
+"""The database of a shop, its changes, and the random drawing of shops and requests, as frozen data."""
 
 import random
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ PRODUCTS: tuple[Product, ...] = Product.__args__  # type: ignore[attr-defined]
 
 
 class Order(Body):
-    """A row of orders. No customer has two of one product."""
+    """A row of orders. A customer has at most one order of a product."""
 
     id: OrderId
     customer: Customer
@@ -49,7 +49,7 @@ class Shop(Body):
         return next((order for order in self.orders if order.id == order_id), None)
 
     def changed(self, order: Order, *, back: int) -> "Shop":
-        """The shop with that order in the place of the one of its number, and `back` pieces more in stock."""
+        """Return the shop with a changed order, and `back` more pieces of its product in stock."""
         orders = tuple(order if row.id == order.id else row for row in self.orders)
         stock = {**self.stock, order.product: self.stock[order.product] + back}
         return self.model_copy(update={"orders": orders, "stock": stock})
@@ -58,7 +58,7 @@ class Shop(Body):
         return self.model_copy(update={"cities": {**self.cities, customer: city}})
 
     def differing_rows(self, other: "Shop") -> int:
-        """In how many rows of all tables the two shops differ."""
+        """Count the rows of all tables in which the two shops differ."""
         rows = zip(self._rows(), other._rows(), strict=True)
         return sum(own != others for own, others in rows)
 
@@ -67,7 +67,7 @@ class Shop(Body):
 
 
 class Request(Body):
-    """The wish of a customer: no `product`, another `count` of it, or a move to `city`."""
+    """A customer's request: drop the `product`, change its `count`, or move to `city`."""
 
     customer: Customer
     product: Product | None = None
@@ -81,12 +81,12 @@ class Request(Body):
         return self
 
     def target(self, shop: Shop) -> Order | None:
-        """The order that it is about."""
+        """Return the order that the request is about."""
         key = self.customer, self.product
         return next((order for order in shop.orders if (order.customer, order.product) == key), None)
 
     def granted(self, shop: Shop) -> Shop:
-        """The shop after it: an open order is cancelled, one that was sent is refunded."""
+        """Return the shop after the request; dropping cancels an open order and refunds a sent one."""
         if self.city is not None:
             return shop.moved(self.customer, self.city)
         order = self.target(shop)
@@ -109,7 +109,7 @@ class Request(Body):
 
 
 def draw_shop(source: random.Random) -> Shop:
-    """Twenty-four rows: six customers, six products, and two orders of each customer."""
+    """Draw a shop of 24 rows: six customers, six products, and two orders of each customer."""
     ids = source.sample(range(1, 2 * len(CUSTOMERS) + 1), 2 * len(CUSTOMERS))
     orders = [
         Order(
@@ -130,8 +130,8 @@ def draw_shop(source: random.Random) -> Shop:
 
 
 def draw_request(source: random.Random, shop: Shop, customer: Customer) -> Request:
-    """A request of the customer that changes the shop."""
-    kinds = ["drop", "drop", "count", "move"]  # half of them drop an order: its status decides how
+    """Draw a request of the customer that changes the shop."""
+    kinds = ["drop", "drop", "count", "move"]  # half of the requests drop an order
     order = source.choice([order for order in shop.orders if order.customer == customer])
     kind = source.choice(kinds if order.status == "open" else ["drop", "drop", "move"])
     if kind == "move":

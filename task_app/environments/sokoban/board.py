@@ -15,25 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 WALL, FLOOR, GOAL, BOX, BOX_ON_GOAL, PLAYER, PLAYER_ON_GOAL = "#_.$*@+"
-# In the order in which pushes and ways are tried: it decides between ways of one length.
+# The order in which pushes and ways are tried decides between ways of equal length.
 DIRECTIONS = ("up", "down", "left", "right")
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A push that is possible now."""
+    """A possible push."""
 
     box: int
     direction: str
     way: tuple[str, ...]
-    """Moves that bring the player behind the box; the push itself is one more in `direction`."""
+    """Moves that bring the player behind the box; the push itself is a further move in `direction`."""
     state: "State"
-    """Boxes and player's cell after it."""
+    """The state after the push."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The moving parts: the set of boxes, and the player's cell."""
+    """The set of boxes, and the player's cell."""
 
     boxes: int
     player: int
@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True)
 class Board:
-    """The fixed parts: a square with a rim of walls, so that no step leads out of it."""
+    """The fixed parts of a square with a rim of walls, so that no step leaves it."""
 
     width: int
     floor: int
@@ -49,11 +49,11 @@ class Board:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """The distance of a step's cells, by direction."""
+        """The difference of cell numbers of a step, by direction."""
         return {"up": -self.width, "down": self.width, "left": -1, "right": 1}
 
     def move(self, state: State, direction: str) -> State:
-        """The state after a step, which pushes a box that is in the way; the same one if it is blocked."""
+        """Return the state after a step, which pushes a box in its way; the same state if it is blocked."""
         stride = self.strides[direction]
         cell = state.player + stride
         if not self.floor >> cell & 1:
@@ -66,7 +66,7 @@ class Board:
         return State(state.boxes ^ (1 << cell | 1 << beyond), cell)
 
     def region(self, state: State) -> int:
-        """The cells that the player reaches without a push."""
+        """Return the cells that the player reaches without a push."""
         free, width = self.floor & ~state.boxes, self.width
         region, before = 1 << state.player, 0
         while region != before:
@@ -75,8 +75,8 @@ class Board:
         return region
 
     def pushes(self, state: State) -> Iterator[Push]:
-        """All possible pushes: boxes in reading order, directions in theirs."""
-        ways = self._ways(state)
+        """Yield all possible pushes: boxes in reading order, then directions in the order of DIRECTIONS."""
+        ways = self._find_ways(state)
         for box in cells(state.boxes):
             for direction in DIRECTIONS:
                 behind = box - self.strides[direction]
@@ -86,12 +86,12 @@ class Board:
                 if after.boxes != state.boxes:
                     yield Push(box, direction, ways[behind], after)
 
-    def _ways(self, state: State) -> dict[int, tuple[str, ...]]:
-        """A shortest way of moves to every cell that the player reaches without a push."""
+    def _find_ways(self, state: State) -> dict[int, tuple[str, ...]]:
+        """Find a shortest way of moves to every cell that the player reaches without a push."""
         free = self.floor & ~state.boxes
         ways: dict[int, tuple[str, ...]] = {state.player: ()}
         frontier = [state.player]
-        for cell in frontier:  # grows while it is read: breadth first
+        for cell in frontier:  # breadth-first: the list grows during the loop
             for direction in DIRECTIONS:
                 neighbour = cell + self.strides[direction]
                 if free >> neighbour & 1 and neighbour not in ways:
@@ -101,7 +101,7 @@ class Board:
 
 
 def cells(bits: int) -> Iterator[int]:
-    """The cells of a set, in reading order."""
+    """Yield the cells of a set in reading order."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -109,7 +109,7 @@ def cells(bits: int) -> Iterator[int]:
 
 
 def xsb_rows(board: Board, state: State) -> list[str]:
-    """The board as text, a row a line."""
+    """Write the board as text, one string per row."""
     letters = []
     for cell in range(board.width**2):
         goal = board.goals >> cell & 1
@@ -123,10 +123,12 @@ def xsb_rows(board: Board, state: State) -> list[str]:
 
 
 def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
-    """The board and state of such rows.
+    """Read board and state from rows of text.
 
     Raises:
-        ValueError: an unknown letter, no square, an open rim, not one player, or not one goal a box.
+        ValueError: a letter is unknown, the board is not a square with a rim of walls, there is not exactly
+        one
+            player, or not one goal per box.
     """
     text, width = "".join(rows), len(rows)
     if not width or any(len(row) != width for row in rows):
@@ -138,21 +140,21 @@ def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
     if set(rim) != {WALL}:
         raise ValueError("the rim of a board is wall")
 
-    def those(letters: str) -> int:
+    def find_cells(letters: str) -> int:
         return sum(1 << cell for cell, letter in enumerate(text) if letter in letters)
 
-    player, boxes, goals = those("@+"), those("$*"), those(".*+")
+    player, boxes, goals = find_cells("@+"), find_cells("$*"), find_cells(".*+")
     if player.bit_count() != 1 or boxes.bit_count() != goals.bit_count() or not boxes:
         raise ValueError(
             f"a board has one player and as many boxes as goals; found {player.bit_count()}, "
             f"{boxes.bit_count()} and {goals.bit_count()}"
         )
-    return Board(width, those("_.$*@+"), goals), State(boxes, player.bit_length() - 1)
+    return Board(width, find_cells("_.$*@+"), goals), State(boxes, player.bit_length() - 1)
 
 
 Colour = tuple[int, int, int]
 _FLOOR: Colour = (225, 220, 205)
-# Each letter's colour in pictures, and half the side of its square as a share of the cell; the rest is floor.
+# Colour of each letter in pictures, and half the side of its square relative to the cell; the rest is floor.
 _LOOKS: dict[str, tuple[Colour, float]] = {
     WALL: ((70, 70, 80), 0.5),
     FLOOR: (_FLOOR, 0.5),
@@ -165,7 +167,7 @@ _LOOKS: dict[str, tuple[Colour, float]] = {
 
 
 def picture(rows: Sequence[str], width: int, height: int) -> npt.NDArray[np.uint8]:
-    """[height, width, 3]: a square for every cell of a board in XSB."""
+    """Draw a board in XSB as squares, [height, width, 3]."""
     y = np.arange(height) * len(rows) / height
     x = np.arange(width) * len(rows[0]) / width
     letters = np.array([list(row) for row in rows])[y.astype(int)[:, None], x.astype(int)]

@@ -1,4 +1,4 @@
-"""Sokoban as an `Environment`: boxes on goals are achievements, and a board without a solution is an end."""
+"""Sokoban as an `Environment`: boxes on goals are achievements, and an unsolvable board ends the episode."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ PushName = Literal[
     "1-up", "1-down", "1-left", "1-right", "2-up", "2-down", "2-left", "2-right",
     "3-up", "3-down", "3-left", "3-right",
 ]  # fmt: skip
-# The rewards of gym-sokoban (Schrader, 2018): each step, a box onto a goal or off it, and the last box.
+# The rewards of gym-sokoban (Schrader, 2018): of each step, of a box onto a goal or off it, of the last box.
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 WALL_SHARE = 0.2  # of a drawn board's cells
-# Every setting that the config allows finds a board within some dozens of draws.
+# Every allowed config finds a board within some dozens of draws.
 MOST_DRAWS = 10_000
 
 
@@ -60,7 +60,7 @@ class SokobanConfig(Body):
 
 
 class SokobanMoment(Body, allow_inf_nan=False):
-    """A snapshot; `best` is the most boxes that stood on goals while the board could be solved."""
+    """A snapshot; `best` is the largest number of boxes on goals while the board was solvable."""
 
     rows: list[Annotated[str, Field(max_length=9)]] = Field(min_length=6, max_length=9)
     step: int = Field(ge=0, le=MAX_STEPS)
@@ -71,11 +71,11 @@ class SokobanMoment(Body, allow_inf_nan=False):
 
 
 class SokobanEnvironment(OneCallEnvironment):
-    """One episode; equal seeds and calls give equal episodes in every process. No step draws anything."""
+    """One episode; equal seeds and calls give equal episodes in every process. Steps use no randomness."""
 
     name = "sokoban"
     outcome_definition = "solved: 1 when every box stands on a goal"
-    _called = "the tool"  # as replays of recorded episodes expect it
+    _called = "the tool"  # recorded episodes contain these words, so replays need them
 
     def __init__(self, config: SokobanConfig | None = None) -> None:
         self.config = config or SokobanConfig()
@@ -87,7 +87,7 @@ class SokobanEnvironment(OneCallEnvironment):
 
     @property
     def quick_step(self) -> bool:
-        """Steps look up what a search found, which `reset` and the first `restore` have made."""
+        """Whether `reset` or `restore` has made the search for solutions, which steps look up."""
         return self._board is not None
 
     def move(self, moves: Annotated[list[Direction], Field(min_length=1, max_length=MAX_MOVES)]) -> str:
@@ -124,18 +124,17 @@ class SokobanEnvironment(OneCallEnvironment):
         return self._is_solved() or self._stuck
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The state alone; past decisions add nothing to it."""
         return state_alone(observation, past, system=None if self.config.text == "compact" else SYSTEM)
 
     def outcome_reward(self) -> float:
         return float(self._board is not None and self._is_solved())
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture of the board; raises EpisodeOver before the first reset."""
+        """Draw the board, [height, width, 3]. Raises EpisodeOver before the first reset."""
         return picture(xsb_rows(started(self._board), self._state), width, height)
 
     def snapshot(self) -> bytes:
-        """The board and its episode as JSON; raises EpisodeOver before the first reset."""
+        """Return the board and its episode as JSON. Raises EpisodeOver before the first reset."""
         rows = xsb_rows(started(self._board), self._state)
         moment = SokobanMoment(rows=rows, step=self._step, best=self._best, **self._last)
         return moment.model_dump_json().encode()
@@ -154,7 +153,7 @@ class SokobanEnvironment(OneCallEnvironment):
         return self._observe(moment.reward, no_effect=moment.no_effect, invalid=moment.invalid)
 
     def _walk(self, moves: Sequence[str]) -> bool:
-        """Move in order until the episode is over; return whether it continues."""
+        """Move in order until the episode ends; return whether it continues."""
         for direction in moves:
             if self.over() or self._is_cut():
                 break
@@ -166,7 +165,7 @@ class SokobanEnvironment(OneCallEnvironment):
         self._state = board.move(before, direction)
         if self._state.boxes != before.boxes:
             self._stuck = not is_solvable(board, self._state, self._left)
-        if not self._stuck:  # a box that blocks the others is no achievement
+        if not self._stuck:  # boxes on goals of an unsolvable board are not an achievement
             self._best = max(self._best, self._on_goals)
         reward = STEP_REWARD + BOX_REWARD * (self._on_goals - on_goals)
         self._run(direction, reward + SOLVED_REWARD * self._is_solved())
@@ -218,9 +217,9 @@ class SokobanEnvironment(OneCallEnvironment):
 
 
 def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tuple[Board, State]:
-    """A board of `size` cells a side, and a state whose shortest solution has `pushes` (least and most).
+    """Draw a board with sides of `size` cells, and a state whose shortest solution has `pushes` (from, to).
 
-    No box of it is on a goal. Every such number that the board offers is as likely as another.
+    No box is on a goal. All numbers of pushes that the board allows are equally likely.
     """
     source = random.Random(seed)
     for _ in range(MOST_DRAWS):
@@ -231,7 +230,7 @@ def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tu
 
 
 def _draw_board(source: random.Random, size: int, boxes: int) -> Board | None:
-    """Goals in the largest room between walls; None if it is too small to push anything."""
+    """Draw goals in the largest room between walls; None if the room is too small."""
     width = size + 2
     inside = [y * width + x for y in range(1, size + 1) for x in range(1, size + 1)]
     rest = sum(1 << cell for cell in inside if source.random() >= WALL_SHARE)
@@ -260,13 +259,13 @@ def _draw_state(source: random.Random, board: Board, pushes: tuple[int, int]) ->
 
 
 def board_key(observation: Observation) -> Any:
-    """All that decides the future, but for the steps that are left: walls, goals, boxes, player, and what was
-    achieved before, which is not paid again."""
+    """Return everything that determines the future, except the number of steps left: walls, goals, boxes,
+    player, and the number of achievements, which are not rewarded twice."""
     return [observation.data["rows"], sum(observation.achievements_counts.values())]
 
 
 def push_key(observation: Observation) -> Any:
-    """The same, with the cells that the player reaches in place of its own: equal possible pushes."""
+    """Like `board_key`, with the cells that the player reaches in place of its own cell."""
     board, state = read_xsb(observation.data["rows"])
     achieved = sum(observation.achievements_counts.values())
     return [board.width, board.floor, board.goals, *make_key(board, state), achieved]

@@ -1,8 +1,8 @@
-"""Which states of a board can be solved, and in how many pushes: one search backwards from the solved ones.
+"""Finds the solvable states of a board and their fewest pushes, by a search backwards from the solved states.
 
-The search pulls boxes off their goals, breadth first. So a state that it meets can be solved, in as few
-pushes as the search was deep there, and a state that it never meets cannot be solved. Boards must be small:
-20 free cells and two boxes have some 300 states.
+The search pulls boxes off their goals, breadth-first. The depth at which it finds a state is the smallest
+number of pushes that solve the state; a state that it does not find is unsolvable. Boards must be small: 20
+free cells and two boxes have some 300 states.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from task_app.environments.sokoban.board import Board, Push, State, cells
 
-# The boxes, and the cells that the player reaches: from all of them the same pushes are possible.
+# The boxes, and the cells that the player reaches, from which the same pushes are possible.
 Key = tuple[int, int]
 
 
@@ -20,13 +20,13 @@ def make_key(board: Board, state: State) -> Key:
 
 @lru_cache(maxsize=128)
 def pushes_left(board: Board) -> Mapping[Key, int]:
-    """The fewest pushes that solve each state that can be solved."""
+    """Return the smallest number of pushes that solve each solvable state."""
     left: dict[Key, int] = {}
     for cell in cells(board.floor & ~board.goals):
         left[make_key(board, State(board.goals, cell))] = 0
     frontier = list(left)
-    for key in frontier:  # grows while it is read: breadth first
-        for before in _pulled(board, key):
+    for key in frontier:  # breadth-first: the list grows during the loop
+        for before in _pull_boxes(board, key):
             if before not in left:
                 left[before] = left[key] + 1
                 frontier.append(before)
@@ -34,12 +34,12 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
 
 
 def is_solvable(board: Board, state: State, left: Mapping[Key, int]) -> bool:
-    """`left` are the `pushes_left` of the board, which may take a tenth of a second."""
+    """Whether the state is solvable; `left` are the board's `pushes_left`, which take up to 0.1 s."""
     return state.boxes == board.goals or make_key(board, state) in left
 
 
 def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | None:
-    """The push of a shortest solution, of several the one with the shortest way; None if there is none."""
+    """Return the first push of a shortest solution with the shortest way; None if there is no solution."""
     fewest = left.get(make_key(board, state))
     if not fewest:
         return None
@@ -47,14 +47,14 @@ def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | Non
     return min(good, key=lambda push: len(push.way))
 
 
-def _pulled(board: Board, key: Key) -> list[Key]:
-    """The states from which one push leads here."""
+def _pull_boxes(board: Board, key: Key) -> list[Key]:
+    """Return the states from which one push leads to this state."""
     boxes, region = key
     before = []
     for box in cells(boxes):
         for stride in board.strides.values():
             cell, beyond = box + stride, box + 2 * stride
-            # The player stands next to the box, steps back, and takes the box along.
+            # The player stands next to the box, and steps back with it.
             if region >> cell & 1 and (board.floor & ~boxes) >> beyond & 1:
                 before.append(make_key(board, State(boxes ^ (1 << box | 1 << cell), beyond)))
     return before

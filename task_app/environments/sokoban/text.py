@@ -1,11 +1,11 @@
 """The two texts of an observation, as pure functions of `Observation.data`.
 
-`full` shows the board and is answered by moves. `compact` is for models with under a million parameters: some
-45 words (5 by 5 cells, 2 boxes) of a small closed vocabulary, answered by pushes. It says which are possible,
-and not which are good.
+`full` shows the board, and the answer is moves. `compact` is for models with under a million parameters: some
+45 words (5 by 5 cells, 2 boxes) of a small closed vocabulary, and the answer is pushes. It lists the possible
+pushes, but not which are good.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -24,42 +24,36 @@ Always answer with one `move` call of 1 to 8 moves (up, down, left, right), carr
 
 
 def full_text(data: Mapping[str, Any]) -> str:
-    """The board, a row a line, and the news."""
     boxes, step = f"{data['on_goals']} of {data['boxes']}", f"{data['step']} of {data['max_steps']}"
     news = [sentence for word, sentence in _NEWS.items() if data[word]]
     return "\n".join([f"Boxes on goals: {boxes}. Step {step}.", *data["rows"], *news])
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
-    """The state in words of a closed vocabulary.
+    """Write the state in words of a closed vocabulary.
 
         on0 _ _ # 1 ... box1 to R2 D1 to L1 1-up U2 1-left L1 box2 ...
 
-    The cells without the rim, row by row, a box by its number. Every box in reading order, with the offset of
-    each goal from it, and the pushes of it that are possible now, each with the number of cells it could go.
+    First come the cells without the rim, row by row, where a number is a box. Then come the boxes in reading
+    order, each with the offset of every goal, and with its possible pushes and how many cells it can move.
     """
     board, state = read_xsb(data["rows"])
-    words = [f"on{data['on_goals']}", *_cell_words(data["rows"])]
+    words, box_number = [f"on{data['on_goals']}"], 0
+    for letter in "".join(row[1:-1] for row in data["rows"][1:-1]):
+        box_number += letter in "$*"
+        words.append(f"{box_number}{'.' * (letter == '*')}" if letter in "$*" else letter)
     names = {box: number for number, box in enumerate(cells(state.boxes), start=1)}
     pushes = {box: list(group) for box, group in groupby(board.pushes(state), key=lambda push: push.box)}
     for box, number in names.items():
         words += [f"box{number}", *_goal_words(board, box)]
         for push in pushes.get(box, ()):
-            room = f"{LEG_LETTERS[push.direction]}{_room(board, state, push)}"
+            room = f"{LEG_LETTERS[push.direction]}{_count_free(board, state, push)}"
             words += [f"{number}-{push.direction}", room]
     return " ".join([*words, *(word for word in _NEWS if data[word])])
 
 
-def _cell_words(rows: Sequence[str]) -> Iterator[str]:
-    number = 0
-    for row in rows[1:-1]:
-        for letter in row[1:-1]:
-            number += letter in "$*"
-            yield f"{number}{'.' * (letter == '*')}" if letter in "$*" else letter
-
-
-def _room(board: Board, state: State, push: Push) -> int:
-    """How many cells the box could be pushed on that way."""
+def _count_free(board: Board, state: State, push: Push) -> int:
+    """Count the cells that the box can be pushed in that direction."""
     free, stride, count = board.floor & ~state.boxes, board.strides[push.direction], 1
     while free >> (push.box + (count + 1) * stride) & 1:
         count += 1

@@ -1,14 +1,19 @@
-"""The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`, whose Python need not have Turnwise.
+"""The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`. Its Python need not have Turnwise.
 
-The module `LIBRARY_child` of this folder plays. Its `open_world(argument, config)` returns an object with
-`tools` (name, description and parameters of each, or None), `reset(seed)` and `say(text)`, and where it has
-tools `call(calls)`. Where only known arguments can be played, NAMES has them, and KIND says what they are.
+The module `LIBRARY_child` of this folder plays the environment. Its `open_world(argument, config)` returns an
+object with `tools` (name, description and parameters of each, or None), `reset(seed)`, `say(text)`, and, if
+it has tools, `call(calls)`. If only known arguments can be played, NAMES lists them, and KIND describes them.
 
-Each line of stdin has one line as its answer: {"reset": seed} the opening {"system", "prompt"}, {"say": text}
-and {"call": [{"name", "arguments"}, ...]} a list of what was shown, one for the text or for each call:
-{"text", "reward", "terminated", "truncated", "refused", "data"}, where what is missing is empty. Each may be
-{"error": sentence} instead. The first line is {"ready": tools}; where tools is null, {"offer": seed} asks for
-them, which begins an episode. The process ends when stdin closes.
+The process answers each line of stdin with one line:
+
+    {"reset": seed}                                 {"system", "prompt"}, the opening
+    {"say": text}                                   a list with one outcome
+    {"call": [{"name", "arguments"}, ...]}          a list with an outcome for each call
+    {"offer": seed}                                 the tools; this begins an episode
+
+An outcome is {"text", "reward", "terminated", "truncated", "refused", "data"}; a missing key counts as empty.
+Any answer may be {"error": sentence} instead. The first line of the process is {"ready": tools}; if tools is
+null, `offer` returns them. The process ends when stdin closes.
 """
 
 import json
@@ -19,7 +24,7 @@ from importlib import import_module
 
 
 def main(library: str, argument: str, config: str) -> None:
-    # What the library prints goes to stderr, so that it cannot break the exchange.
+    # The library's output goes to stderr, so that it cannot disturb the protocol.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
@@ -33,8 +38,8 @@ def main(library: str, argument: str, config: str) -> None:
         for line in sys.stdin:
             ((name, value),) = json.loads(line).items()
             print(json.dumps(getattr(world, name)(value)), file=replies, flush=True)
-    except BaseException as exc:  # a SystemExit of the library too: the service must hear the cause
-        # sys.exit(sentence) is how the modules of this folder refuse.
+    except BaseException as exc:  # also a SystemExit of the library: the service must get the cause
+        # The modules of this folder refuse by sys.exit(sentence).
         message = str(exc) if isinstance(exc, SystemExit) else f"{type(exc).__name__}: {exc}"
         print(json.dumps({"error": message[:1_000]}), file=replies, flush=True)
 

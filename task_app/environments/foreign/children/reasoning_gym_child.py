@@ -1,7 +1,7 @@
 """A data set of the package `reasoning_gym`: an episode is one question and one answer in words.
 
-The question of a seed is the first one of the data set with that seed. The reward is `score_answer`'s, of the
-text between <answer> and </answer>, as the package itself reads it, or of the whole answer without them.
+The question of a seed is the first one of the data set with that seed. The reward is the `score_answer` of
+the text between <answer> and </answer>, as the package reads it, or else of the whole answer.
 """
 
 import sys
@@ -14,17 +14,16 @@ try:
 except ImportError as exc:
     sys.exit(f"{sys.executable} has no reasoning_gym ({exc}): pip install reasoning-gym")
 
-# What scorers raise about an answer that they cannot read, which is then wrong; most return 0 by themselves.
+# Errors of scorers that cannot read an answer, which then counts as wrong; most scorers return 0 instead.
 _UNREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, SyntaxError)
 # Seeds of generators are 32 bits wide.
 _SEEDS = 2**32
 
-# What may be named, and what it is.
 NAMES, KIND = DATASETS, "data sets of reasoning_gym"
 
 
 class World:
-    """The questions of a data set, of which one is played at a time."""
+    """Plays the questions of a data set, one at a time."""
 
     tools: tuple[Any, ...] = ()
 

@@ -1,8 +1,8 @@
 """A game of the package `textarena` for one player: a move is an answer in words.
 
-What is shown is what the game has said since the last move; the player's own words, which the conversation
-has already, are left out, and so is what an observation wrapper would repeat. The reward comes with the end,
-as the game sets it. A move against the rules is refused with the game's reason, until the game ends for it.
+An outcome shows the game's messages since the last move, without the player's own words and without the
+repetitions of observation wrappers: the conversation has both already. The game sets the reward at its end.
+An invalid move is refused with the game's reason, until the game ends because of it.
 """
 
 import random
@@ -16,12 +16,11 @@ try:
 except ImportError as exc:
     sys.exit(f"{sys.executable} has no textarena ({exc}): pip install textarena")
 
-# What may be named, and what it is.
 NAMES, KIND = ENV_REGISTRY, "games of textarena"
 
 
 class World:
-    """A game, which is made again for each seed: some draw their boards while they are made."""
+    """Plays a game, which is made again for each seed, because some games draw their boards when made."""
 
     tools: tuple[Any, ...] = ()
 
@@ -30,7 +29,7 @@ class World:
         self._config = config
 
     def reset(self, seed: int) -> dict[str, Any]:
-        # Games draw from the generators of the process, which plays nothing else.
+        # Games use the global generators of this process.
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -54,7 +53,7 @@ class World:
         rewards, about = self._env.close()
         reward, reason = (rewards or {}).get(0, 0.0), str(about[0].get("reason") or "")
         if isinstance(reward, str):
-            # Some games of 0.7 give the reason of an invalid move and its reward in each other's place.
+            # Some games of 0.7 swap the reason of an invalid move and its reward.
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         end = {"reward": float(reward), "terminated": True, "data": {"reason": reason}}
         return [{"text": "\n".join(filter(None, (news, reason))), **end}]
@@ -62,7 +61,7 @@ class World:
     def _news(self) -> str:
         told = []
         for sender, text, kind in self._state.get_current_player_observation():
-            # Some games of 0.7 give the kind in the place of the sender.
+            # Some games of 0.7 swap the kind and the sender.
             if ta.ObservationType.PLAYER_ACTION not in (kind, sender):
                 name = self._state.role_mapping.get(sender, "GAME")
                 told.append(text if name == "GAME" else f"[{name}] {text}")

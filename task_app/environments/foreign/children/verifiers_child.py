@@ -1,9 +1,8 @@
-"""A taskset of the package `verifiers` 0.4, played by its own Env: several turns, tools and all.
+"""A taskset of the package `verifiers` 0.4, played by its own Env, with several turns and tools.
 
-The Env runs in an event loop of this process until its agent asks a model. What is new in that request is
-shown; the answer that comes lets the Env run on, to its next request or to the end. There the reward is the
-trace's.
-One agent is played: an Env with more would need further models.
+The Env runs in an event loop of this process until its agent calls the model. The new messages of that
+request are the outcome. The model's answer lets the Env continue until its next request or its end, where the
+reward is that of the trace. The Env must have one agent, because there is only one model.
 """
 
 import asyncio
@@ -29,13 +28,13 @@ except ImportError as exc:
     sys.exit(f"{sys.executable} has no verifiers 0.4 ({exc}): pip install verifiers")
 
 HARNESS = "verifiers_harness"  # a module of this folder
-# Of tasksets; of one without an end, whose tasks are made as they are needed.
+# Most tasks of a taskset, and of an endless one, whose tasks are made when they are needed.
 MAX_TASKS, MAX_ENDLESS = 10_000, 1_000
 Json = dict[str, Any]
 
 
-class Player(Client):  # type: ignore[misc]  # the package is not installed where types are checked
-    """The model: a request waits here for its answer, which comes from outside the event loop."""
+class Player(Client):  # type: ignore[misc]  # mypy runs without this package
+    """The model: a request waits here for its answer, which is set from outside the event loop."""
 
     def __init__(self) -> None:
         self.messages: Sequence[Any] = ()
@@ -44,7 +43,7 @@ class Player(Client):  # type: ignore[misc]  # the package is not installed wher
         self._session: str | None = None
 
     def begin(self) -> None:
-        """Wait for the first request of another episode."""
+        """Prepare for the first request of an episode."""
         self.answer = self._session = None
 
     async def get_response(
@@ -68,17 +67,17 @@ class Player(Client):  # type: ignore[misc]  # the package is not installed wher
 
 
 class World:
-    """The tasks of a taskset, of which one is played at a time."""
+    """Plays the tasks of a taskset, one at a time."""
 
     def __init__(self, module: str, config: Json) -> None:
-        self._env = _environment(module, config)
+        self._env = _load_environment(module, config)
         taskset = self._env.taskset
         self._is_bounded = taskset.bounded
         self._rest: Iterator[Any] = iter(taskset)
         self._tasks = list(itertools.islice(self._rest, MAX_TASKS if self._is_bounded else 1))
         refuse(not self._tasks, "tasks: it has none")
         self._player = Player()
-        self._heard = 0
+        self._seen = 0  # messages of the conversation that were returned
         self._episode: asyncio.Task[Any] | None = None
         self._loop = asyncio.new_event_loop()
         server.resolve_client = lambda config: self._player
@@ -89,75 +88,80 @@ class World:
         self.tools: list[Json] | None = None if has_tools else []
 
     def offer(self, seed: int) -> list[Json]:
-        """The tools, which only a request of an episode names."""
+        """Return the tools, which are only known from a request of an episode."""
         tools: list[Json] = self.reset(seed)["tools"]
         return tools
 
     def reset(self, seed: int) -> Json:
-        task = self._task(seed)
+        task = self._choose_task(seed)
         refuse(type(task).NEEDS_CONTAINER, "a container")
-        self._loop.run_until_complete(self._leave())
+        self._loop.run_until_complete(self._cancel_episode())
         self._player.begin()
         context = ModelContext(model="turnwise", client=EvalClientConfig())
         self._episode = self._loop.create_task(self._env.run_episode(task, context))
-        self._loop.run_until_complete(self._run_on())
+        self._loop.run_until_complete(self._continue_episode())
         if self._player.answer is None:
-            sys.exit(_fault(self._episode.result()) or "the episode ended before the model was asked")
-        messages, self._heard = self._player.messages, len(self._player.messages)
-        refuse(any(one.role not in ("system", "user") for one in messages), "a prompt with the model's words")
+            sys.exit(_find_error(self._episode.result()) or "the episode ended before the model was asked")
+        messages, self._seen = self._player.messages, len(self._player.messages)
+        is_foreign = any(message.role not in ("system", "user") for message in messages)
+        refuse(is_foreign, "a prompt with the model's words")
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
             for tool in self._player.tools
         ]
-        return {"system": _text(messages, "system"), "prompt": _text(messages, "user"), "tools": tools}
+        return {
+            "system": _join_texts(messages, "system"),
+            "prompt": _join_texts(messages, "user"),
+            "tools": tools,
+        }
 
     def say(self, text: str) -> list[Json]:
         new, end = self._answer({"content": text})
-        return [{"text": _text(new, "user"), **end}]
+        return [{"text": _join_texts(new, "user"), **end}]
 
     def call(self, calls: list[Json]) -> list[Json]:
-        ids = [f"call_{self._heard}_{number}" for number in range(len(calls))]
+        ids = [f"call_{self._seen}_{number}" for number in range(len(calls))]
         wire = [
             {
-                "id": name, "type": "function",
-                "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])},
+                "id": call_id, "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
             }
-            for name, one in zip(ids, calls, strict=True)
+            for call_id, call in zip(ids, calls, strict=True)
         ]  # fmt: skip
         new, end = self._answer({"content": None, "tool_calls": wire})
-        texts = {one.tool_call_id: _words(one) for one in new if one.role == "tool"}
-        shown: list[Json] = [{"text": texts.get(name, "")} for name in ids]
-        news = _text(new, "user")
-        shown[-1] = {"text": "\n\n".join(filter(None, (shown[-1]["text"], news))), **end}
-        return shown
+        texts = {message.tool_call_id: _read_text(message) for message in new if message.role == "tool"}
+        outcomes: list[Json] = [{"text": texts.get(call_id, "")} for call_id in ids]
+        parts = filter(None, (outcomes[-1]["text"], _join_texts(new, "user")))
+        outcomes[-1] = {"text": "\n\n".join(parts), **end}
+        return outcomes
 
     def _answer(self, message: Json) -> tuple[Sequence[Any], Json]:
-        """Answer the waiting request; return the new messages of the next one, and the end if none comes."""
+        """Answer the waiting request; return the new messages of the next request, or the end's outcome."""
         assert self._player.answer is not None and self._episode is not None, "a request waits"
         answer, self._player.answer = self._player.answer, None
         answer.set_result(message)
-        self._loop.run_until_complete(self._run_on())
+        self._loop.run_until_complete(self._continue_episode())
         if self._player.answer is None:
-            return (), _end(self._episode.result())
+            return (), _final_outcome(self._episode.result())
         messages = self._player.messages
-        if len(messages) <= self._heard or messages[self._heard].role != "assistant":
+        if len(messages) <= self._seen or messages[self._seen].role != "assistant":
             sys.exit("it has rewritten the conversation; only one that grows can be played here")
-        new, self._heard = messages[self._heard + 1 :], len(messages)
+        new, self._seen = messages[self._seen + 1 :], len(messages)
         return new, {}
 
-    async def _run_on(self) -> None:
-        """Let the Env run until it asks the model, or ends."""
+    async def _continue_episode(self) -> None:
+        """Let the Env run until it calls the model or ends."""
         assert self._episode is not None
         while self._player.answer is None and not self._episode.done():
             await asyncio.wait([self._episode], timeout=0.005)
 
-    async def _leave(self) -> None:
+    async def _cancel_episode(self) -> None:
         if self._episode is not None and not self._episode.done():
             self._episode.cancel()
             await asyncio.wait([self._episode])
         self._episode = None
 
-    def _task(self, seed: int) -> Any:
+    def _choose_task(self, seed: int) -> Any:
         if self._is_bounded:
             return self._tasks[seed % len(self._tasks)]
         number = seed % MAX_ENDLESS
@@ -165,7 +169,7 @@ class World:
         return self._tasks[number % len(self._tasks)]
 
 
-def _environment(module: str, config: Json) -> Any:
+def _load_environment(module: str, config: Json) -> Any:
     agents = [
         name
         for name, field in env_config_type(module).model_fields.items()
@@ -179,9 +183,9 @@ def _environment(module: str, config: Json) -> Any:
     )
 
 
-def _end(episode: Any) -> Json:
-    if fault := _fault(episode):
-        sys.exit(fault)
+def _final_outcome(episode: Any) -> Json:
+    if error := _find_error(episode):
+        sys.exit(error)
     trace = episode.traces[0]
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     stop = trace.stop_condition or ""
@@ -192,19 +196,19 @@ def _end(episode: Any) -> Json:
     }  # fmt: skip
 
 
-def _fault(episode: Any) -> str:
-    """The error of the episode; empty without one."""
+def _find_error(episode: Any) -> str:
+    """Describe the error of an episode; empty without one."""
     if episode.ok:
         return ""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
 
 
-def _text(messages: Sequence[Any], role: str) -> str:
-    return "\n\n".join(_words(one) for one in messages if one.role == role)
+def _join_texts(messages: Sequence[Any], role: str) -> str:
+    return "\n\n".join(_read_text(message) for message in messages if message.role == role)
 
 
-def _words(message: Any) -> str:
+def _read_text(message: Any) -> str:
     parts = [] if isinstance(message.content, str) else message.content
     refuse(any(part.type != "text" for part in parts), "a model that sees pictures")
     return str(content_text(message.content))

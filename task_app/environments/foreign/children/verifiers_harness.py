@@ -1,8 +1,8 @@
-"""The harness with which `verifiers` plays here: a chat with the taskset's tools, in this process.
+"""The harness for `verifiers`: a chat with the taskset's tools, in this process.
 
-The package's own harnesses start a program with `uv`. A harness may as well run its loop in the process, "as
-long as every model call goes through `endpoint` + `secret`" (verifiers/v1/harness.py): so stops, limits and
-the taskset's hooks see each call.
+The package's own harnesses start a program with `uv`. A harness may run its loop in the process instead, "as
+long as every model call goes through `endpoint` + `secret`" (verifiers/v1/harness.py), so that stops, limits
+and the taskset's hooks see each call.
 """
 
 import json
@@ -55,20 +55,20 @@ class TurnwiseHarness(vf.Harness[HarnessConfig]):  # type: ignore[misc]  # the b
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 response = await http.post(f"{endpoint}/chat/completions", json=body)
-                if not response.is_success:  # a stop, or a failure that verifiers has noted
+                if not response.is_success:  # a stop, or a failure that verifiers has recorded
                     return ProgramResult(exit_code=1, stdout="", stderr=response.text)
                 message = response.json()["choices"][0]["message"]
                 messages.append(message)
                 if not message.get("tool_calls"):
                     return DONE
                 for call in message["tool_calls"]:
-                    content = await self._result(call["function"], homes, servers)
+                    content = await self._call_tool(call["function"], homes, servers)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
-    async def _result(self, function: dict[str, Any], homes: Any, servers: Any) -> Any:
+    async def _call_tool(self, function: dict[str, Any], homes: Any, servers: Any) -> Any:
         try:
             return await call_mcp(servers, homes, function["name"], json.loads(function["arguments"]))
-        except Exception as exc:  # what a tool raises is its answer, as in the harnesses of the package
+        except Exception as exc:  # a tool's error is its result, as in the package's own harnesses
             return f"error: {exc}"
 
 

@@ -14,7 +14,7 @@ from websockets.sync.server import ServerConnection, serve
 from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.library_peer import LibraryPeer
 from task_app.environments.foreign.mcp_links import ProcessLink
-from task_app.environments.foreign.mcp_peer import McpPeer, _Agreed
+from task_app.environments.foreign.mcp_peer import McpPeer, _Initialized
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import Call
 from task_app.environments.foreign.words import mcp_tool, typed
@@ -157,8 +157,8 @@ async def test_a_wrong_field_of_an_mcp_process_fails_the_episode_and_is_named(me
         peer = McpPeer("mcp:child", lambda: link, McpConfig())
         peer._link = link = ProcessLink("mcp:child", McpServer(command=str(program)), reach)
         asks: dict[str, Callable[[], Any]] = {
-            "initialize": lambda: typed(_Agreed, peer._request(method, {}), peer._where(method)),
-            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._described()],
+            "initialize": lambda: typed(_Initialized, peer._request(method, {}), peer._where(method)),
+            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._list_tools()],
             "tools/call": lambda: [*peer.carry_out([Call("step", {"move": 1})])],
         }
 
