@@ -1,4 +1,4 @@
-"""What a learner reads of a job: with torch, and for its own process without the parts of job_parts.py."""
+"""Makes a learner and its config from a job. Imports torch, and not job_parts.py."""
 
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
@@ -15,7 +15,7 @@ def learner_config(job: JobConfig) -> LearnerConfig:
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's copies of fixed policies share its process with the engine, unless that has one of its own.
+    # A gateway's copies of fixed policies share its process with the engine unless that has its own process.
     others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,
@@ -36,25 +36,25 @@ def learner_config(job: JobConfig) -> LearnerConfig:
 
 
 def _servers_on_this_machine(job: JobConfig) -> int:
-    """How many vLLM servers the run starts where the learner is; Ray gives each a place of its own."""
+    """Count the vLLM servers that the run starts on the learner's machine; Ray gives each its own place."""
     starts_them = job.inference.engine == "vllm" and not job.inference.urls
     is_here = job.cluster is None or job.cluster.launcher == "local"
     return job.inference.replicas if starts_them and is_here else 0
 
 
 def _shares_machine_with_gateways(job: JobConfig) -> bool:
-    """Whether the learner is on the machine of the gateways, and of the engines in them."""
+    """Whether the learner is on the machine of the gateways and of their engines."""
     if job.cluster is None or job.cluster.launcher == "local":
         return True
-    if job.cluster.launcher == "ray":  # a place of their own for each
+    if job.cluster.launcher == "ray":  # each has its own place
         return False
     return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def local_learners(job: JobConfig, ranks: Ranks = ALONE) -> LocalFactory:
-    """What makes the learner of a job in this process.
+    """Return the factory of a job's learner in this process.
 
     Args:
-        ranks: that hold the learner together with this process.
+        ranks: the processes that share the learner.
     """
     return LocalFactory(learner_config(job), job.fixed_policies, ranks)
