@@ -11,7 +11,13 @@ from trainer_backend.plugins import estimator
 
 def learner_config(job: JobConfig) -> LearnerConfig:
     samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
-    gateways = job.services.gateways if _shares_machine_with_gateways(job) else 0
+    # Ray gives the learner, each gateway and each vLLM server their own places.
+    launcher = "local" if job.cluster is None else job.cluster.launcher
+    hosts_gateways = launcher == "local" or (
+        launcher == "external" and http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
+    )
+    hosts_servers = launcher == "local" and job.inference.engine == "vllm" and not job.inference.urls
+    gateways = job.services.gateways if hosts_gateways else 0
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
@@ -31,24 +37,8 @@ def learner_config(job: JobConfig) -> LearnerConfig:
         seed=job.job.seed,
         fixed_copies=fixed_copies,
         ranks=job.learner,
-        servers=_servers_on_this_machine(job),
+        servers=job.inference.replicas if hosts_servers else 0,
     )
-
-
-def _servers_on_this_machine(job: JobConfig) -> int:
-    """Count the vLLM servers that the run starts on the learner's machine; Ray gives each its own place."""
-    starts_them = job.inference.engine == "vllm" and not job.inference.urls
-    is_here = job.cluster is None or job.cluster.launcher == "local"
-    return job.inference.replicas if starts_them and is_here else 0
-
-
-def _shares_machine_with_gateways(job: JobConfig) -> bool:
-    """Whether the learner is on the machine of the gateways and of their engines."""
-    if job.cluster is None or job.cluster.launcher == "local":
-        return True
-    if job.cluster.launcher == "ray":  # each has its own place
-        return False
-    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def local_learners(job: JobConfig, ranks: Ranks = ALONE) -> LocalFactory:

@@ -183,10 +183,8 @@ async def _run(
             for line in (describe(apps), switches, *servers, *notes):
                 reporter.say(line)
             reseedable = await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
-            fixed_here = fixed_setup if job.cluster is None else FixedSetup(folders=fixed_setup.folders)
             beginning = Beginning(
-                directory, planner,
-                ModelSetup(job.model, job.inference, learners, fixed_here, job.rollout.max_tokens),
+                directory, planner, _set_up_models(job, learners, fixed_setup),
                 dispatcher=dispatcher, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -236,6 +234,11 @@ def _curriculum(
 def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
     """Load the fixed policies; an error if one does not fit the actor."""
     return FixedSetup(job.fixed_policies, learners.fixed_folders(checkpoint), job.rollout_allocation_schedule)
+
+
+def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
+    here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
+    return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:

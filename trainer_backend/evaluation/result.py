@@ -157,10 +157,8 @@ def evaluation_result(
         lost=losses.lost,
         lost_because=losses.explain() if losses.lost else "",
         failures=dict(sorted(batch.failures.items())),
-        prompt_tokens=add_known([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
-        sampled_tokens=add_known(
-            [step.step_info.completion_tokens for item in episodes for step in item.steps]
-        ),
+        prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
+        sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
     )
 
 
@@ -208,7 +206,7 @@ def _outcome_by_row(batch: Batch) -> dict[str, float]:
     return {row_id: fmean(several) for row_id, several in outcomes.items()}
 
 
-def add_known(counts: Sequence[int | None]) -> int | None:
+def _total(counts: Sequence[int | None]) -> int | None:
     """Return the sum of the known counts; None if all are unknown."""
     values = [count for count in counts if count is not None]
     return sum(values) if values else None

@@ -84,7 +84,7 @@ class Places:
         return self._join(places or self.files)
 
     def is_above(self, key: str, other: str) -> bool:
-        """Whether a key is in a later layer than another key or table: a later file, or it alone in a --set."""
+        """Whether a key is in a later layer than another key or table: a later file, or only it in --set."""
         ranks = []
         for name in (key, other):
             place = next((place for owned, place in self.owners.items() if _is_in(owned, name)), None)
