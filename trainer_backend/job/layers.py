@@ -321,4 +321,4 @@ def text_that_names_its_job(path: Path) -> str | None:
     try:
         return text if _find_home(tomli.loads(text), ("job", "name")) else None
     except tomli.TOMLDecodeError:
-        return text  # whoever parses it reports what is wrong
+        return text  # the service reports what is wrong
