@@ -294,7 +294,8 @@ def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest]
         if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
-                f"{planned!r} was asked to sample it, and its model is {model!r}, which is {sampler!r}'s",
+                f"{planned!r} was asked to sample it, and its model is {model!r}, which is the model of "
+                f"{sampler!r}",
                 where=place(rollout.rollout_id),
                 hint=f"The policy {requests[0].policy.policy_name!r} must report the model of its request.",
             )
