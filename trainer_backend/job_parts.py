@@ -1,7 +1,7 @@
-"""The parts of a run, an evaluation or a check, each made from those tables of a job that it reads.
+"""Makes the parts of a run, an evaluation or a check, each from the tables of a job that it reads.
 
-Here, in `start.py` and in the commands a whole `JobConfig` is at hand; the parts themselves are given tables
-(`tests/house/test_imports.py`). torch is imported where a part needs it: the orchestrator does without.
+Only this module, `start.py` and the commands have a whole `JobConfig`; the parts receive its tables
+(`tests/house/test_imports.py`). torch is imported where a part needs it, since the orchestrator does not.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Stands for a port that the job leaves open; a list of hosts cannot name it.
+# Stands for a port that the job does not fix; a list of hosts cannot name it.
 _ANY_PORT = 1
 
 
 @asynccontextmanager
 async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """The launcher that the job names, until the context is left; `say` gets a line if a place is waited for.
+    """Open the launcher that the job names; `say` gets a line while a place is waited for.
 
     Raises:
-        JobError: there is no Ray, or it is of another version.
+        JobError: Ray is missing or has another version.
         NotPlaced: Ray starts no actor.
     """
     cluster = job.cluster
@@ -75,7 +75,7 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
         by_position: see `read_split`.
 
     Raises:
-        JobError: the job has a file of interactions, and no row asks one.
+        JobError: the job has a file of interactions, and no row uses one.
     """
     found, interactions, asked = None, job.multi_turn.interaction_config_path, False
     if job.data is not None:
@@ -101,7 +101,7 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
 
 
 def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
-    """Read the rows that a job names, with the ids that this run uses, and the run's record."""
+    """Read the rows of a job with the ids that this run uses, and the run's record."""
     record = read_record(run)
     # A run of this version writes its record before anything is played.
     by_position = record.by_position if record is not None else run.has_played()
@@ -111,7 +111,7 @@ def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, Data
 def planner(
     job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
 ) -> Planner:
-    """What plans the rollouts; `actor` is None when no policy of the plan is a language model."""
+    """Make the planner of rollouts; `actor` is None when no policy of the plan is a language model."""
     fixed, seed = job.fixed_policies, job.job.seed
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
@@ -132,7 +132,7 @@ def planner(
 
 
 def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> Planner:
-    """The planner of a trial, which never calls the gateway: it is described as far as it is known."""
+    """Make the planner of a trial, which never calls the gateway: its address may be incomplete."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model, table = name_model(job.job.name, ACTOR), job.inference
@@ -148,7 +148,7 @@ def task_apps(
     data: DataSet | None = None,
     tell: Tell = log_sentence,
 ) -> AbstractAsyncContextManager[TaskApps]:
-    """See `collect.task_apps`; a player is a model on a foreign server, which the own task app may call."""
+    """See `collect.task_apps`; a player is a model on a foreign server, which our own task app may call."""
     return open_task_apps(
         job.services,
         log_file,
@@ -177,10 +177,10 @@ def credit(job: JobConfig) -> CreditAssignment:
 def gateways(
     job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
 ) -> Iterator[ActorGateways]:
-    """The gateways of a run at ports that are held: in this process, or with [cluster] in children.
+    """Make the gateways of a run and reserve their ports: in this process, or with [cluster] in children.
 
-    Children load the fixed policies themselves; `tell` is given a line where a server of the actor is lost,
-    and when it is back.
+    Children load the fixed policies themselves. `tell` gets a line when a server of the actor is lost, and
+    when it is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def gateways(
             served = Served(job.job.name, job.model, job.inference, job.lora is not None, broadcasts)
             yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
             return
-        # torch is imported here alone.
+        # This imports torch.
         from trainer_backend.processes.policy_server import PolicyServer
 
         apart = job.weights_by_folder or broadcasts
@@ -205,8 +205,8 @@ def gateways(
 async def by_checkpoint(
     job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
 ) -> Result:
-    """Serve the model of a folder as the job's actor while `work` has it play."""
-    # torch is imported here alone: other policies are evaluated without it.
+    """Serve the model in a folder as the job's actor while `work` runs."""
+    # This imports torch, which other policies do not need.
     from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 
     with gateway_listener(job.services) as listener:
@@ -219,7 +219,7 @@ async def by_checkpoint(
 def learner_process(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
 ) -> LearnerProcess:
-    """The learner of a job as a process of its own, which is sent the job."""
+    """Make the learner of a job in a process of its own, which receives the job."""
     return LearnerProcess(
         dump_job(job),
         job.learner,
@@ -240,15 +240,15 @@ def gradient_cosines(
     *,
     reporter: Reporter,
 ) -> dict[tuple[str, str], float]:
-    """The cosine of each two estimators, by both orders of their names; see `learner.factory`.
+    """Return the cosine of each two estimators' gradients, by both orders of names; see `learner.factory`.
 
-    A model that needs several ranks to be trained needs them here too. `advantages` are by estimator, in the
-    order of the episodes.
+    A model that is trained on several ranks needs them here too. `advantages` are by estimator, in the order
+    of the episodes.
     """
     tell = partial(reporter.stage, "gradients")
 
     async def by_ranks() -> list[tuple[str, str, float]]:
-        # Not under the run's name: a learner that works for the run would take this for its next start.
+        # With another id: a learner that works for the run would take this for the run's next start.
         apart = replace(directory, run_id=f"{directory.run_id}.recredit")
         async with (
             launcher(job, apart.run_id, reporter.say) as found,

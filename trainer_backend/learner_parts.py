@@ -1,4 +1,4 @@
-"""What a learner reads of a job: with torch, and for its own process without the parts of job_parts.py."""
+"""Makes a learner and its config from a job. Imports torch, and not job_parts.py."""
 
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
@@ -11,11 +11,17 @@ from trainer_backend.plugins import estimator
 
 def learner_config(job: JobConfig) -> LearnerConfig:
     samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
-    gateways = job.services.gateways if _shares_machine_with_gateways(job) else 0
+    # Ray gives the learner, each gateway and each vLLM server their own places.
+    launcher = "local" if job.cluster is None else job.cluster.launcher
+    hosts_gateways = launcher == "local" or (
+        launcher == "external" and http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
+    )
+    hosts_servers = launcher == "local" and job.inference.engine == "vllm" and not job.inference.urls
+    gateways = job.services.gateways if hosts_gateways else 0
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's copies of fixed policies share its process with the engine, unless that has one of its own.
+    # A gateway's copies of fixed policies share its process with the engine unless that has its own process.
     others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,
@@ -31,30 +37,14 @@ def learner_config(job: JobConfig) -> LearnerConfig:
         seed=job.job.seed,
         fixed_copies=fixed_copies,
         ranks=job.learner,
-        servers=_servers_on_this_machine(job),
+        servers=job.inference.replicas if hosts_servers else 0,
     )
 
 
-def _servers_on_this_machine(job: JobConfig) -> int:
-    """How many vLLM servers the run starts where the learner is; Ray gives each a place of its own."""
-    starts_them = job.inference.engine == "vllm" and not job.inference.urls
-    is_here = job.cluster is None or job.cluster.launcher == "local"
-    return job.inference.replicas if starts_them and is_here else 0
-
-
-def _shares_machine_with_gateways(job: JobConfig) -> bool:
-    """Whether the learner is on the machine of the gateways, and of the engines in them."""
-    if job.cluster is None or job.cluster.launcher == "local":
-        return True
-    if job.cluster.launcher == "ray":  # a place of their own for each
-        return False
-    return http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
-
-
 def local_learners(job: JobConfig, ranks: Ranks = ALONE) -> LocalFactory:
-    """What makes the learner of a job in this process.
+    """Return the factory of a job's learner in this process.
 
     Args:
-        ranks: that hold the learner together with this process.
+        ranks: the processes that share the learner.
     """
     return LocalFactory(learner_config(job), job.fixed_policies, ranks)

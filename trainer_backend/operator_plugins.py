@@ -1,9 +1,8 @@
-"""Plug-ins of the operator's own in the trainer: of the files of `job.trainer_plugins`, and of packages.
+"""The operator's own plug-ins of the trainer, from the files of `job.trainer_plugins` and from packages.
 
-A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. It runs at `check`, in a run and
-its learner, at `recredit` and `truth`. Commands that only look at a run (`report`, `compare`, `eval`,
-`serve`, the dashboard) do not run it. A package offers what it marks by entry points. docs/plugins.md has
-examples.
+A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. `check`, a run and its learner,
+`recredit` and `truth` run it. Commands that only read a run (`report`, `compare`, `eval`, `serve`, the
+dashboard) do not. A package lists what it marks as entry points. docs/plugins.md has examples.
 """
 
 import hashlib
@@ -60,7 +59,7 @@ _GROUPS = {
 }
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
 _MARK = "turnwise_plug"
-# Of the weights of an aggregation, which may be made of float32.
+# The allowed error in the sum of an aggregation's weights, which may be float32.
 _SUM_ERROR = 1e-5
 Rows = Sequence[Sequence[float]]
 Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
@@ -68,30 +67,29 @@ Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """The name of a function or a class on a board, and its plug."""
+    """A marked function or class: its board, name and plug."""
 
     board: str
     name: str
     plug: OperatorPlug
     home: str = ""
-    """The file or the package that has it, for errors."""
+    """Its file or package, for errors."""
 
 
 def estimator(
     name: str, *, keys: type[EstimatorKeys] = EstimatorKeys, **facts: Any
 ) -> Callable[[Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]], Any]:
-    """Name an estimator, as `algorithm.advantage` then may.
+    """Register an estimator for `algorithm.advantage`.
 
-    The function gets all episodes of a batch and its keys, and returns for each episode, in the order given,
-    its [T] advantages in reward units; or `Advantages`, which may hold parts and counts too.
+    The function gets all episodes of a batch and its keys. It returns for each episode, in the given order,
+    the [T] advantages in reward units; or `Advantages`, which may contain parts and counts too.
 
     Args:
-        keys: the class of its keys. Those that `[algorithm]` has are read there, the others in
-            `[algorithm.NAME]`.
-        facts: what else `EstimatorPlug` tells of it, such as needs_values = "decision".
+        keys: the class of its keys. Keys of `[algorithm]` are read there, others in `[algorithm.NAME]`.
+        facts: other fields of `EstimatorPlug`, such as needs_values = "decision".
 
     Raises:
-        SettingsError: `facts` name what is not known, or say it in another type.
+        SettingsError: a name in `facts` is unknown, or its value has the wrong type.
     """
     _refuse_no_keys(name, keys, EstimatorKeys)
     known = {item.name for item in fields(EstimatorPlug)} - {"compute"}
@@ -118,15 +116,15 @@ def estimator(
 def loss(
     name: str, *, keys: type[Table] = Table, values: Mapping[str, float | bool | str] | None = None
 ) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Name a loss, as `algorithm.loss` then may; arguments and result are those of `clipped_policy_loss`.
+    """Register a loss for `algorithm.loss`; arguments and result are those of `clipped_policy_loss`.
 
     Args:
-        keys: the class of its keys. Those that `[training]` has are read there, others in `[training.NAME]`.
-            Without any it counts as a loss without a ratio.
-        values: by dotted key of the job, what stands where the job does not say otherwise.
+        keys: the class of its keys. Keys of `[training]` are read there, others in `[training.NAME]`. A loss
+            without keys counts as one without a ratio.
+        values: the values of keys that the job omits, by dotted key.
 
     Raises:
-        SettingsError: `values` name a key that is not known.
+        SettingsError: a key in `values` is unknown.
     """
     _refuse_no_keys(name, keys, Table)
     _refuse_values(name, values or {})
@@ -143,11 +141,11 @@ def loss(
 def aggregation(
     name: str, *, over: WeighedOver = "step", keys: type[Table] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Name an aggregation, as `training.aggregation` then may: arguments and result as in `token_mean`.
+    """Register an aggregation for `training.aggregation`; arguments and result are as in `token_mean`.
 
     Args:
-        keys: the class of its keys, which it then gets after the segments. Those that `[training]` has are
-            read there, others in `[training.NAME]`.
+        keys: the class of its keys, which it gets after the segments. Keys of `[training]` are read there,
+            others in `[training.NAME]`.
         over: whose segments it gets: those of an optimizer step or of the iteration, whose weights then sum
             to 1, or with "plan" those of a step, whose weights are then divided by the planned tokens.
 
@@ -216,7 +214,7 @@ def _refuse_async(name: str, compute: object) -> None:
 def _with_checks(
     name: str, compute: Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]
 ) -> Estimator[Any]:
-    """The function with a check of what it returns: wrong credit must never be learned from in silence."""
+    """Add a check of the function's result: the policy must not learn from wrong credit unnoticed."""
 
     def estimate_checked(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
         with Boundary(f"the estimator {name!r}", AdvantageError, compute):
@@ -258,7 +256,7 @@ def _floats(rows: Rows) -> list[list[float]]:
 def _refuse_rows(
     name: str, what: str, episodes: Sequence[EpisodeRewards], rows: Sequence[Sequence[float | None]]
 ) -> None:
-    # `what` names the rows in errors, with a space before it; empty for the advantages themselves.
+    # `what` describes the rows in errors, after a space; empty for the advantages themselves.
     if len(rows) != len(episodes):
         raise AdvantageError(
             f"the estimator {name!r} returned {len(rows)} rows{what} for {len(episodes)} episodes"
@@ -282,16 +280,16 @@ def _refuse_numbers(
 
 
 def _place(name: str, episode: EpisodeRewards, turn: int | None = None) -> str:
-    """The place of an error of the estimator's own: it begins with its name, so that no rollout is blamed."""
+    """The place of an estimator's own error; it begins with the estimator, so that no rollout is blamed."""
     return f"the estimator {name!r}, {place(episode.rollout_id, turn)}"
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
-    """The function without what stands in padded tokens, and with a check of what it returns."""
+    """Mask padded tokens for the function, and check its result."""
 
-    # Tensors: the orchestrator reads this file too, and has no torch.
+    # The types are torch.Tensor, but the orchestrator imports this file too, without torch.
     def compute_checked(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
-        # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
+        # Masked first: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
         with Boundary(f"the loss {name!r}", JobError):
             found = compute(own, before, credit, weights, keys)
@@ -317,7 +315,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
 def _with_weights_checked(
     name: str, compute: Callable[..., Any], weights: Aggregation, over: WeighedOver
 ) -> Aggregation:
-    """The function with a check of what it returns, which scales the loss."""
+    """Add a check of the function's result, which scales the loss."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
     def weigh_checked(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
@@ -353,27 +351,23 @@ def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) ->
         )
 
 
-# The digest of each file, and what the boards have from it.
+# The digest of each file, and its plugs on the boards.
 _BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
 def digest_files(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """The SHA-256 of each file.
-
-    Raises:
-        JobError: a file cannot be read.
-    """
+    """Return the SHA-256 of each file; JobError if a file cannot be read."""
     return [_digest(file, option) for file in files]
 
 
 def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, value: Any) -> None:
-    """Refuse files that are no longer those that the run began with.
+    """Refuse files that have changed since the run began.
 
     Args:
-        known: their digests at its beginning; empty: it has yet to begin.
+        known: their digests at that time; empty: the run has not begun.
         option: the key of the job that names the files.
-        value: of this key, with which a person accepts the files as they are.
+        value: the value of this key, which accepts the current files in a --set.
 
     Raises:
         JobError: a file has changed, or cannot be read.
@@ -389,9 +383,9 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
 
 
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Put what the files mark on the boards, instead of what other files marked.
+    """Put the plugs of the files on the boards, and remove those of other files.
 
-    A file that is unchanged since it was put there does not run again.
+    A loaded file that is unchanged does not run again.
 
     Args:
         option: names the files in errors.
@@ -400,7 +394,7 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
         The SHA-256 of each file.
 
     Raises:
-        JobError: a file is missing, raises, marks nothing, or takes a name that is there already.
+        JobError: a file is missing, raises, marks nothing, or uses a name that exists already.
     """
     paths = [file.resolve() for file in files]
     with _LOCK:
@@ -410,10 +404,10 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
 
 
 def load_packages() -> None:
-    """Put what installed packages offer on the boards, once a process.
+    """Put the plugs of installed packages on the boards, once per process.
 
     Raises:
-        JobError: an entry point cannot be imported, is not marked, or takes a name that is there already.
+        JobError: an entry point cannot be imported, is not marked, or uses a name that exists already.
     """
     with _LOCK:
         _load_packages_once()
@@ -481,15 +475,15 @@ def _unload(file: Path) -> None:
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
-        # Its own: a class inherits the mark of its base, and an object that of its class.
+        # Its own mark only: a class inherits that of its base, and an object that of its class.
         mark = vars(value).get(_MARK) if hasattr(value, "__dict__") else None
-        if isinstance(mark, _Plug) and id(mark) not in seen:  # an alias is no second one
+        if isinstance(mark, _Plug) and id(mark) not in seen:  # not an alias
             seen.add(id(mark))
             yield replace(mark, home=home)
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
-    # `others` are of packages, which are on the boards or will be.
+    # `others` come from packages, and are on the boards or will be.
     homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
     of_files = (item for _, known in _BY_FILE.values() for item in known)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}

@@ -49,7 +49,7 @@ class Progress:
     """Optimizer steps of RL."""
 
 
-# What an accelerator's name is given to a process by.
+# The environment variable that selects a process's GPUs.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -64,7 +64,7 @@ class Hardware:
 
 
 class Learner(Protocol):
-    """Holds the trained policy. Calls block; the orchestrator makes them on a thread."""
+    """Holds the trained policy. Calls block, so the orchestrator makes them on a thread."""
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Train on a teacher's decisions and return metrics.
@@ -108,18 +108,18 @@ class Learner(Protocol):
         """
 
     def offer(self, peer: str) -> tuple[str, int]:
-        """Hand the policy out to servers until it changes; return host and port where they ask for it.
+        """Offer the policy to servers until it changes; return the host and port where they ask for it.
 
         Args:
-            peer: the host of one of them, which says by which of its addresses this machine is reached.
+            peer: the host of one server; it determines which address of this machine is returned.
         """
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
         """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
 
         Args:
-            expected: it returns once so many servers have loaded it.
-            wait_s: it also returns when no server asks for so long, and at once if nothing is on offer.
+            expected: it returns once this many servers have loaded it.
+            wait_s: it also returns when no server asks for this long, and at once if nothing is on offer.
             tell: receives the number of servers that have loaded it, and the expected number, while it
                 waits; an error that it raises ends the wait.
         """
@@ -185,7 +185,7 @@ class InferenceServer(Protocol):
         """Free the memory that it shares with the learner, because nothing is sampled for a while."""
 
     async def resume(self) -> None:
-        """Serve again after a release, where nothing new was published since."""
+        """Serve again after a release if nothing new was published since."""
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work that uses the server, and return its result; the work has ended in any case.
@@ -213,7 +213,7 @@ class Reporter(Protocol):
         """Report one line worth keeping."""
 
     def note(self, text: str) -> None:
-        """Report a line that stays in view: what this start does more slowly than it could, and why."""
+        """Report a line that stays in view, about something that this start does slowly, and why."""
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Report the progress of the current stage."""
@@ -228,8 +228,8 @@ class Reporter(Protocol):
         """Report a process that works for the run, or a change of one; in the state `GONE` it is forgotten.
 
         Args:
-            name: together with the role it says which process it is.
-            version: of the policy that it has; None: as it was reported before.
-            word: the last thing that it said, or that is said about it.
-            host: where it is, if its name does not say it; empty: as it was reported before.
+            name: identifies the process together with the role.
+            version: of the policy that it has; None: unchanged.
+            word: its last message, or the last message about it.
+            host: its host, unless the name contains it; empty: unchanged.
         """

@@ -70,8 +70,8 @@ SINKS: dict[str, OpenSink] = {
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS = {**CONSTANT_ALLOCATIONS, "adaptive": AllocationPlug(AdaptiveSchedule)}
 # Formats of tool calls. The first marker found in a chat template decides: templates with parameters in tags
-# contain the mark of Hermes too. Gemma 4's and harmony's replies are sent at their end: text that stands
-# apart from the content must not be streamed as content.
+# contain the marker of Hermes too. Gemma 4's and harmony's replies are sent as a whole: text outside of the
+# content must not be streamed as content.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "turnwise": ToolFormat(
         parse_turnwise,
@@ -174,45 +174,42 @@ def not_read(board: str, name: str) -> dict[str, list[str]]:
 
 def refuse_unknown(key: str, name: str) -> None:
     """Raise JobError with the known names if `key` of BOARDS does not take this one."""
-    _plug(BOARDS[key], name, key=key)
+    _find_plug(BOARDS[key], name, key=key)
+
+
+# Each of these raises the JobError of `_find_plug` for an unknown name.
 
 
 def estimator(name: str) -> EstimatorPlug[Any]:
-    """Return the named advantage estimator; JobError, which lists the names, if there is none."""
-    return _plug(ESTIMATORS, name, key="algorithm.advantage")
+    return _find_plug(ESTIMATORS, name, key="algorithm.advantage")
 
 
 def fork_rule(name: str) -> ForkPlug:
-    """Return the rule of that name that chooses forks, or raise JobError."""
-    return _plug(FORK_RULES, name, key="algorithm.fork_rule")
+    return _find_plug(FORK_RULES, name, key="algorithm.fork_rule")
 
 
 def policy_loss(name: str) -> LossPlug:
-    """Return the policy loss of that name, or raise JobError."""
-    return _plug(LOSSES, name, key="algorithm.loss")
+    return _find_plug(LOSSES, name, key="algorithm.loss")
 
 
 def aggregation(name: str) -> AggregationPlug:
-    """Return the loss aggregation of that name, or raise JobError."""
-    return _plug(AGGREGATIONS, name, key="training.aggregation")
+    return _find_plug(AGGREGATIONS, name, key="training.aggregation")
 
 
 def schedule(name: str) -> FallPlug:
-    """Return the course of the learning rate after its rise, or raise JobError."""
-    return _plug(SCHEDULES, name, key="training.learning_rate_schedule")
+    return _find_plug(SCHEDULES, name, key="training.learning_rate_schedule")
 
 
 def start_rule(name: str) -> StartPlug:
-    """Return the rule that chooses starts from snapshots, or raise JobError."""
-    return _plug(STARTS, name, key="curriculum.rule")
+    return _find_plug(STARTS, name, key="curriculum.rule")
 
 
 def allocation(name: str) -> AllocationPlug:
-    """Return the allocation schedule of that name, or raise JobError."""
-    return _plug(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
+    return _find_plug(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
 
 
-def _plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
+def _find_plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
+    """Return the plug of a name; JobError, which lists the names, if there is none."""
     if name in board:
         return board[name]
     told = did_you_mean(name, board)

@@ -84,7 +84,7 @@ OpenSink = Callable[[Any, SinkRun], Sink]
 def refuse_missing_libraries(
     table: SinksTable, *, installed: Callable[[str], object] = importlib.util.find_spec
 ) -> None:
-    """Refuse a job with a sink whose library is missing, before anything is started."""
+    """Raise JobError for a sink whose library is missing."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
             raise JobError(
@@ -97,8 +97,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row by tag, for sinks that draw curves.
 
     A table such as eval/success_rates gives one tag per entry. Rows of kinds other than `iteration` have
-    their kind before the name, so that an evaluation's rollout/finished differs from the iteration's. Lists
-    (a reward for every turn is no curve), texts, times of day, and numbers that are not finite are left out.
+    their kind before the name, so that an evaluation's rollout/finished differs from the iteration's. Lists,
+    texts, times of day, and numbers that are not finite are left out.
     """
     kind = row["kind"]
     tags: dict[str, float] = {}

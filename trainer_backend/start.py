@@ -62,7 +62,7 @@ async def run_job(
     """Start everything, train, and end everything again, also after an error or Ctrl-C.
 
     Args:
-        accept_data: resume with the rows of [data] as they are, even if they changed since the run began.
+        accept_data: resume with the current rows of [data], even if they changed since the run began.
 
     Raises:
         DataError: rows changed since the run began, and `accept_data` is false.
@@ -108,11 +108,11 @@ async def restart_on_loss(
     most: int,
     resume: bool,
 ) -> Ended:
-    """Start a run, and start it again from its newest checkpoint where the learner's process was lost.
+    """Start a run, and restart it from its newest checkpoint when the learner's process is lost.
 
     Args:
         start: runs the job to its end; its argument says whether it resumes.
-        most: how often it is started again.
+        most: the number of restarts.
     """
     for restarts in count():
         try:
@@ -129,18 +129,18 @@ async def restart_on_loss(
 async def learner_factory(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher
 ) -> AsyncIterator[LearnerFactory]:
-    """What makes the learner of a run until the context is left: this process, or with [cluster] another."""
+    """Open the factory of a run's learner, which is in this process, or with [cluster] in another one."""
     if job.cluster is None:
-        # torch: with [cluster] only the learner's process imports it.
+        # With [cluster], only the learner's process imports torch.
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
-        gc.disable()  # a collection goes through all that was imported before: a sixth of the import's time
+        gc.disable()  # collections would take a sixth of the import's time
         try:
             from trainer_backend import learner_parts
 
             learners = learner_parts.local_learners(job)
         finally:
             if is_first:
-                gc.freeze()  # the collection after each iteration would spend 0.2 s on the imports
+                gc.freeze()  # else the collection after each iteration takes 0.2 s for the imports
             if collects:
                 gc.enable()
         yield learners
@@ -160,16 +160,16 @@ async def _run(
     resume: bool,
     accept_data: bool,
 ) -> Ended:
-    # Before anything is started: rows, a checkpoint and fixed policies that cannot be used.
+    # First refuse rows, a checkpoint and fixed policies that cannot be used.
     data, record = await asyncio.to_thread(job_parts.data_of_run, job, directory)
     data = accept_rows(record, job.data, data, accept_changes=accept_data)
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
-    # Of this start alone: the ids of an earlier one, with another body, would be refused. No seed reads it.
+    # New for each start: task apps refuse an earlier start's ids with another body. No seed depends on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
-    # The port first: a taken one must not cost the minutes of a warm-up.
+    # The port first: a port in use must not cost the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
         planner = job_parts.planner(job, run_id, gateways.inference, data)
         async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
@@ -202,7 +202,7 @@ async def _run(
                     reporter, reporter.resumes, reseedable=reseedable,
                     curriculum=_curriculum(planner, apps, directory, reporter, reseedable=reseedable),
                 )  # fmt: skip
-                # Not before: a start that fails, or has nothing left to play, accepts no rows.
+                # Only now: a start that fails, or has nothing left to play, accepts no rows.
                 if models.checkpoint is not None and work_left(run, progress):
                     await asyncio.to_thread(record_rows, directory, record, data, progress.iteration)
                 progress = await train(run, progress, stop, served=replace_job)
@@ -212,7 +212,7 @@ async def _run(
 
 
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
-    """Try the job; return whether its environment can be given other draws, where the job gives it some."""
+    """Try the job; return whether its environment can be reseeded, if the job does that."""
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():
@@ -232,7 +232,7 @@ def _curriculum(
 
 
 def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
-    """The fixed policies; an error if one does not fit the actor."""
+    """Load the fixed policies; an error if one does not fit the actor."""
     return FixedSetup(job.fixed_policies, learners.fixed_folders(checkpoint), job.rollout_allocation_schedule)
 
 
@@ -242,9 +242,10 @@ def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) 
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
-    """Write the job that the next resume, the report and eval read; return what does so once it is served.
+    """Write the job for the next resume, the report and eval; return the function that writes it once more.
 
-    A job that is refused must not stay. With [cluster] that may be later: gateways check the fixed policies.
+    It is to be called once the policy is served. A refused job must not be stored, and with [cluster]
+    gateways may still refuse the fixed policies; then only the returned function writes it.
     """
     replace_job = partial(directory.replace_job, job)
     if job.cluster is None or not job.fixed_policies:
@@ -253,15 +254,15 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
 
 
 async def _checked_servers(job: JobConfig) -> list[str]:
-    """A line about each vLLM server of the job, which can be trained with."""
+    """Check the job's vLLM servers, and return a line about each."""
     on_nodes = job.cluster is not None and job.cluster.launcher == "ray" and not job.inference.urls
-    if job.inference.engine == "local" or on_nodes:  # the nodes tell whether they have vLLM, not this machine
+    if job.inference.engine == "local" or on_nodes:  # the nodes, not this machine, must have vLLM
         return []
     return await check_servers(job.inference, broadcasts=job.weights_by_broadcast)
 
 
 def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
-    """Refuse a damaged newest checkpoint, and where it is needed a damaged one that RL started from."""
+    """Refuse a damaged newest checkpoint, and a damaged one that RL started from if it is needed."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return
@@ -283,7 +284,7 @@ def report_task_app(reporter: Reporter) -> Show:
 
 
 def describe_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
-    """Reward mode and flags in one line, as source 1 asks for at start."""
+    """Describe reward mode and flags in one line, as source 1 requires at start."""
     return (
         f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "
         f"step_rewards_mode={table.step_rewards_mode} event_rewards_kind={table.event_rewards_kind} "

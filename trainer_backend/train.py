@@ -50,10 +50,10 @@ from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to
 
 __all__ = ["Run", "train", "work_left"]
 
-# The learner also values the state in which a limit left an episode, under the episode's id with this suffix.
-# No rollout id holds a space.
+# Suffix of an episode's id for the state in which a limit ended it, which the learner values too. No rollout
+# id contains a space.
 _AFTER = " after"
-# What is collected, as a report of losses names it.
+# The names of stages in a report of losses.
 _NAMES = {
     "collect": "iteration",
     "again": "rejected rollouts of iteration",
@@ -66,18 +66,18 @@ async def train(
 ) -> Progress:
     """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
 
-    A stop is heeded between stages, while rollouts are collected and while weights are published, never in
-    the middle of an update, so what is saved is always the end of an iteration. That holds for errors of
-    rollouts and updates too.
+    A stop takes effect between stages, while rollouts are collected and while weights are published, but not
+    during an update. So the saved state is always the end of an iteration, also after errors of rollouts and
+    updates.
 
     Args:
-        served: is called once the policy is served, and with it fixed ones.
+        served: is called once the policy and the fixed ones are served.
     """
     saving, ahead = run.saving, Ahead(run, stop)
     await until(stop, run.server.publish(progress.policy_version))
     if not stop.is_set():
         served()
-    saving.mark_best()  # a kill may have come between an evaluation and this
+    saving.mark_best()  # the process may have been killed between an evaluation and this
     try:
         while True:
             try:
@@ -90,7 +90,7 @@ async def train(
                 iteration = None if ends else ahead.take(progress)
                 result = None if iteration is None else await _play(iteration)
             except TrainerError as error:
-                if not isinstance(error, LearnerLost):  # and with it the weights that could be saved
+                if not isinstance(error, LearnerLost):  # its weights are lost too
                     await _save_last(run, progress)
                 raise
             learned = None
@@ -100,8 +100,8 @@ async def train(
                 await _save_last(run, progress)
                 return progress
             progress = learned
-            del iteration, result  # two batches at a time would be one too many
-            gc.collect()  # while batches grow without a pause, nothing else looks through old objects
+            del iteration, result  # so that memory holds one batch at a time
+            gc.collect()  # nothing else searches old objects while batches grow (garbage.py)
     finally:
         await ahead.end()
         if (failure := await saving.end()) is not None:
@@ -109,21 +109,21 @@ async def train(
 
 
 def work_left(run: Run, progress: Progress) -> bool:
-    """Whether a resumed run would have something to do."""
+    """Whether a resumed run would have anything to do."""
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
 def iterations_open(finished: int, max_staleness: int, last_iteration: int) -> range:
-    """The iterations whose rollouts may be asked for once `finished` iterations are learned from."""
+    """The iterations whose rollouts may be requested after `finished` iterations."""
     return range(finished + 1, min(finished + 1 + max_staleness, last_iteration) + 1)
 
 
 class Ahead:
-    """The iterations whose rollouts are asked for: the next one, and up to `max_staleness` beyond it.
+    """The iterations whose rollouts are requested: the next one, and up to `max_staleness` beyond it.
 
-    Iteration k may begin once the weights serve that iteration k - max_staleness learns on: then none of its
-    tokens is older than that when k is learned from, whatever is published meanwhile. Iterations are learned
-    from in their order, each from exactly its plan.
+    Iteration k may begin once the weights that iteration k - max_staleness starts with are served. Then none
+    of its tokens is older than these at its update, whatever is published meanwhile. Iterations are learned
+    from in order, each from exactly its plan.
 
     Source: DESIGN.md section 8.
     """
@@ -134,19 +134,19 @@ class Ahead:
         self._iterations: dict[int, Iteration] = {}
 
     def begin_early(self, progress: Progress) -> None:
-        """Begin what may be collected while the learner works; with `max_staleness` 0 there is nothing."""
+        """Begin the iterations that may be collected while the learner works; none with `max_staleness` 0."""
         staleness = self.run.planner.table.max_staleness
         if staleness and not self.stop.is_set():
             for number in iterations_open(progress.iteration, staleness, self.run.saving.last_iteration):
                 self._begin(number, progress)
 
     def take(self, progress: Progress) -> "Iteration":
-        """The next iteration, whose rollouts are waited for now."""
+        """Return the next iteration, and begin it unless it has begun."""
         self._begin(progress.iteration + 1, progress)
         return self._iterations.pop(progress.iteration + 1)
 
     async def end(self) -> None:
-        """End the batch of what will not be learned from."""
+        """Cancel the iterations that will not be learned from."""
         iterations, self._iterations = self._iterations, {}
         for iteration in iterations.values():
             await iteration.cancel()
@@ -157,10 +157,10 @@ class Ahead:
 
 
 class Iteration:
-    """Stops 2 to 10 of an iteration, a round of rollouts at a time: collected, credited, stored.
+    """Stops 2 to 10 of an iteration: it collects, credits and stores one round of rollouts at a time.
 
-    A round is stored before the task apps forget it and before another round is asked for. The first round is
-    asked for at once; others, and branches, when they are waited for.
+    A round is stored before the task apps delete it and before the next round is requested. The first round
+    is requested at once; later ones, and branches, when `add_round` is called.
 
     Args:
         progress: of the run when the iteration begins.
@@ -181,9 +181,9 @@ class Iteration:
         self._collect_spans: list[Span] = []
         self._credit_spans: list[Span] = []
         self._is_awaited = False
-        # What is planned once more because credit or update rejected it, and whether that was done.
+        # Rollouts that are planned once more because credit or update rejected them.
         self._again: list[RolloutRequest] = []
-        self._forks: dict[str, RolloutRequest] = {}  # by plan id: what plays on and is trained
+        self._forks: dict[str, RolloutRequest] = {}  # by plan id: trained rollouts that start at a fork
         self._forks_again: list[RolloutRequest] = []
         self._unforked: list[Rollout] = []
         self._has_rejected = False
@@ -191,7 +191,7 @@ class Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a round, and asks for no other one in place of flat groups or rejected rollouts."""
+        """Whether it has a round and needs no other one in place of flat groups or rejected rollouts."""
         most = self._planner.table.refill_rounds
         again = self._again or self._forks_again
         return bool(self._rounds) and not again and (not self._missing or len(self._rounds) > most)
@@ -201,11 +201,11 @@ class Iteration:
         return len(self._credited.flat) - self._refilled
 
     async def add_round(self) -> bool:
-        """Collect the next round, credit all rounds, and store them; False where a stop came first."""
+        """Collect the next round, credit all rounds, and store them; return False if a stop came first."""
         run, self._is_awaited = self._run, True
         is_again = bool(self._again or self._forks_again)
         batch = await run.saving.while_written(self._next_round())  # 4 to 6
-        await run.settled()  # before the learner is asked, and before anything of this iteration is stored
+        await run.settled()  # before the learner is called, and before anything of this iteration is stored
         if batch is None:
             return False
         if is_again:
@@ -229,16 +229,17 @@ class Iteration:
         return True
 
     async def _release(self) -> None:
-        """Let the learner have what the server takes, where no later iteration is being collected."""
+        """Free the server's memory for the learner unless later iterations are being collected."""
         if not self._planner.table.max_staleness:
             await self._run.server.release()
 
     async def _play_on(self, batch: Batch) -> Batch | None:
-        """Rollouts from decisions of a round, to measure them or to be trained; None where a stop came first.
+        """Collect rollouts that start at decisions of a round; return None if a stop came first.
 
-        Their parents are stored first, so that an error does not lose them.
+        They measure these decisions or are trained. Their parents are stored first, so that an error does not
+        lose them.
         """
-        requests = self._planner.branches(batch.rollouts)  # none, but for an estimator that needs them
+        requests = self._planner.branches(batch.rollouts)  # none unless the estimator needs them
         if requests or self._planner.fork_rule is not None:
             self._store(self._name, Batch.join(self._rounds))
         if self._planner.fork_rule is not None:
@@ -250,7 +251,7 @@ class Iteration:
         return await self._collect("branches", requests)
 
     async def _plan_forks(self) -> list[RolloutRequest]:
-        """What plays on from new rollouts and is trained, once the facts that the rule reads are known."""
+        """Plan the trained rollouts that start at forks of new ones; first measure what the rule reads."""
         rule = self._planner.fork_rule
         if rule is not None and rule.needs_values:
             await self._release()
@@ -266,10 +267,10 @@ class Iteration:
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
         """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
 
-        Without them in the spool, a resumed run asks for them again, too.
+        They leave the spool, so that a resumed run requests them again too.
 
         Args:
-            goes_on: whether the run can learn from others after this error.
+            goes_on: whether the run can learn from other rollouts after this error.
         """
         run, name = self._run, f"iteration_{self.number}"
         ids: dict[str, TrainerError] = {}
@@ -278,7 +279,7 @@ class Iteration:
             ids |= run.credit.find_rejected(Batch.join(both).rollouts, self._measured)
         ids |= dict.fromkeys(rejected_rollouts(error), error)
         parts = (*self._rounds, *self._branches)
-        if self._planner.fork_rule is not None:  # what plays on from a rollout goes with it
+        if self._planner.fork_rule is not None:  # forks of a rollout are set aside with it
             after = ((item, item.trajectory) for part in self._branches for item in part.rollouts)
             ids |= {
                 item.rollout_id: ids[episode.parent_rollout_id]
@@ -310,7 +311,7 @@ class Iteration:
                     retried(requests[name].model_copy(update={"attempt": item.attempt}))
                     for item in rollouts
                     if (name := plan_id(item.rollout_id)) in requests
-                    # The forks of a parent that is played again are chosen then.
+                    # A parent that is played again gets new forks.
                     and requests[name].start.parent_rollout_id not in ids
                 ]
                 for requests in (planned, self._forks)
@@ -318,12 +319,12 @@ class Iteration:
         return plans_again
 
     async def cancel(self) -> None:
-        """End its batch; its errors have no reader."""
+        """Cancel its first round; nothing reads its errors."""
         if self._first is not None:
             await end_tasks(self._first)
 
     def result(self) -> IterationResult:
-        """All rounds together."""
+        """Join all rounds."""
         batch, credits = Batch.join(self._rounds), self._credited.credits
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)
@@ -341,7 +342,7 @@ class Iteration:
         )
 
     async def _next_round(self) -> Batch | None:
-        """Wait for the first round, or ask for another one in place of flat groups."""
+        """Wait for the first round, or request another one in place of flat groups."""
         if self._first is not None:
             first, self._first = self._first, None
             return await first
@@ -364,7 +365,7 @@ class Iteration:
             return Batch(())
         if what == "collect":
             self._all_requests += requests
-        # Branches are of the last round.
+        # Branches belong to the last round.
         refills = 0 if what == "again" else len(self._rounds) - (what == "branches")
         stage = _stage(what, self.number, refills)
         with self._run.timeline.working("collect") as span:
@@ -379,19 +380,19 @@ class Iteration:
         return batch
 
     async def _credit_and_store(self) -> None:
-        """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
+        """Credit and store rollouts, also those that cannot be credited, for inspection."""
         batch, branches = Batch.join(self._rounds), Batch.join(self._branches)
         run, credit = self._run, self._run.credit
 
         def store(credited: Credited | None) -> None:
-            if credit.has_branches:  # an empty file too: it says that there was none
+            if credit.has_branches:  # even if there are none: an empty file says so
                 of_forks = {} if credited is None else credited.fork_credits
                 credits = [of_forks[item.rollout_id] for item in branches.rollouts] if of_forks else None
                 self._store(f"branches_{self.number}", branches, credits)
             self._store(self._name, batch, None if credited is None else credited.credits)
 
         try:
-            # First: where a fixed policy plays the whole iteration, it is why the batch is empty.
+            # First: if a fixed policy plays the whole iteration, that explains an empty batch.
             refuse_round(credit.policies, self._all_requests, self._rounds[-1])
             run.losses.refuse(batch, f"iteration {self.number}", self.number)
             if branches.all:
@@ -441,12 +442,12 @@ async def _play(iteration: Iteration) -> IterationResult | None:
 async def _learn_or_reject(
     ahead: Ahead, progress: Progress, iteration: Iteration, result: IterationResult
 ) -> Progress | None:
-    """As `_learn`, with other rollouts in the place of those that the update rejects; None at a stop."""
+    """As `_learn`, but replace rollouts that the update rejects; return None at a stop."""
     run = ahead.run
     try:
         return await _learn(ahead, progress, result)
     except (CreditError, UpdateStopped) as error:
-        is_whole = not getattr(error, "steps_taken", 0)  # else the weights are those of no iteration's end
+        is_whole = not getattr(error, "steps_taken", 0)  # else the weights lie within an iteration
         if not iteration.reject(error, goes_on=is_whole):
             if is_whole:
                 await _save_last(run, progress)
@@ -461,7 +462,7 @@ async def _learn_or_reject(
 
 
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
-    """Stops 11 to 13: update, serve the new weights, write down the consumed rollouts and the metrics."""
+    """Stops 11 to 13: update, serve the new weights, record the consumed rollouts and the metrics."""
     run, iteration = ahead.run, progress.iteration + 1
     staleness = _staleness(run, progress, result)
     keeping = asyncio.ensure_future(_keep_starts(run, iteration, result))  # while the learner works
@@ -481,7 +482,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         starts = await keeping
     finally:
         await end_tasks(keeping)
-    # Of iterations that are collected at the same time, each tells what happened since the row before.
+    # Iterations that are collected at the same time each report what happened since the previous row.
     since = max(ahead.last_row, result.start, key=attrgetter("seconds"))
     now = await moment(run.server)
     ahead.last_row = now
@@ -507,14 +508,14 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
     _warn_without_signal(run, row)
-    if error is not None:  # the update is done, and a resumed run begins with this publish
+    if error is not None:  # the update is done, and a resumed run begins by publishing it
         await _save_last(run, progress)
         raise error
     return progress
 
 
 async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dict[str, float]:
-    """Keep the snapshots that later iterations may start at, where the job has [curriculum]."""
+    """Keep the snapshots that later iterations may start at, if the job has [curriculum]."""
     if run.curriculum is None:
         return {}
     return await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
@@ -523,14 +524,14 @@ async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dic
 def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
     compares_siblings = run.credit.estimator.compares_siblings
     if has_signal(row, compares_siblings=compares_siblings):
-        return  # and the file of all rows need not be read
+        return  # without reading the file of all rows
     rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
     if warning := nothing_to_learn(rows, compares_siblings=compares_siblings):
         run.reporter.say(warning)
 
 
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
-    """How old the iteration's tokens are; with `max_staleness`, none may be older than that."""
+    """Measure how old the iteration's tokens are; SamplerMismatch if one is older than `max_staleness`."""
     after_forks = result.branches.rollouts if run.credit.algorithm.train_branches else ()
     own = run.credit.policies.by_actor([*result.batch.rollouts, *after_forks])
     played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
@@ -538,7 +539,7 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
     bound = run.planner.table.max_staleness
     if bound and staleness.get("policy/staleness_max", 0.0) > bound:
         raise SamplerMismatch(
-            f"iteration {progress.iteration + 1} has tokens whose sampler lies "
+            f"iteration {progress.iteration + 1} has tokens whose sampler is "
             f"{staleness['policy/staleness_max']:.0f} versions behind, and training.max_staleness is {bound}",
             hint="A server may have been restarted with old weights; look at its log.",
         )
@@ -546,7 +547,7 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
 
 
 async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
-    """Have the new weights served, unless a stop comes first; return the error where none serves them."""
+    """Publish the new weights unless a stop comes first; return the error if no server loads them."""
     try:
         await until(ahead.stop, ahead.run.server.publish(progress.policy_version))
     except TrainerError as error:
@@ -557,7 +558,7 @@ async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
 
 
 async def _update(run: Run, result: IterationResult, progress: Progress) -> dict[str, float]:
-    """Update the policy and return its metrics; say so where it takes no step."""
+    """Update the policy and return its metrics; report it if it takes no step."""
     episodes, iteration = result.credited.episodes, progress.iteration + 1
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
@@ -583,7 +584,7 @@ async def _update(run: Run, result: IterationResult, progress: Progress) -> dict
 
 
 async def _save_last(run: Run, progress: Progress) -> None:
-    """Save, and wait for it: nothing comes after it."""
+    """Save, and wait until everything is written."""
     await run.saving.save(progress)
     await run.settled()
 

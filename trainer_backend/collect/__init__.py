@@ -1,1 +1,1 @@
-"""Rollouts over HTTP: `plan` decides what to ask for, `client` asks, `dispatcher` waits for all of them."""
+"""Rollouts over HTTP: `plan` makes the requests, `client` sends them, `dispatcher` collects the results."""

@@ -1,4 +1,4 @@
-"""The task apps of a job: their addresses, which may change while it runs, and which of them answer."""
+"""The task apps of a job: their addresses, which may change during a run, and whether they answer."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 
 def log_sentence(sentence: str) -> None:
-    """Write a sentence about task apps to the log, where no user is present."""
+    """Write a sentence about task apps to the log, for processes without a user."""
     log.warning("task_apps", told=sentence)
 
 
@@ -33,8 +33,8 @@ class TaskApps:
         urls: entries of services.task_url.
         timeout_s: deadline of one request.
         lost_wait_s: how long a batch waits when no task app answers.
-        label: name of a single app in metrics, and with numbers of several; absent: host and port.
-        tell: receives a sentence when an app is lost, and when it is back.
+        label: name of a single app in metrics; several get a number too; empty: host and port.
+        tell: receives a sentence when an app is lost or answers again.
         look_up_every_s: maximum age of a resolved name while a batch is collected.
     """
 
@@ -77,11 +77,11 @@ class TaskApps:
 
     @property
     def serving(self) -> tuple[TaskAppClient, ...]:
-        """Those that answer."""
+        """The task apps that answer."""
         return tuple(app for app in self.members if app.fault is None)
 
     def watch(self, show: Show) -> None:
-        """Call `show` with each app now, and with one whose state changes from now on."""
+        """Call `show` with each app now, and later with each app whose state changes."""
         self._show = show
         for app in self.members:
             app.show = show
@@ -97,7 +97,7 @@ class TaskApps:
                 join(app)
 
     def lose(self, app: TaskAppClient, error: BaseException, note: str = "") -> None:
-        """Record that an app does not answer, and tell it."""
+        """Record and report that an app does not answer."""
         app.fault = str(error)
         self.tell(f"task app lost: {error}{note}")
 
@@ -107,7 +107,7 @@ class TaskApps:
         self._show(app, "gone")
 
     def is_twin(self, app: TaskAppClient) -> bool:
-        """Return whether another address leads to the same process."""
+        """Return whether another address leads to the same task app process."""
         others = [other for other in self.serving if other is not app]
         return any(other.instance_id == app.instance_id != "" for other in others)
 
@@ -121,7 +121,7 @@ class TaskApps:
             raise TaskAppLost(f"no task app answers: {self.answers() or ', '.join(self._urls)}")
 
     async def _look_up(self) -> list[TaskAppClient]:
-        """Update `members`; return the new ones, which have a fault, since they have not answered yet.
+        """Resolve all names, update `members`, and return the new ones, which have not answered yet.
 
         A name that cannot be resolved keeps its addresses.
         """

@@ -1,4 +1,4 @@
-"""Pure: whether a finished rollout answers its own request, with numbers that can be summed."""
+"""Reads pages of results, and checks that a rollout answers its request with finite numbers. Pure."""
 
 import json
 import re
@@ -19,17 +19,16 @@ _LARGEST = 1e15
 # Fields that place a rollout in its run.
 PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
 _NO_JSON = object()
-# Of the path to what is no JSON: as many names, of as many characters.
+# Bounds of the path to an invalid field: names, and characters of a name.
 _MOST_NAMES, _LONGEST_NAME = 20, 80
 _CLOSED_BY = {b"{": b"}", b"[": b"]"}
-# A string, a list of plain values (most of a page), or what separates values; a quote alone begins a string
-# without an end.
+# A string, a list of plain values (most of a page), or a separator; a lone quote begins an unfinished string.
 _MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\[[^"\[\]{}]*+\]|["\[\]{},]', re.DOTALL)
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]++|\\.)*+")\s*:(.*)', re.DOTALL)
 
 
 def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
-    """The rollout, or its failure where it cannot be the answer to the request."""
+    """Return the rollout, or a failed one if it cannot be the answer to the request."""
     fault = _find_fault(request, rollout)
     if fault is None:
         return rollout
@@ -41,10 +40,10 @@ def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
 def read_page(content: bytes, part: str) -> RolloutPage:
     """Read a page of results; an invalid rollout becomes a failed one, whose error names the field and value.
 
-    Its other rollouts count. One whose id cannot be read has the id "", and its place where that can be read.
+    A rollout without a readable id gets the id "", and its place in the plan if the place is readable.
 
     Raises:
-        ReplyInvalid: the page itself is wrong, or its rollouts cannot be told apart.
+        ReplyInvalid: the page itself is wrong, or its rollouts cannot be separated.
     """
     try:
         page = read_reply(RolloutPage, content, part)
@@ -87,12 +86,12 @@ def _no_id(part: str) -> ReplyInvalid:
 
 
 def _read_place(text: bytes) -> dict[str, Any]:
-    """The id of a rollout, or else its place, which names its request too; nothing if neither is whole."""
+    """Read the id and the place of a rollout, which both identify its request; defaults if unreadable."""
     place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
     members, found = _parts(text) or [], {}
     for name, default in place.items():
         values = [_read_json(value) for key, value in members if key == name]
-        # A key that comes twice counts if it says the same.
+        # A key that occurs twice counts if the values are equal.
         if values and type(values[0]) is type(default) and values.count(values[0]) == len(values):
             found[name] = values[0]
     is_whole = found.keys() >= {*PLACE}
@@ -100,7 +99,7 @@ def _read_place(text: bytes) -> dict[str, Any]:
 
 
 def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
-    """The fault with the innermost field of the rollout that is no JSON; the same if it is JSON."""
+    """Add the innermost field that is no JSON to the fault, if there is one."""
     names: list[str] = []
     while len(names) < _MOST_NAMES:
         members = _parts(text) or ()
@@ -122,7 +121,7 @@ def _read_json(text: bytes) -> Any:
 
 
 def _parts(text: bytes) -> list[tuple[str, bytes]] | None:
-    """The members of a JSON object, or elements of a list, with their names; None for any other text."""
+    """Split a JSON object into members, or a list into elements by index; None for any other text."""
     texts = _split(text)
     if texts is None or text.lstrip().startswith(b"["):
         return None if texts is None else [(str(place), one) for place, one in enumerate(texts)]
@@ -136,7 +135,7 @@ def _name(text: bytes) -> str:
 
 
 def _split(text: bytes) -> list[bytes] | None:
-    """The texts between the commas of a JSON object or list, which may be no JSON themselves.
+    """Split a JSON object or list at its commas; the parts need not be valid JSON.
 
     None if the text is neither, or its brackets and quotes do not match.
     """
@@ -184,7 +183,7 @@ def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
 
 
 def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
-    """Every number that a reward, a metric or a loss is made of, with its place."""
+    """Yield every number that rewards, metrics or losses use, with its place."""
     yield "outcome_reward", episode.outcome_reward
     yield "wall_s", episode.wall_s
     if episode.user_reward is not None:

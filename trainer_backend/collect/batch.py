@@ -1,4 +1,4 @@
-"""What came back of requested rollouts: finished ones, failed ones, and the work of each task app."""
+"""The results of requested rollouts: finished ones, failed ones, and the work of each task app."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -10,11 +10,11 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import Losses
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
-# The failure code of rollouts that were finished, and cannot be learned from.
+# The failure code of finished rollouts that cannot be learned from.
 REJECTED = "rollout_rejected"
 # A batch of fewer rollouts may lose a large share by accident.
 LEAST_ROLLOUTS = 8
-# The share of missing or cut episodes from which on a stage says so.
+# A stage reports missing or cut episodes from this share on.
 NOTABLE_SHARE = 0.1
 
 
@@ -24,14 +24,14 @@ class AppFigures:
 
     finished: int = 0
     losses: int = 0
-    """Rollouts that were lost with it and requested again."""
+    """Rollouts that were lost with the app and requested again."""
     outages: int = 0
-    """How often it stopped answering."""
+    """How often the app stopped answering."""
     decisions: int = 0
     wall_s: float = 0.0
-    """Total time of its finished rollouts, which overlap."""
+    """Total time of the app's finished rollouts, which overlap."""
     answers: bool = False
-    """Whether it answered at the end."""
+    """Whether the app answered at the end."""
 
     def __add__(self, later: "AppFigures") -> "AppFigures":
         names = ("finished", "losses", "outages", "decisions", "wall_s")
@@ -40,12 +40,10 @@ class AppFigures:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What came back."""
-
     rollouts: tuple[Rollout, ...] = ()
-    """The finished ones, by group and sibling, so the order of arrival has no effect."""
+    """The finished rollouts, by group and sibling, so that the order of arrival has no effect."""
     failed: tuple[Rollout, ...] = ()
-    """Those that failed for good."""
+    """The rollouts that failed for good."""
     failures: Counter[str] = field(default_factory=Counter)
     """Counts of failure codes, including retried rollouts."""
     apps: Mapping[str, AppFigures] = field(default_factory=dict)
@@ -78,13 +76,12 @@ class Batch:
         return joined
 
     def merge(self, other: "Batch") -> "Batch":
-        """Put the rollouts of another batch among these, each in its place."""
+        """Join another batch, and sort the rollouts by group and sibling."""
         joined = Batch.join([self, other])
         return replace(joined, rollouts=in_order(joined.rollouts))
 
     def without(self, ids: Container[str]) -> Self:
-        """The batch without these finished rollouts. They count as REJECTED, and as no loss, since others are
-        played in their place."""
+        """Remove these finished rollouts. They count as REJECTED, not as lost, since others replace them."""
         rest = tuple(rollout for rollout in self.rollouts if rollout.rollout_id not in ids)
         count = len(self.rollouts) - len(rest)
         failures = self.failures + Counter({REJECTED: count} if count else {})
@@ -92,28 +89,28 @@ class Batch:
 
 
 def in_order(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
-    """Sort by group and sibling, as numbers: group 2 is before group 10."""
+    """Sort by group and sibling in numeric order: group 2 is before group 10."""
     return tuple(sorted(rollouts, key=_place))
 
 
 def _place(rollout: Rollout) -> tuple[list[tuple[int, str]], int, str]:
     parts = rollout.group_id.split("/")
-    # Of two numbers the one with fewer digits is the lower one; words come first, in their own order.
+    # A number with fewer digits is lower; words come first, in alphabetical order.
     group = [(len(part) if part.isdecimal() else 0, part) for part in parts]
     return group, rollout.sibling, rollout.rollout_id
 
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """Reports what stages lose, and refuses what is no accident."""
+    """Reports the lost rollouts of stages, and ends a run that loses too many."""
 
     log: Path | None = None
-    """The log of the job's own task app; None: its operator knows where it is."""
+    """The log of the job's own task app; None for a foreign task app."""
     most: float = 1.0
-    """The largest share, `training.max_lost_share`; it applies from LEAST_ROLLOUTS on."""
+    """The largest share, `training.max_lost_share`, for stages of LEAST_ROLLOUTS or more."""
     say: Callable[[str], None] = lambda _: None
     record: Callable[[dict[str, Any]], None] = lambda _: None
-    """Keeps the row of a stage that ends the run."""
+    """Stores the row of a stage that ends the run."""
 
     def report(self, batch: Batch, stage: str) -> None:
         if batch.losses.lost:
@@ -124,12 +121,12 @@ class LossCheck:
             self.say(f"{stage}: {cut:,} of {len(episodes):,} episodes were cut short by their time limit")
 
     def refuse(self, batch: Batch, stage: str, iteration: int = 0) -> None:
-        """End a stage that lost all of its rollouts, or more than an accident would.
+        """Raise an error if a stage lost all or too many of its rollouts.
 
         Raises:
             JobTeachesNothing: every rollout failed in a way that recurs.
-            NothingToLearnFrom: none was finished.
-            TooManyLost: too many failed.
+            NothingToLearnFrom: no rollout was finished.
+            TooManyLost: a larger share than `most` failed.
         """
         losses = batch.losses
         too_many = losses.total >= LEAST_ROLLOUTS and losses.share > self.most

@@ -1,4 +1,4 @@
-"""One task app: its routes, whether it answers, and the rollouts that it has.
+"""The client of one task app: its routes, whether it answers, and the rollouts that it has.
 
 Every call has a deadline, every retry a budget.
 """
@@ -53,36 +53,36 @@ from trainer_backend.errors import TaskAppError
 # A hook would print a line for each try; `TaskApps` tells once that a task app is lost.
 set_on_retry_hooks(())
 
-# Few, because another task app can play the rollout, and lost apps are tried again later.
+# Few attempts, because another task app can play the rollout, and lost apps are tried again later.
 _ATTEMPTS = 4
 _POLL_S = 20.0
 # Interval of attempts to reach a lost task app.
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
 _ACK_AT_ONCE = 1024
-# Fewer than the connections of a client, so that requests and polls find one.
+# Fewer than the connections of a client, so that requests and polls find a free one.
 _CANCELS_AT_ONCE = 8
-# Of a task app that has not told its capacity.
+# The capacity of a task app that has not reported it.
 _MANY = 1_000_000
 _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
-# Of a reply that is no page of results and no replay.
+# Limit of a reply on other routes than _LONG.
 _MOST_SHORT_BYTES = 16 << 20
-# Of those: half as much again as TURNWISE_MAX_PAGE_BYTES, by default and by what a task app names, as a page
-# may be larger by one rollout; at most the default of TURNWISE_MAX_HELD_BYTES.
+# Limits on _LONG: 1.5 times TURNWISE_MAX_PAGE_BYTES, since a page may exceed that by one rollout. The first
+# holds for its default; the second is the largest, the default of TURNWISE_MAX_HELD_BYTES.
 _MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 48 << 20, 1 << 30
 _LONG = ("/rollouts", "/replay")
 
 State = Literal["starting", "serving", "lost", "gone"]
-# Is given an app whose state has changed, or the word about it.
+# Receives an app whose state or fault has changed.
 Show = Callable[["TaskAppClient", State], None]
 
 
 def show_nothing(app: "TaskAppClient", state: State) -> None:
-    """The default reader of states, which does nothing."""
+    """Ignore a change of state, the default."""
 
 
 class _Unreachable(Exception):
-    """The request may be repeated: there was no answer, or one that asks to try later."""
+    """There was no answer, or one that asks to try later: the request may be repeated."""
 
 
 class _Limits(StrictReply):
@@ -106,28 +106,28 @@ class About(StrictReply):
     """The part of GET /info that a trainer uses."""
 
     service: _Service
-    """`instance_id` names the process: after a restart it is another."""
+    """`instance_id` names the process, and changes with a restart."""
     limits: _Limits
-    """`max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may hold,
-    `max_frames` how many pictures it draws in one replay, `max_page_bytes` what a page of results has."""
+    """`max_concurrent_rollouts` run at a time, a request has `max_body_bytes`, a replay draws `max_frames`
+    pictures, and a page of results has `max_page_bytes`."""
     capabilities: _Capabilities = _Capabilities()
-    """`reward_functions` are those that a rollout can name, with their modes; so are `interactions`;
-    `number_interactions` are those whose ground truth must be a number."""
+    """The `reward_functions` (with their modes) and `interactions` that a rollout can name;
+    `number_interactions` need a number as ground truth."""
 
 
 class InstanceInfo(StrictReply):
-    """What the task app says of an environment."""
+    """A task app's description of an environment."""
 
     conversation: bool = False
     """The task app keeps its history."""
     takes_answers: bool = True
     """Words without a call are accepted."""
     restorable: bool | None = None
-    """It has snapshots; None: the task app is too old to say."""
+    """It has snapshots; None: the task app is too old to tell."""
     reseedable: bool = False
-    """It can be given other draws after one."""
+    """It can draw other random numbers after a snapshot."""
     rewards_calls: bool = False
-    """It is an agent, whose calls may be rewarded one by one."""
+    """It is an agent, whose calls may be rewarded individually."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -140,12 +140,12 @@ class Instance(StrictReply):
 
     id: Id = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
-    """What an environment shows first; `achievements_counts` has a counter of every achievement."""
+    """The first observation of an environment; `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
 
 
 class _Done(StrictReply):
-    """An object, of which nothing is read."""
+    """A reply whose content is ignored."""
 
 
 @contextmanager
@@ -165,9 +165,9 @@ class TaskAppClient:
     Args:
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
-        label: its name in metrics; absent: host and port.
-        fault: why it takes no work yet.
-        most_reply_bytes: a longer reply is an error, unless it is a page and the app's limit is larger.
+        label: name in metrics; empty: host and port.
+        fault: why the app takes no work yet.
+        most_reply_bytes: limit of a reply; pages may be as long as the app's own limit.
     """
 
     def __init__(
@@ -183,36 +183,36 @@ class TaskAppClient:
         self.show: Show = show_nothing  # called when `fault` has changed
         self.retired = False  # whether its name no longer leads to it; once it fails, it is dropped
         self.instance_id = ""  # the process that answered `about` last
-        self.at_most = _MANY  # rollouts that it runs at a time
-        self.weight = 1.0  # its number of unfinished rollouts relative to the other apps
+        self.at_most = _MANY  # concurrent rollouts
+        self.weight = 1.0  # share of unfinished rollouts relative to the other apps
         self.begin_run("", asyncio.Event())
 
     def begin_run(self, run_id: str, change: asyncio.Event) -> None:
         """Begin with no rollouts; `change` is set whenever the app starts or stops answering."""
         self._run_id, self._change = run_id, change
         self.answers = self.fault is None
-        # Those that it has; those of them that are to be sent; the others with the instance that accepted
-        # them, "" before it did.
+        # The rollouts of this app; the unsent ones of them; the sent ones, each with the instance that
+        # accepted it ("" before that).
         self.requests: dict[str, RolloutRequest] = {}
         self.unsent: dict[str, RolloutRequest] = {}
         self.accepted: dict[str, str] = {}
-        # Those requested since the last poll began, and the instances that accepted the others.
+        # The rollouts requested since the last poll began, and the instances that accepted rollouts.
         self._fresh: set[str] = set()
         self._instances: set[str] = set()
-        # Rollouts that it may still run or hold, and that other apps have now, or no batch needs.
+        # Rollouts that the app may still run or hold, but that other apps have now or no batch needs.
         self.stale: set[str] = set()
-        self.discard: list[str] = []  # results that it may forget at once
-        self.unacked: list[str] = []  # results that count, which it holds until they are stored
+        self.discard: list[str] = []  # results that the app may forget at once
+        self.unacked: list[str] = []  # results that count, which the app holds until they are stored
         self.wake = asyncio.Event()  # set when there is something to send
         self._sending = asyncio.Lock()
         self.cursor: str | None = None
-        self._last_instance = self.instance_id  # that was asked last; it may have accepted
-        self.strikes = 0  # how often in a row it had lost what it accepted
+        self._last_instance = self.instance_id  # the process that may have accepted the last request
+        self.strikes = 0  # how often in a row the app had lost accepted rollouts
         self._look_s = 0.0
 
     @property
     def fault(self) -> str | None:
-        """Its last wrong answer; None: it takes work."""
+        """The last error; None: the app takes work."""
         return self._fault
 
     @fault.setter
@@ -229,7 +229,6 @@ class TaskAppClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes work."""
         return self._fault is None and not self.retired
 
     @property
@@ -239,8 +238,8 @@ class TaskAppClient:
     def judge(self, *, finished: bool) -> None:
         """Update the weight after a rollout ended here while the other apps had work too.
 
-        The weight grows by one with each finished rollout, so in proportion to the app's speed. Each failure
-        halves it: an app that fails at once always has room, and would otherwise take everything.
+        Each finished rollout adds one, so the weight follows the app's speed. Each failure halves the weight:
+        an app that fails at once always has room, and would otherwise take all rollouts.
         """
         self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
 
@@ -255,13 +254,13 @@ class TaskAppClient:
         return self.accepted.pop(rollout_id, None) is not None
 
     def stop(self, rollout_id: str) -> None:
-        """Take a rollout that no batch needs from this app, which cancels it if it may be running."""
+        """Take an unneeded rollout from this app, and cancel it there if it may be running."""
         if self.take_back(rollout_id):
             self.stale.add(rollout_id)
             self.wake.set()
 
     def discard_results(self) -> None:
-        """Let it forget results that count, since they are kept elsewhere."""
+        """Let the app forget results that count, since they are on disk."""
         self.discard += self.unacked
         self.unacked = []
         self.wake.set()
@@ -272,7 +271,7 @@ class TaskAppClient:
             await self._send()
 
     async def next_page(self) -> RolloutPage:
-        """Wait until a result is to come, and return the next page. Raises as `poll` does."""
+        """Wait until the app has rollouts, and return the next page of results. Raises as `poll` does."""
         await self._send()  # first, so that the app is not idle; during the poll more may be sent
         while self.unsent or not self.requests:
             if not self.requests:
@@ -284,19 +283,18 @@ class TaskAppClient:
         return page
 
     async def poll_run(self, *, wait_s: float) -> RolloutPage:
-        """Return the results since the last page."""
         page = await self.poll(self._run_id, self.cursor, wait_s=wait_s)
         self.cursor = page.cursor
         return page
 
     def find_missing(self) -> list[str]:
-        """Return the requests from before the last poll that it has not answered."""
+        """Return the unanswered requests from before the last poll."""
         return [name for name in self.accepted if name not in self._fresh]
 
     def find_restarted(self, instance_id: str) -> list[str]:
-        """Return what another process than the one that answers now had accepted before the last poll."""
+        """Return the requests from before the last poll that an earlier process of the app had accepted."""
         if self._instances <= {instance_id}:
-            return []  # as usual: this must not cost more where more is unfinished
+            return []  # the usual case, which must stay fast with many unfinished rollouts
         restarted = [name for name in self.find_missing() if self.accepted[name] != instance_id]
         self._instances = set(self.accepted.values())
         return restarted
@@ -311,7 +309,7 @@ class TaskAppClient:
     async def look(self) -> bool:
         """Ask a lost app until it answers; return False if its name leads elsewhere.
 
-        If another process answers, it has nothing of this run.
+        Another process that answers has no rollouts of this run.
         """
         while True:
             await asyncio.sleep(self._look_s)
@@ -334,7 +332,7 @@ class TaskAppClient:
         return self.instance_id == self._last_instance
 
     async def let_go(self) -> None:
-        """Cancel the rollouts that it may run for no batch, and let it forget results."""
+        """Cancel unneeded rollouts at the app, and let it forget results."""
         names = sorted(self.stale)
         for first in range(0, len(names), _CANCELS_AT_ONCE):
             async with asyncio.TaskGroup() as group:
@@ -349,11 +347,11 @@ class TaskAppClient:
         self.stale.difference_update(names)
 
     async def _send(self) -> None:
-        """Cancel, acknowledge and request what is to be."""
+        """Send the pending cancellations, acknowledgements and requests."""
         async with self._sending:
             self.wake.clear()
             await self.let_go()
-            # What it may hold from before is requested once it has forgotten that, in the next call.
+            # Rollouts that the app may still hold are requested in the next call, once it has forgotten them.
             held = self.stale.union(self.discard)
             batch = {name: request for name, request in self.unsent.items() if name not in held}
             self.unsent = {name: request for name, request in self.unsent.items() if name in held}
@@ -373,7 +371,7 @@ class TaskAppClient:
     async def _cancel(self, name: str) -> None:
         try:
             await self.cancel(name)
-        except TaskAppError as error:  # otherwise it does not know the rollout, which is fine
+        except TaskAppError as error:  # any other error: the app does not know the rollout, which is fine
             if isinstance(error, TaskAppLost):
                 raise
 
@@ -390,14 +388,14 @@ class TaskAppClient:
             await self._session.close()
 
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
-        """Return its process and limits; success also proves that it is up and accepts the key."""
+        """Return the app's process and limits; success also proves that the app is up and accepts the key."""
         about = await self._answer(About, "GET", "/info", attempts=attempts)
         self._limits, self.instance_id = about.limits, about.service.instance_id
         self.at_most = about.limits.max_concurrent_rollouts
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
-        """Refuse a request that this task app would not take, by the limits of its last `about`."""
+        """Refuse a request that exceeds the task app's limits of the last `about`."""
         for _ in slices([request], max_body_bytes=self._limits.max_body_bytes, url=self.url):
             pass
 
@@ -419,8 +417,8 @@ class TaskAppClient:
         An invalid rollout is returned as a failed one (`read_page`).
 
         Raises:
-            CursorExpired: the cursor is of a process that has ended; poll without one.
-            TaskAppLost: it does not answer within the budget.
+            CursorExpired: the process of the cursor has ended; poll without a cursor.
+            TaskAppLost: the app does not answer within the budget.
             TaskAppError: any other error.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
@@ -451,11 +449,11 @@ class TaskAppClient:
         return await self._answer(Instance, "POST", f"/{kind}/create", body=body)
 
     async def step_idly(self, env_id: str) -> None:
-        """Take a decision without a call in an environment from `create`: most run one no-op.
+        """Take a decision without a call in an environment from `create`: most environments run a no-op.
 
         Raises:
             PluginFailed, BackendFailed: the environment failed.
-            TaskAppError: any other error, also where no such decision is possible.
+            TaskAppError: any other error, also if such a decision is impossible.
         """
         await self._answer(_Done, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
 
@@ -472,8 +470,8 @@ class TaskAppClient:
         """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
 
         Raises:
-            NoPictures: the environment draws none, or its replay departs from the record.
-            TaskAppError: anything else that went wrong.
+            NoPictures: the environment draws none, or the replay differs from the record.
+            TaskAppError: any other error.
         """
         body, turns = record.model_dump(mode="json", exclude_defaults=True), sorted({*record.frames})
         frames: list[ReplayFrame] = []
@@ -487,15 +485,15 @@ class TaskAppClient:
         """Return the snapshots of an episode after the turns that `record.snapshots` names.
 
         Raises:
-            ReplayDeparts: its replay departs from the record, as in an environment of another version.
+            ReplayDeparts: the replay differs from the record, as in an environment of another version.
             Refused: the environment has no snapshots.
-            TaskAppError: anything else that went wrong.
+            TaskAppError: any other error.
         """
         reply = await self._replay(record.model_dump(mode="json", exclude_defaults=True), "snapshots")
         return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def _replay(self, body: Mapping[str, Any], name: Literal["frames", "snapshots"]) -> ReplayReply:
-        """Replay an episode once, as one that took too long would do so again; its turns are the body's."""
+        """Replay an episode in a single attempt, and check that the reply has the turns of the body."""
         reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
         turns = sorted(item.turn for item in getattr(reply, name))
         if turns != sorted({*body[name]}):
@@ -509,7 +507,6 @@ class TaskAppClient:
         await self._answer(_Done, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Model], method: str, path: str, **options: Any) -> Model:
-        """Read the answer of a route without a step between: pages of rollouts are large."""
         answer = await self._call(method, path, **options)
         with _as_task_app_error():
             return read_reply(model, answer, f"{self.url}: {method} {path}")

@@ -1,12 +1,12 @@
 """Collects planned rollouts from one or several task apps until each has ended: a queue with retries.
 
-Each task app takes a group, then the next; if the queue is empty, it helps another app with its group. A
-faster app has room again sooner, so it takes more. Several batches share the task apps: free places go to the
-one of the lowest rank, and the next one fills what it leaves.
+Each task app takes one group after the other; if the queue is empty, it helps another app with its group. A
+faster app has room again sooner, so it takes more. Several batches share the task apps: the batch of the
+lowest rank takes free places first.
 
 A policy's own mistakes are training data. Only infrastructure fails a rollout: it is planned once more under
 a new id, with the same seeds, then omitted and counted. A rollout lost with its task app is requested again
-under the same id and seeds, from any app. Every rollout counts once, from whichever task app it comes first.
+under the same id and seeds, from any app. Every rollout counts once; the first result wins.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from trainer_backend.collect.wire import CursorExpired, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 from trainer_backend.garbage import while_a_batch_grows
 
-# Called with the number of ended rollouts, and the total.
+# Receives the number of ended rollouts, and the total.
 Progress = Callable[[int, int], None]
-# Called with each finished rollout, before its task app may forget it.
+# Receives each finished rollout, before its task app may forget it.
 Keep = Callable[[Rollout], None]
 
 _MAX_ATTEMPTS = 2
-# A rollout that takes down its task app each time must not take down all of them.
+# A rollout that crashes its task app each time must not crash all of them.
 _MAX_LOSSES = 3
 # The most results that a task app holds, even in a large batch. Dispatcher._serve says why dropping more is
 # safe.
@@ -62,22 +62,19 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether no task app has had it: a result is of an earlier batch with the same ids."""
+        """Whether no task app has had the rollout: a result is then of an earlier batch with the same ids."""
         return self.app is None and not self.turn
 
 
 class Queue:
-    """The rollouts of one batch: those that wait, in their order, and those that have ended.
-
-    The queue of the lowest rank is served first.
-    """
+    """The waiting and ended rollouts of one batch. The queue of the lowest rank is served first."""
 
     def __init__(
         self, requests: Sequence[RolloutRequest], progress: Progress | None = None, keep: Keep | None = None
     ) -> None:
         self.rank, self.total = requests[0].iteration, len(requests)
         self._progress, self._keep = progress, keep
-        # Set when every rollout has ended, or the batch, by `error` or because it was withdrawn.
+        # Set when every rollout has ended, or when the batch was withdrawn, perhaps with an `error`.
         self.done = asyncio.Event()
         self.error: BaseException | None = None
         self.clock: asyncio.Timeout | None = None
@@ -91,13 +88,12 @@ class Queue:
         self._groups = deque(groups.values())
         # The rollouts of each app's current group that no app has yet.
         self._current: dict[TaskAppClient, deque[Entry]] = {}
-        # Lost and failed rollouts, by where they failed last. They come before new ones, the latest first.
+        # Lost and failed rollouts by the app where they failed last; served before new ones, latest first.
         self.again: dict[TaskAppClient | None, dict[str, Entry]] = {}
         self._turns = 0
 
     @property
     def waits(self) -> bool:
-        """Whether a rollout waits for a task app."""
         return bool(self._groups) or any(self._current.values()) or any(self.again.values())
 
     def join(self, app: TaskAppClient) -> None:
@@ -111,7 +107,7 @@ class Queue:
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
         """Take the next rollout for an app; siblings stay together while other groups wait.
 
-        An app that is `alone` gets rollouts that failed there, too.
+        An app that is `alone` also gets rollouts that failed there.
         """
         again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
@@ -122,7 +118,7 @@ class Queue:
         return group.popleft() if group else None
 
     def end(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> None:
-        """Record how a rollout ended for good, at an app; raises what `keep` and `progress` raise."""
+        """Record the final end of a rollout at an app; errors of `keep` and `progress` are raised."""
         if rollout.status == "finished" and self._keep is not None:
             self._keep(rollout)
         if (played := rollout.trajectory) is not None:
@@ -133,7 +129,7 @@ class Queue:
             self._progress(len(self.ended), self.total)
 
     def batch(self) -> Batch:
-        """Return what has come back so far."""
+        """Return the results so far."""
         return Batch(
             in_order(item for item in self.ended if item.status == "finished"),
             in_order(item for item in self.ended if item.status != "finished"),
@@ -143,23 +139,23 @@ class Queue:
 
 
 class Dispatcher:
-    """Lets task apps take rollouts from one queue, in whole groups where possible.
+    """Distributes rollouts to task apps, in whole groups where possible.
 
-    Batches of one run may be under way at the same time, in one event loop.
+    Several batches of one run may be collected at the same time, in one event loop.
 
     Args:
         timeout_s: deadline of one batch; `collect` says when its clock runs.
-        max_running: limit of unfinished rollouts at all task apps together; None: no limit.
+        max_running: limit of unfinished rollouts at all task apps; None: no limit.
     """
 
     def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
         if not apps.members:
             raise ValueError("a dispatcher needs at least one task app")
         self.task_apps, self._timeout_s, self._places = apps, timeout_s, max_running or math.inf
-        # Those with unfinished rollouts, in the order in which they are served.
+        # Queues with unfinished rollouts, in the order in which they are served.
         self.queues: list[Queue] = []
-        self._run_id = ""  # of the batches under way
-        # Serves the task apps from the first of the batches under way to the end of the last.
+        self._run_id = ""  # of the current batches
+        # Serves the task apps from the start of the first current batch to the end of the last.
         self._service: asyncio.Task[None] | None = None
         self._is_closing, self._has_withdrawn = False, False
         self._change, self._is_idle = asyncio.Event(), asyncio.Event()
@@ -169,10 +165,10 @@ class Dispatcher:
     ) -> Batch:
         """Run all requests, which belong to one run, to their end.
 
-        If an error or a cancellation ends it early, its running rollouts are cancelled at the task apps.
-        Other batches continue, but for an error of the task apps, which ends all that are under way. Earlier
-        iterations are served first, and evaluations, whose iteration is 0, before all. The clock of the
-        deadline runs from the moment when no earlier iteration is under way.
+        An error or a cancellation cancels the batch's running rollouts at the task apps; other batches
+        continue unless the error is one of the task apps. Earlier iterations are served first, and
+        evaluations, whose iteration is 0, before all. The deadline's clock starts once no earlier iteration
+        is being collected.
 
         Args:
             progress: receives the number of ended rollouts.
@@ -191,7 +187,7 @@ class Dispatcher:
                     self._set_clocks()
                     await queue.done.wait()
             except TimeoutError as error:
-                if queue.unfinished:  # else the last one ended in the same moment
+                if queue.unfinished:  # otherwise the last rollout ended at the same moment
                     reason = (
                         f"{_missing([queue])} within {self._timeout_s:g} s (services.iteration_timeout_s)"
                     )
@@ -209,16 +205,16 @@ class Dispatcher:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self.task_apps.serving))
 
     async def abort(self, run_id: str) -> None:
-        """End rollouts of a killed start of the run at the task apps; no caller waits for them.
+        """End the rollouts of a killed start of the run at the task apps.
 
-        Errors are ignored: a rollout whose gateway is gone ends by itself, only later.
+        Errors are ignored: a rollout whose gateway is gone ends by itself later.
         """
         await _say_goodbye(app.abort(run_id) for app in self.task_apps.serving)
 
     # The queue. Nothing below waits, up to `_leave`.
 
     def add(self, queue: Queue) -> None:
-        """Begin to collect a batch, after those of the same rank."""
+        """Begin to collect a batch, after batches of the same rank."""
         run_id = next(iter(queue.unfinished.values())).request.run_id
         if not self._run_id:
             self._run_id, self._has_withdrawn = run_id, False
@@ -242,7 +238,7 @@ class Dispatcher:
         """End a batch before its last rollout: cancel the rest and drop the results.
 
         Args:
-            error: the reason, if the caller that waits for the batch is to get it.
+            error: is raised to the caller that waits for the batch.
         """
         if queue not in self.queues:
             return
@@ -252,24 +248,24 @@ class Dispatcher:
                 entry.app.stop(entry.rollout_id)
                 entry.app = None
         for app in self.task_apps.members:
-            # Those of other batches too: they are kept by now (`_serve`).
+            # Also results of other batches, which are on disk by now (`_serve`).
             app.discard_results()
         queue.error = error
         self._remove(queue)
         self.deal()
 
     def deal(self) -> None:
-        """Let task apps with room take rollouts, until none can or all places are taken.
+        """Let task apps with room take rollouts, until no app can or all places are taken.
 
-        The app with the fewest unfinished rollouts for its weight is next. An app without any is always next:
-        otherwise it could never show that it has become fast or works again.
+        The app with the fewest unfinished rollouts for its weight is next. An app without rollouts is always
+        next: otherwise it could never show that it has become fast or works again.
         """
         free = self._places - sum(len(app.requests) for app in self.task_apps.members)
         while free > 0 and self._take_one():
             free -= 1
 
     def end(self, app: TaskAppClient, rollout: Rollout) -> None:
-        """Record a rollout's end. It counts unless it has counted before, or another app has it now."""
+        """Record the end of a rollout, unless it has counted before, or failed while another app has it."""
         entry = self._find(rollout.rollout_id) if rollout.rollout_id else self._find_at_place(app, rollout)
         is_wrong = rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT
         if entry is None and is_wrong and rollout.rollout_id not in {*app.stale, *app.discard, *app.unacked}:
@@ -296,11 +292,11 @@ class Dispatcher:
             self._close(entry, app, rollout)
 
     def lose(self, app: TaskAppClient, rollout_ids: Iterable[str], *, why: str) -> None:
-        """Give rollouts that a task app lost, or that were lost with it, back to the queue."""
+        """Return rollouts that were lost at or with a task app to the queue."""
         for rollout_id in reversed(list(rollout_ids)):
             entry = self._find(rollout_id)
             if entry is None or entry.app is not app:
-                continue  # its batch has ended at the loss of another one
+                continue  # the loss of another rollout has ended its batch
             entry.app = None
             if app.take_back(rollout_id):
                 entry.losses += 1
@@ -313,7 +309,7 @@ class Dispatcher:
         self.deal()
 
     def lose_all(self, app: TaskAppClient, *, why: str) -> None:
-        """Give all rollouts of a task app that stopped answering to the others, or back to the queue."""
+        """Return all rollouts of a task app that stopped answering to the queue."""
         for queue in self.queues:
             queue.apps[app].outages += 1
         app.stale |= set(app.accepted)
@@ -326,7 +322,7 @@ class Dispatcher:
         return None
 
     def _find_at_place(self, app: TaskAppClient, rollout: Rollout) -> Entry | None:
-        """Return the only unfinished rollout of an app that has the place of one without an id."""
+        """Return an app's only unfinished rollout at the place of a result without an id."""
         place = rollout.model_dump(include={*PLACE})
         entries = (entry for queue in self.queues for entry in queue.unfinished.values())
         same = [
@@ -335,14 +331,14 @@ class Dispatcher:
         return same[0] if len(same) == 1 else None
 
     def _note_unknown(self, rollout: Rollout) -> None:
-        """Count and tell a wrong result of no request; its own is missed later (`find_missing`)."""
+        """Count and report an invalid result of unknown request, which `find_missing` will find missing."""
         assert rollout.failure is not None, "read_page makes it a failure"
         if self.queues:
             self.queues[0].failures[rollout.failure.code] += 1
         self.task_apps.tell(f"{rollout.failure.detail}; no request can be found for this result")
 
     def _take_one(self) -> bool:
-        """Let one task app take a rollout; return whether one could."""
+        """Let one task app take a rollout; return False if no app can."""
         takers = sorted(
             (app for app in self.task_apps.members if app.has_room),
             key=lambda app: len(app.requests) / app.weight,
@@ -358,7 +354,7 @@ class Dispatcher:
         return False
 
     def _take_back(self, entry: Entry, *, but_from: TaskAppClient) -> None:
-        """Take a rollout from the app that has it, and cancel it there if it may still be running."""
+        """Take a rollout from its app; any app except `but_from` cancels it if it may be running."""
         if entry.app is None:
             del entry.queue.again[entry.failed_at][entry.rollout_id]
         elif entry.app is but_from:
@@ -370,7 +366,7 @@ class Dispatcher:
     def _retries(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> bool:
         """Count a failure; return whether the rollout is planned once more."""
         queue = entry.queue
-        # If another party cancelled it, its task app is stopping: that is no fault of the rollout.
+        # A cancelled rollout means that its task app is stopping, which is no fault of the rollout.
         if rollout.status == "cancelled":
             entry.losses += 1
         else:
@@ -386,7 +382,7 @@ class Dispatcher:
         return True
 
     def _close(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> None:
-        """End a rollout for good. An error of `keep` or `progress` ends its batch; the others continue."""
+        """End a rollout for good. An error of `keep` or `progress` ends its batch."""
         try:
             entry.queue.end(entry, app, rollout)
         except Exception as error:
@@ -400,7 +396,7 @@ class Dispatcher:
         queue.done.set()
 
     async def _leave(self, queue: Queue) -> None:
-        """Withdraw a batch if it is unfinished; if it is the last one, end the service."""
+        """Withdraw a batch if it is unfinished; end the service with the last batch."""
         if any(other is not queue for other in self.queues):
             self.withdraw(queue)
             self._set_clocks()
@@ -410,7 +406,7 @@ class Dispatcher:
             await asyncio.shield(self._service)
 
     def _set_clocks(self) -> None:
-        """Let the clock of each batch run that is first in line. One that waits for another has no clock."""
+        """Run the deadlines of the batches of the lowest rank; batches that wait for others have none."""
         now = asyncio.get_running_loop().time()
         for queue in self.queues:
             is_first = queue.rank == self.queues[0].rank
@@ -423,8 +419,8 @@ class Dispatcher:
         try:
             await app.ack(run_id, ids)
         except TaskAppLost as error:
-            # It forgets its results itself, after its expiry time. While a batch is collected, `_serve` finds
-            # out whether it is lost; else the next batch tries it again.
+            # The app forgets results after its expiry time. During a batch, `_serve` finds out whether it is
+            # lost; otherwise the next batch tries it again.
             if self._service is None:
                 self.task_apps.lose(app, error)
 
@@ -441,14 +437,14 @@ class Dispatcher:
             for queue in [*self.queues]:
                 self.withdraw(queue, error)
             try:
-                # Without it each finds out by itself what no batch needs.
+                # Other apps drop unneeded rollouts themselves.
                 apps = [app for app in self.task_apps.members if app.fault is None or self._has_withdrawn]
                 await _say_goodbye(app.let_go() for app in apps)
             finally:
                 self._service, self._run_id, self._is_closing = None, "", False
 
     async def _serve_all(self) -> None:
-        """Work until no caller waits for a batch, or no task app answers for too long."""
+        """Serve the task apps until no caller waits for a batch, or no task app answers for too long."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._serve(app)) for app in self.task_apps.members]
 
@@ -482,10 +478,10 @@ class Dispatcher:
     async def _serve(self, app: TaskAppClient) -> None:
         """Serve one task app until cancelled, or until it is lost and its name leads elsewhere.
 
-        The caller acknowledges the last results after storing them. Earlier ones are acknowledged here, so
-        that a task app holds at most its running rollouts and _MOST_UNACKED results. That is safe: finished
-        rollouts are on disk already (`keep`), and a restarted trainer uses another run id (start.run_job) and
-        never asks for these again.
+        The caller acknowledges the last results after storing them. Earlier results are acknowledged here, so
+        that a task app holds at most its running rollouts and _MOST_UNACKED results. This is safe: finished
+        rollouts are on disk already (`keep`), and a restarted trainer has another run id (start.run_job) and
+        never requests them again.
         """
         while not (app.retired and app.fault):
             try:
@@ -496,7 +492,11 @@ class Dispatcher:
                 elif not await self._is_back(app):
                     break
             except* TaskAppLost as errors:
-                self._lose_app(app, pick_error(errors))
+                error = pick_error(errors)
+                app.strikes = 0
+                self.task_apps.lose(app, error, f"; {len(app.requests)} of its rollouts are for the others")
+                self.lose_all(app, why=str(error))
+                app.note_answer(answers=False)
         self.task_apps.drop(app)
 
     async def _receive(self, app: TaskAppClient) -> NoReturn:
@@ -523,7 +523,7 @@ class Dispatcher:
             app.discard_results()
 
     async def _look_for_losses(self, app: TaskAppClient, missing: Sequence[str], page: RolloutPage) -> None:
-        """Find out whether a task app that has no results still runs what it has accepted."""
+        """Find out whether a task app without results still runs its accepted rollouts."""
         if page.unfinished:  # a task app that is stopping answers long polls at once
             await asyncio.sleep(_PAUSE_S)
             return
@@ -538,15 +538,8 @@ class Dispatcher:
             self.task_apps.tell(f"{why}; its {len(names)} unfinished rollouts are asked for again")
         self.lose(app, names, why=why)
 
-    def _lose_app(self, app: TaskAppClient, error: BaseException) -> None:
-        """Give the rollouts of an app that does not answer to the others, or back to the queue."""
-        app.strikes = 0
-        self.task_apps.lose(app, error, f"; {len(app.requests)} of its rollouts are for the others")
-        self.lose_all(app, why=str(error))
-        app.note_answer(answers=False)
-
     async def _is_back(self, app: TaskAppClient) -> bool:
-        """Try the app until it answers; return False if it never will, or is known under another address.
+        """Wait until the app answers; return False if its name leads elsewhere or it has another address.
 
         Its results count unless another app was faster; rollouts that others have now are cancelled here.
         """
@@ -589,13 +582,13 @@ def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout
 
 
 def _missing(queues: Sequence[Queue]) -> str:
-    """Say how many rollouts of these batches have not ended."""
+    """Describe how many rollouts of these batches have not ended."""
     total, ended = sum(queue.total for queue in queues), sum(len(queue.ended) for queue in queues)
     return f"{total - ended} of {total} rollouts were not finished"
 
 
 async def _say_goodbye(calls: Iterable[Coroutine[None, None, None]]) -> None:
-    """Make calls to task apps in a limited time, and ignore their errors."""
+    """Await calls to task apps for at most `_LAST_WORD_S`, and ignore their errors."""
 
     async def tolerantly(call: Coroutine[None, None, None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A foreign OpenAI-compatible server: its address, and its key, which only the environment holds."""
+"""Addresses of foreign OpenAI-compatible servers, and their keys, which come from environment variables."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,9 @@ def endpoint(
     key_variable: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Inference:
-    """Return the server that `turnwise eval --model --inference-url --api-key-env` names.
+    """Return the server of `turnwise eval --model --inference-url --api-key-env`.
 
-    Without a `key_variable`, OPENAI_API_KEY is sent to api.openai.com over https only: a key must not reach a
-    foreign host.
+    Without a `key_variable`, only api.openai.com gets OPENAI_API_KEY, over https.
     """
     if not model or not url:
         flag, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
@@ -48,7 +47,7 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
     if not VARIABLE_NAME.fullmatch(variable):
         raise JobError(
             f"{where} takes the name of an environment variable, in capitals, such as {OPENAI_KEY_VARIABLE}; "
-            "what was given is none, and is not repeated here in case it is the key itself"
+            "the given value is no such name, and is not repeated here in case it is the key itself"
         )
     key = environ.get(variable, "").strip()
     if not key:
@@ -69,7 +68,7 @@ def warmup_key(table: WarmupTable | None) -> SecretStr | None:
 
 
 def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
-    """List the hosts that the job's own task app may call: those of the teacher and of a foreign player."""
+    """List the hosts of the teacher and of a foreign player, which the job's own task app may call."""
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
     if isinstance(url, str):
@@ -78,7 +77,7 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
 
 
 def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
-    """List the hosts that the job's own gateway calls."""
+    """List the hosts of fixed policies at foreign servers, which the job's own gateway calls."""
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
         for table in tables
@@ -87,7 +86,7 @@ def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
 
 
 def inference_host(url: str, *, where: str) -> str:
-    """Return `host:port` of an inference URL, the form in a task app's allow-list."""
+    """Return `host:port` of an inference URL, as a task app's allow-list has it."""
     parts = _split(url, where=where)
     host = parts.hostname or ""
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"

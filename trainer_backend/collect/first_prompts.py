@@ -1,7 +1,7 @@
-"""The first prompts of rows, measured before a run plays them: which rows do not fit the model, by their ids.
+"""Measures the first prompts of rows before a run, and reports the rows that do not fit the model.
 
-The trainer knows a first prompt only in `dialogue`: the messages of the row, without tools. Elsewhere the
-task app makes it from the row, and an episode whose first prompt does not fit is a lost rollout.
+The trainer knows first prompts only in `dialogue`: the messages of the row, without tools. In other
+environments the task app makes them, and a rollout whose first prompt does not fit is lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from trainer_backend.core.prompt_lengths import FindLong, LongPrompt
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError
 
-# Sizes of a batch that is measured at once: its tokens are in memory, and a stop waits for its end.
+# Bounds of a batch that is measured at once: its tokens are in memory, and a stop waits for its end.
 _BATCH_ROWS, _BATCH_CHARACTERS = 1_000, 2_000_000
 _MOST_NAMED = 10
 
@@ -26,7 +26,7 @@ Messages = Sequence[dict[str, Any]]
 class Room(NamedTuple):
     """The tokens that a first prompt may have: prompt and answer share a limit.
 
-    A key is that of the job, or the keys where they are equal.
+    `limit_key` and `answer_key` name the job's keys behind the numbers.
     """
 
     limit: int
@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, players: Players) -> Self:
-        """As the gateway counts: the lowest of the limits, and the whole answer that a decision may take."""
+        """Read the lowest limit, and the longest answer of a decision, as the gateway does."""
         table, rollout = players.multi_turn, players.rollout
         limits = [(table.max_model_length, "multi_turn.max_model_length")] if table.enable else []
         if (length := players.servers[ACTOR].max_model_len) is not None:
@@ -61,7 +61,7 @@ def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
 
 
 class _Part(NamedTuple):
-    """Rows that are played together, and what they are called in messages."""
+    """Rows of one kind, and their names in messages."""
 
     rows: Sequence[Row]
     key: str
@@ -70,16 +70,14 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompts:
-    """The first prompts of a job's rows."""
-
     parts: tuple[_Part, ...]
     system: str
-    """The system message before a prompt that is text alone."""
+    """The system message before a prompt that is only a text."""
     room: Room
 
     @classmethod
     def of(cls, planner: Planner) -> Self | None:
-        """None where the trainer does not know the prompts exactly, or has no rows."""
+        """Collect the prompts; None without rows, or if the trainer does not know the prompts exactly."""
         source, players = planner.source, planner.players
         rollout, system = players.rollout, players.rollout.env_config.get("system", "")
         is_known = rollout.env_name == "dialogue" and rollout.policy_name == "openai"
@@ -94,13 +92,13 @@ class FirstPrompts:
     def report(
         self, find_long: FindLong, tell: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Measure all rows, and return a line about each part in which some do not fit.
+        """Measure all rows, and return a line about each part with rows that do not fit.
 
         Args:
-            tell: receives the measured rows and their total between two batches; its error ends it.
+            tell: receives the number of measured rows and the total between two batches; may raise.
 
         Raises:
-            DataError: of a part no row fits, so that each of its rollouts would be lost.
+            DataError: no row of a part fits, so that all of its rollouts would be lost.
         """
         lines, done, total = [], 0, sum(len(part.rows) for part in self.parts)
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""What a stage lost, and why: the one record that log, rows of metrics, pages and report read."""
+"""Counts the lost rollouts of a stage and their causes, for log, metrics, pages and report."""
 
 import re
 from collections import Counter, defaultdict
@@ -8,27 +8,25 @@ from typing import Any, Self
 
 from shared_schemas.rollouts import Rollout
 
-# The numbers of a row that count what failed for good, and what was finished: rollouts, branches.
+# Keys of a metrics row that count failed and finished rollouts: of the plan, and branches.
 FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
 _CAUSES = ("rollout/lost_causes", "branch/lost_causes")
-# By the kind of its row, how a stage before the first iteration is named.
+# Names of the stages before the first iteration, by the kind of their rows.
 NAMES_BEFORE_RL = {"teacher": "warm-up", "prompts": "prompts"}
 _MOST_CAUSES = 3
 _MOST_CHARS = 600
-# One cause writes other numbers and quotations for each rollout; its exception, file and line stay.
+# Parts of a message that differ between rollouts with one cause: numbers and quotations, not file and line.
 _DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The lost rollouts of a stage."""
-
     lost: int
-    """Those that failed for good."""
+    """Rollouts that failed for good."""
     total: int
     causes: Sequence[tuple[int, str]] = ()
-    """How many each cause has lost, and its words for one of them; the most common one first."""
+    """The number of rollouts that each cause lost, and its message; the most common one first."""
 
     @classmethod
     def of(cls, failed: Sequence[Rollout], total: int) -> Self:
@@ -55,7 +53,7 @@ class Losses:
         return f"{stage}: {self.count} rollouts lost: {self.explain()}"
 
     def explain(self) -> str:
-        """The causes in words; their numbers where there are several."""
+        """Describe the causes, with their numbers if there are several."""
         if len(self.causes) == 1:
             return self.causes[0][1]
         shown = "; ".join(f"{count} x {cause}" for count, cause in self.causes[:_MOST_CAUSES])
@@ -63,7 +61,7 @@ class Losses:
         return f"{shown}; and {more} other causes" if more > 0 else shown or "no cause is known"
 
     def row(self, *, branches: bool = False) -> dict[str, Any]:
-        """The counts for a row of metrics, and the causes where there are losses.
+        """Return the counts for a row of metrics, and the causes of losses.
 
         The causes are a list, because sinks and the store make a curve of every number in a dict.
         """
@@ -71,18 +69,15 @@ class Losses:
         return counts | ({_CAUSES[branches]: [list(cause) for cause in self.causes]} if self.lost else {})
 
 
-NO_LOSSES = Losses(0, 0)
-
-
 def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
-    """The losses that a row of metrics tells; rows of earlier versions tell no causes."""
+    """Read the losses from a row of metrics; rows of earlier versions have no causes."""
     causes = tuple((int(count), str(cause)) for count, cause in row.get(_CAUSES[branches], ()))
     lost, finished = (int(row.get(names[branches], 0)) for names in (FAILED, FINISHED))
     return Losses(lost, lost + finished, causes)
 
 
 def sum_losses(sums: Mapping[str, float]) -> Losses:
-    """All losses of a run, by the sums of FAILED and FINISHED over its rows."""
+    """Return the losses of a whole run from the sums of FAILED and FINISHED over its rows."""
     lost, finished = (int(sum(sums.get(name, 0.0) for name in names)) for names in (FAILED, FINISHED))
     return Losses(lost, lost + finished)
 

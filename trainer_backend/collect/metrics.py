@@ -50,19 +50,19 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def count_worlds(row: Mapping[str, Any]) -> str:
-    """`32 worlds` that an evaluation played, or `16 of 32 worlds` where it lost some."""
+    """Return `32 worlds`, or `16 of 32 worlds` for an evaluation that lost some."""
     losses, unit = losses_in(row), row.get("eval/unit", "episode")
     total = f" of {losses.total}" if losses.lost else ""
     return f"{row['eval/episodes']}{total} {unit}s"
 
 
 def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Mean outcome with its interval over worlds, within what an outcome can be as far as that is known.
+    """Return the mean outcome with its interval over worlds, within the known bounds of an outcome.
 
     Successes have Wilson's interval; numbers of achievements are bounded.
 
     Args:
-        worlds: of each episode; episodes of one world are not independent.
+        worlds: the world of each episode; episodes of one world are not independent.
     """
     if _counts_achievements(episodes):
         return unique_over_worlds(episodes, worlds)
@@ -73,19 +73,19 @@ def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -
 
 
 def unique_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Mean number of unlocked achievements with its interval over worlds, within 0 and all of them."""
+    """Return the mean number of unlocked achievements with its interval over worlds."""
     total = len({name for item in episodes for name in item.achievements_counts})
     interval = over_worlds([float(unique_achievements(item)) for item in episodes], worlds)
     return bounded(interval, 0.0, float(total))
 
 
 def are_successes(episodes: Sequence[Trajectory]) -> bool:
-    """Whether outcomes say success or failure, and do not count achievements."""
+    """Return whether outcomes are successes (0 or 1), and not numbers of achievements."""
     return {item.outcome_reward for item in episodes} <= {0.0, 1.0} and not _counts_achievements(episodes)
 
 
 def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
-    """Whether outcomes are the numbers of achievements; if all are 0, their definition decides."""
+    """Return whether outcomes are numbers of achievements; if all are 0, their definition decides."""
     return (
         have_achievements(episodes)
         and all(item.outcome_reward == unique_achievements(item) for item in episodes)
@@ -97,13 +97,13 @@ def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
 
 
 def rates_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> dict[str, Interval]:
-    """Mean over worlds of the share of episodes that unlocked an achievement, by its name."""
+    """Return by achievement the mean over worlds of the share of episodes that unlocked it."""
     shares = achievement_shares([item.achievements_counts for item in episodes], worlds)
     return {name: nested_rate_interval(shares_W, len(episodes)) for name, shares_W in shares.items()}
 
 
 def score_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval | None:
-    """The Crafter score with its interval; None outside Crafter."""
+    """Return the Crafter score with its interval; None outside Crafter."""
     if any(item.env_name != CRAFTER or not item.achievements_counts for item in episodes):
         return None
     return crafter_score_interval([item.achievements_counts for item in episodes], worlds)
@@ -125,7 +125,7 @@ def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
-    """Count the rollouts that came back, the causes of failures, and the work of each task app."""
+    """Return counts of finished and failed rollouts, of failure codes, and of each task app's work."""
     return {
         **batch.losses.row(),
         "recovery/rollouts_reused": float(len(batch.reused)),
@@ -150,7 +150,7 @@ def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
 
 
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
-    """Return the trajectories of the finished rollouts; none is an error."""
+    """Return the trajectories of the finished rollouts; refuse if there are none."""
     trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
     if not trajectories:
         raise NothingToLearnFrom(f"{stage}: no rollout was finished")

@@ -1,4 +1,4 @@
-"""Moments of finished rollouts, from which others play on: task apps replay the episode up to them."""
+"""Takes snapshots of finished rollouts for continuations: task apps replay the episodes."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -12,22 +12,22 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 
-_ATTEMPTS = 2  # of a replay; at two task apps where there are two
+_ATTEMPTS = 2  # of a replay, at different task apps if possible
 
 
 class Wanted(NamedTuple):
-    """A finished rollout, and the decisions after which others begin."""
+    """A finished rollout, and the decisions after which snapshots are needed."""
 
     rollout: Rollout
     turns: Sequence[int]
     start: Start | None = None
-    """Where it began, if that was a snapshot."""
+    """The snapshot where the rollout began, if it did not begin in its world."""
 
 
 async def replay_all(
     apps: TaskApps, planner: Planner, wanted: Sequence[Wanted]
 ) -> list[dict[int, str] | None]:
-    """Snapshots of each rollout, as `snapshots_at`. A task app replays one at a time: a lane for each."""
+    """Return the result of `snapshots_at` for each rollout. Each task app replays one at a time."""
     places = count()
     found: dict[int, dict[int, str] | None] = {}
 
@@ -53,17 +53,16 @@ async def snapshots_at(
     *,
     first_app: int = 0,
 ) -> dict[int, str] | None:
-    """Snapshots of a finished rollout after these decisions, by turn; 0 is its start.
+    """Return snapshots of a finished rollout by the turns after which they are taken; 0 is the start.
 
-    `start` is where it began, if that was a snapshot.
-
-    None where no task app of two can be reached for it.
+    None if no task app can be reached in two attempts.
 
     Args:
-        first_app: the number of the task app that is asked first.
+        start: see `Wanted`.
+        first_app: the index of the task app that is asked first.
 
     Raises:
-        TaskAppError: the episode goes otherwise when it is replayed.
+        TaskAppError: the replayed episode differs from the stored one.
     """
     episode = rollout.trajectory
     assert episode is not None, "it finished"
@@ -104,7 +103,7 @@ async def _replayed(
 
 
 def played_elsewhere(rollout_id: str, told: str) -> TaskAppError:
-    """The error of an episode that is not the same in the task app that is there now."""
+    """Return the error for an episode whose replay differs at the current task app."""
     return TaskAppError(
         f"{told}: rollout {rollout_id!r} was played in another environment than the task app has, or in "
         "another version of it",

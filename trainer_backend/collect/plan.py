@@ -1,4 +1,4 @@
-"""Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
+"""Plans the rollout requests of iterations, warm-ups and evaluations. Pure: same job, same requests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ from trainer_backend.plugins import estimator, fork_rule
 
 __all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
-# A branch's parent began the decision in time, but a limit of 0 s is no limit.
+# The least time limit of a branch, since a limit of 0 s would mean no limit.
 _LEAST_TIMEOUT_S = 1.0
-# The fields of a request that define its task, without its player and without what else is stored.
+# The fields of a request that define its task, without the player.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
     "limits": RolloutLimits.model_fields.keys() - {"timeout_s"} - CostKeys.model_fields.keys(),
@@ -53,7 +53,7 @@ NO_STEP_REWARDS = StepRewards()
 
 
 class Slot(NamedTuple):
-    """The place of a rollout in the plan, from which its id and its seeds follow."""
+    """The place of a rollout in the plan, which determines its id and its seeds."""
 
     stage: str
     iteration: int
@@ -63,23 +63,22 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """How the episodes of a job are played: the environment, its limits, and how a policy is asked."""
+    """The settings of a job's episodes: the environment, the limits, and the policies."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable
     held_out: EvaluationTable
     fixed: tuple[RolloutOnlyTable, ...]
     servers: Mapping[str, Inference]
-    """Where a language model is asked, by policy; empty when no policy of the plan is one."""
+    """The model server of each policy; empty if the plan has no language model."""
     seed: int
 
     @property
     def max_decisions(self) -> int:
-        """Decisions that an episode may take."""
         return self.multi_turn.max_decisions(self.rollout.max_turns)
 
     def sampled_by(self, policy: str, rollout_id: str, *seed_parts: int | str) -> PolicySpec:
-        """How a policy, the actor or a fixed one, is asked for a rollout of training."""
+        """Return the policy of a training rollout: the actor or a fixed policy."""
         server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
@@ -87,13 +86,13 @@ class Players:
         return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
-        """How a policy of the task app is asked, whose config may name the actor's server."""
+        """Return a policy of the task app, whose config may name the actor's server."""
         return _spec(name, config, self.servers.get(ACTOR), derived_seed(self.seed, purpose, group))
 
     def evaluated(
         self, rollout_id: str, group: int, config: Mapping[str, Any], *, repeat: int = 0
     ) -> PolicySpec:
-        """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
+        """Return the actor of an evaluation, with the same sampling seeds in every evaluation."""
         rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
         temperature = self.held_out.evaluation_temperature(rollout)
@@ -106,7 +105,7 @@ class Players:
         return EnvSpec(env_name=rollout.env_name, config={**rollout.env_config, **origin.env_config})
 
     def limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
-        """The rest of an episode's limits after a number of decisions."""
+        """Return the limits that are left after a part of an episode."""
         rollout = self.rollout
         rest = {
             "max_decisions": self.max_decisions - decisions_done,
@@ -126,8 +125,8 @@ class Players:
 def inferences(
     job_name: str, rollout: RolloutTable, fixed: Sequence[RolloutOnlyTable], actor: Inference
 ) -> dict[str, Inference]:
-    """Where each policy is asked: fixed ones at the actor's gateway, under their own model names."""
-    # A token drawn from a part of the vocabulary is weighed by its probability within that part.
+    """Return the server of each policy: the actor's gateway, with a model name for each fixed policy."""
+    # A token that was sampled under truncation is weighed by its probability within the truncated vocabulary.
     asks = {"processed_logprobs": True}
     return {ACTOR: actor} | {
         table.name: replace(
@@ -144,7 +143,7 @@ class Planner:
     """Turns the tables of a job into rollout requests."""
 
     run_id: str
-    """Names the run at the task apps; rollout ids begin with it."""
+    """The run's name at task apps, with which rollout ids begin."""
     players: Players
     source: Source
     allocation: Allocation
@@ -154,28 +153,34 @@ class Planner:
     teacher: WarmupTable | None = None
     """[warmup]; None: the job has no such table."""
     curriculum: CurriculumKeys | None = None
-    """[curriculum]; None: likewise."""
+    """[curriculum]; None: the job has no such table."""
     starts: Starts | None = None
     """The snapshots that groups of the planned iteration may start at; None: all begin in their worlds."""
 
     def training(self, iteration: int) -> list[RolloutRequest]:
-        """The groups of an iteration: siblings share their origin, and each has its own sampling seed."""
-        return self._groups("train", iteration, self._with_starts(self._origins(iteration), iteration))
+        """Plan the groups of an iteration: siblings share an origin, and have their own sampling seeds."""
+        origins = self._origins(iteration)
+        if self.starts is not None:  # snapshots replace the last origins
+            moments = self.starts.choose(iteration, len(origins))
+            first = len(origins) - len(moments)
+            draws = [self.starts.draws_seed(iteration, group) for group in range(first, len(origins))]
+            origins[first:] = map(self._origin_at, moments, draws)
+        return self._groups("train", iteration, origins)
 
     def first_training(self) -> RolloutRequest:
-        """The first request of the first iteration, made alone: a larger job costs no more."""
+        """Plan only the first request of the first iteration, which is fast for a job of any size."""
         return self._groups("train", 1, self.source.training("train", range(1), 1), siblings=1)[0]
 
     def refill(
         self, iteration: int, round_number: int, groups: int, *, refilled: int = 0
     ) -> list[RolloutRequest]:
-        """Further groups of an iteration, on origins that it has not played; rounds count from 1.
+        """Plan further groups of an iteration, on origins that it has not played; rounds count from 1.
 
-        Of a fixed set, an origin comes again only after all the others: its group was flat, and most likely
-        would be flat again.
+        An origin of a fixed set is repeated only after all others: its group was flat, and probably would be
+        flat again.
 
         Args:
-            refilled: groups that earlier rounds of the iteration have asked for.
+            refilled: groups that earlier rounds of the iteration have requested.
         """
         stage, numbers = f"refill-{round_number}", range(refilled, refilled + groups)
         played = self._origins(iteration)
@@ -183,10 +188,9 @@ class Planner:
         return self._groups(stage, iteration, origins)
 
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
-        """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
+        """Plan measuring branches from the snapshots of finished rollouts: same policy, own sampling seeds.
 
-        There are none if they are trained: `forks` makes those. They get the rest of the parent's limits, its
-        time included. A lost branch is requested again like any other rollout.
+        They get the rest of the parent's limits, also of its time. `forks` plans branches that are trained.
         """
         return [
             request
@@ -198,13 +202,13 @@ class Planner:
 
     @property
     def fork_rule(self) -> ForkPlug | None:
-        """What chooses the decisions that others play on from, to be trained; None where none are."""
+        """The rule that chooses decisions to fork for training; None if branches are not trained."""
         return fork_rule(self.algorithm.fork_rule) if self.algorithm.train_branches else None
 
     def fork_turns(self, parent: Rollout, td_errors_T: Sequence[float] = ()) -> tuple[int, ...]:
-        """The decisions of a finished episode that the job's rule forks, by their turns.
+        """Choose the turns of a finished episode to fork by the job's rule.
 
-        None of an episode that began at a snapshot, which cannot be replayed from its seed.
+        Empty for an episode that began at a snapshot, which cannot be replayed from its seed.
         """
         rule, episode = self.fork_rule, parent.trajectory
         if rule is None or episode is None or episode.is_continued:
@@ -227,11 +231,11 @@ class Planner:
     def forks(
         self, parent: Rollout, snapshots: Mapping[int, str], *, fresh_draws: bool
     ) -> list[RolloutRequest]:
-        """Rollouts that play on from a finished one and are trained.
+        """Plan trained branches of a finished rollout.
 
         Args:
-            snapshots: by the number of decisions before it.
-            fresh_draws: whether the world draws other numbers than in the parent, the same for all of a fork.
+            snapshots: by the number of decisions before them.
+            fresh_draws: whether the world draws other numbers than in the parent, equal within a fork.
         """
         return [
             request.model_copy(
@@ -247,7 +251,7 @@ class Planner:
     def _branches_from(
         self, parent: Rollout, turn: int, snapshot: str, *, fresh_draws: bool = False
     ) -> list[RolloutRequest]:
-        """A group that plays on from before a decision."""
+        """Plan a group that continues from before a decision."""
         name, origin = parent.rollout_id, (parent.group_id, parent.sibling, turn)
         draws = derived_seed(self.players.seed, "fork draws", *origin) if fresh_draws else None
         start = Start(snapshot=snapshot, draws_seed=draws, parent_rollout_id=name, parent_turn=turn - 1)
@@ -258,7 +262,7 @@ class Planner:
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
-        """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
+        """Plan the teacher's episodes, or the first `most`; `key` is for the server in its config."""
         table = self.teacher
         if table is None:
             return []
@@ -275,7 +279,7 @@ class Planner:
         return requests
 
     def prompts(self, episodes: int) -> list[RolloutRequest]:
-        """Random play, for the prompts that a preset's tokenizer is trained on when there is no warm-up."""
+        """Plan random play, whose prompts train a preset's tokenizer if there is no warm-up."""
         return [
             self._request(
                 Slot("prompts", 0, group), origin, self.players.scripted("random", "prompts", group, {})
@@ -292,12 +296,12 @@ class Planner:
         most: int | None = None,
         repeats: int = 1,
     ) -> list[RolloutRequest]:
-        """Episodes on each held-out origin, with the same sampling seeds in every evaluation.
+        """Plan episodes on each held-out origin, with the same sampling seeds in every evaluation.
 
         Args:
             policy_name: a policy of the task app; None: the actor plays.
-            most: only so many origins, the first ones; absent: all.
-            repeats: episodes on each origin, siblings of a group; the first is the one of `repeats = 1`.
+            most: the number of origins; None: all.
+            repeats: siblings on each origin; the first is the same as with `repeats = 1`.
         """
         config, requests = policy_config or {}, []
         for group, origin in enumerate(self.source.evaluation(most)):
@@ -312,13 +316,13 @@ class Planner:
         return requests
 
     def largest(self) -> RolloutRequest:
-        """The request of the row that takes the most room, of all that are trained or evaluated on."""
+        """Plan the request of the largest training or held-out row."""
         return self._groups("train", 1, [self.source.largest()], siblings=1)[0]
 
     def _groups(
         self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
     ) -> list[RolloutRequest]:
-        """A group on each origin; `siblings`: only so many of each, the first ones."""
+        """Plan a group on each origin, or only its first `siblings`."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
         requests = []
@@ -340,14 +344,14 @@ class Planner:
         seed_parts: Sequence[int | str], max_decisions: int | None = None,
         snapshot_turns: tuple[int, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
-        """A rollout in which the actor plays on from a moment of a finished one, in the rest of its limits.
+        """Plan a rollout in which the actor continues a finished rollout from a snapshot, in its limits.
 
         Args:
-            start: `parent_turn` is how many of the parent's decisions came before it.
-            group_id: of all that play on from there; the rollout's id follows from it and from `sibling`.
-            seed_parts: what its sampling seed is derived from.
-            max_decisions: the most that it may take, if that is fewer than its episode has left.
-            snapshot_turns: as in a request, counted from its start.
+            start: `parent_turn` is the number of the parent's decisions before the snapshot.
+            group_id: the group of continuations; the rollout's id follows from it and from `sibling`.
+            seed_parts: determine the sampling seed.
+            max_decisions: the most decisions, if the episode has more left.
+            snapshot_turns: as in a request, counted from the snapshot.
         """
         episode, done = parent.trajectory, start.parent_turn
         assert episode is not None and done is not None, "it continues from a decision of a finished rollout"
@@ -380,7 +384,7 @@ class Planner:
 
     @property
     def _state_keys(self) -> tuple[str, ...]:
-        """Those that the job names, and the one that its estimator compares decisions by."""
+        """The state keys that the job names, and the one by which its estimator compares decisions."""
         algorithm = self.algorithm
         compares = estimator(algorithm.advantage).needs_state_keys
         own = [algorithm.state_hashing_function] if compares else []
@@ -388,11 +392,11 @@ class Planner:
 
     @property
     def _first_branch(self) -> int:
-        """The first turn that has branches; never the first one where siblings are its branches."""
+        """The first turn that may have branches; siblings already are branches of turn 1."""
         return 1 if self.table.group_size == 1 else 2
 
     def _snapshot_turns(self, slot: Slot, origin: Origin) -> tuple[int, ...]:
-        """The turns before which a snapshot is taken: those that are known before the episode is played."""
+        """Choose the turns before which a snapshot is taken, if they are known before the episode."""
         rule, most = self.fork_rule, self.players.max_decisions
         if rule is not None:
             if rule.reads_samples or origin.start is not None:
@@ -409,19 +413,10 @@ class Planner:
         )
 
     def _origins(self, iteration: int) -> list[Origin]:
-        """Iterations count from 1; the first place of one follows the last of the one before."""
+        """Return the origins of an iteration; iterations count from 1, and take consecutive places."""
         count = self.players.rollout.episodes_per_batch // self.table.group_size
         first = max(iteration - 1, 0) * count
         return self.source.training("train", range(first, first + count), iteration)
-
-    def _with_starts(self, origins: Sequence[Origin], iteration: int) -> list[Origin]:
-        """The origins of an iteration, with snapshots in the place of the last ones."""
-        if self.starts is None:
-            return list(origins)
-        moments = self.starts.choose(iteration, len(origins))
-        first = len(origins) - len(moments)
-        draws = [self.starts.draws_seed(iteration, group) for group in range(first, len(origins))]
-        return [*origins[:first], *map(self._origin_at, moments, draws)]
 
     def _origin_at(self, moment: Moment, draws_seed: int | None) -> Origin:
         start = Start(
@@ -451,7 +446,7 @@ class Planner:
             env=players.env(origin),
             policy=policy,
             step_rewards=step_rewards,
-            # With all of the time: what their game has used of it is not the same when it is played again.
+            # With all of the time limit, since the time used before a snapshot is not reproducible.
             limits=players.limits(decisions_done=origin.decisions_done, invalid=origin.invalid),
             multi_turn=players.multi_turn.for_requests(),
             state_keys=state_keys,
@@ -465,21 +460,21 @@ class Planner:
 
 
 def _spec(name: str, config: Mapping[str, Any], server: Inference | None, seed: int) -> PolicySpec:
-    """A policy with the key of the server, where its config names that server's address."""
+    """Make a policy; it gets the server's key if its config names the server's address."""
     asks_it = server is not None and config.get("inference_url") == server.url
     key = server.key if server and asks_it else None
     return PolicySpec(policy_name=name, config=dict(config), seed=seed, inference_key=key)
 
 
 def retried(request: RolloutRequest) -> RolloutRequest:
-    """The request of an episode that is played again after an infrastructure failure: same seeds, new id."""
+    """Return the request of a retry after an infrastructure failure: same seeds, new id."""
     attempt = request.attempt + 1
     base = request.rollout_id.partition(":")[0]
     return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})
 
 
 def digest_tasks(requests: Sequence[RolloutRequest]) -> str:
-    """Digest the tasks of these requests, for any player and in any order: 16 hexadecimal digits."""
+    """Return a digest of the requests' tasks that depends on neither player nor order: 16 hex digits."""
     digest = blake2b(digest_size=8)
     for text in sorted(request.model_dump_json(include=_TASK) for request in requests):
         digest.update(text.encode())

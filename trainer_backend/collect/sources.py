@@ -1,4 +1,4 @@
-"""The starts of an iteration's groups (worlds or rows), and the policy that samples each rollout. Pure."""
+"""Chooses the origins of groups (worlds or rows), and the policy that samples each rollout. Pure."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -39,25 +39,25 @@ class Origin:
     seed: int
     """The world's seed."""
     row_id: str | None = None
-    """The row's id; None without a data set."""
+    """None without a data set."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
-    """The row's part of the environment's config, over rollout.env_config."""
+    """The row's part of the environment's config, which overrides rollout.env_config."""
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
     """The user in a conversation."""
     start: Start | None = None
-    """The snapshot that they start at; None: in the world."""
+    """The snapshot at which they start; None: in the world."""
     decisions_done: int = 0
-    """Decisions of its game before the snapshot, which their limits are less by."""
+    """Decisions before the snapshot, by which their limits are reduced."""
     invalid: int = 0
-    """How many of them were invalid."""
+    """Invalid decisions before the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
-    """Groups start in worlds, by seed: those of rollout.seeds in shuffled epochs, or always new ones.
+    """Groups start in worlds by seed: rollout.seeds in shuffled epochs, or always new seeds.
 
-    Its methods, like those of `Rows`, are pure functions of the job and their arguments.
+    The methods, also of `Rows`, are pure functions of the job and their arguments.
     """
 
     job_seed: int
@@ -68,8 +68,8 @@ class Worlds:
         """Return the origins for training.
 
         Args:
-            purpose: the stage; each has an order of its own.
-            numbers: their places in the endless sequence of the stage, from 0.
+            purpose: the stage; each has its own order.
+            numbers: the places in the endless sequence of the stage, from 0.
             iteration: the iteration that plays them.
         """
         if self.seeds:
@@ -78,7 +78,7 @@ class Worlds:
         return [Origin(world(group)) for group in range(len(numbers))]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
-        """Further origins of an iteration, which repeat as few of the `played` ones as possible."""
+        """Return further origins of an iteration, with as few `played` ones as possible."""
         if not self.seeds:
             return self.training(stage, numbers, iteration)
         played_ids = {origin.seed for origin in played}
@@ -86,7 +86,7 @@ class Worlds:
         return [Origin(others[number % len(others)]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
-        """The held-out origins, the first `most` of them: the same for every job."""
+        """Return the first `most` held-out origins, which are the same for every job."""
         return [Origin(seed) for seed in self._held_out()[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
@@ -101,10 +101,9 @@ class Worlds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Groups start with rows of [data], in shuffled epochs: every row comes once before any comes again.
+    """Groups start with rows of [data], in shuffled epochs: every row is played once before any is repeated.
 
-    The order depends only on the job's seed, the stage and the ids. The rows of an iteration follow from its
-    number, so a resumed run needs no stored position.
+    The order depends only on the job's seed, the stage and the ids: a resumed run needs no stored position.
     """
 
     job_seed: int
@@ -140,28 +139,27 @@ class Rows:
         return self.origin(self.data.by_id[row_id])
 
     def largest(self) -> Origin:
-        """The origin with the longest request, among held-out ones too."""
+        """Return the training or held-out origin with the longest request."""
         return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=count_bytes)
 
     def interactions(self) -> frozenset[str | None]:
-        """Names of all interactions; None where a row leaves the choice to the task app."""
+        """Return the names of all interactions; None stands for rows that let the task app choose."""
         origins = map(self.origin, (*self.data.training, *self.data.evaluation))
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Refuse rows whose ground truth is no number, where one of these interactions needs a number."""
+        """Refuse rows with one of these interactions, which need a number, whose ground truth is none."""
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
         return make_origin(row, interaction=self.table.interaction)
 
 
-# Where groups start.
 Source = Worlds | Rows
 
 
 def make_origin(row: Row, *, interaction: str | None = None) -> Origin:
-    """Convert a row to its group's origin; `interaction` is the user for rows that name none."""
+    """Convert a row to its group's origin; `interaction` is the default for rows that name none."""
     return Origin(
         seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
         row_id=row.id,
@@ -172,7 +170,7 @@ def make_origin(row: Row, *, interaction: str | None = None) -> Origin:
 
 
 def count_bytes(origin: Origin) -> int:
-    """Bytes of a request that a row alone takes up, as JSON in ASCII."""
+    """Return the bytes of a row in a request, as JSON in ASCII."""
     kwargs = {} if origin.interaction is None else origin.interaction.kwargs
     return len(json.dumps([origin.env_config, origin.ground_truth, kwargs]))
 
@@ -196,38 +194,37 @@ def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
 
 
 def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
-    """Return `train/3/0`, with a data set followed by the row's id: `train/3/0/3f9c2a7be0d14585`."""
+    """Return `train/3/0`, or with a data set `train/3/0/3f9c2a7be0d14585`, where the row's id follows."""
     row = "" if origin.row_id is None else f"/{origin.row_id}"
     return f"{stage}/{iteration}/{group}{row}"
 
 
 def read_row_id(group_id: str) -> str | None:
-    """Return the row's id in the name of a group, or None."""
+    """Return the row's id from a `group_name`, or None."""
     parts = group_id.split("/", 3)
     return parts[3] if len(parts) == 4 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The server that a language-model policy asks, the model's name there, and the key, if it needs one."""
+    """A model server: its URL, the model's name there, and the key, if it needs one."""
 
     url: str
     model: str
     key: SecretStr | None
     max_model_len: int | None = None
-    """Tokens of a prompt and its response together; None: not known."""
+    """Tokens of a prompt and its response together; None: unknown."""
     asks: Mapping[str, Any] = field(default_factory=dict)
-    """Further config of the policy, where the server is asked otherwise than a gateway for its actor;
-    `rollout.policy_config` goes over it."""
+    """Further config of the policy for this server; `rollout.policy_config` overrides it."""
     other_urls: tuple[str, ...] = ()
-    """Further servers that answer alike; a rollout asks one of them all."""
+    """Further equal servers; each rollout uses one of all."""
 
     @property
     def urls(self) -> tuple[str, ...]:
         return (self.url, *self.other_urls)
 
     def for_rollout(self, rollout_id: str) -> Self:
-        """The server of a rollout: the same in every start of the run, and at every attempt."""
+        """Choose the server of a rollout: the same in every start of the run, and at every attempt."""
         if not self.other_urls:
             return self
         return replace(
@@ -237,7 +234,7 @@ class Inference:
 
 def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling) -> dict[str, Any]:
     """Return the config of a policy that calls a model."""
-    # Bounds of prompt and response together; the lower one is told to a model that may ask for it.
+    # Bounds of prompt and response together, of which the model may ask for the lower one.
     lengths = filter(None, (table.max_model_length, inference.max_model_len))
     return {
         "inference_url": inference.url,
@@ -255,28 +252,28 @@ def name_sampler(request: RolloutRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who samples the rollouts of an iteration: the actor, or a fixed policy."""
+    """Chooses who samples the rollouts of an iteration: the actor, or a fixed policy."""
 
     table: AllocationTable | None
-    """None: the actor alone samples."""
+    """None: only the actor samples."""
     fixed: Sequence[RolloutOnlyTable]
     seed: int
     history: Sequence[Past] = ()
-    """Finished iterations, for a schedule that looks back on them."""
+    """Finished iterations, for a schedule that reads them."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether a choice depends on the metrics of earlier iterations."""
+        """Whether choices depend on the metrics of earlier iterations."""
         table = self.table
         return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
 
     def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """The same allocation once these rows of metrics are there."""
+        """Return the allocation after these rows of metrics."""
         return replace(self, history=read_past(rows, [table.name for table in self.fixed]))
 
     @property
     def schedule(self) -> DrawnSchedule | None:
-        """None for a job without fixed policies, which has no choice."""
+        """The schedule of choices; None without fixed policies."""
         table = self.table
         if table is None or not self.fixed:
             return None
@@ -288,13 +285,10 @@ class Allocation:
         return plug.schedule(keys, seed=self.seed, selection=selection, history=self.history)
 
     def samplers(self, stage: str, iteration: int, *, groups: int, siblings: int) -> list[list[str]]:
-        """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
+        """Choose the policy of each rollout of a stage by the job's mixing unit: [groups][siblings] names.
 
-        With the unit "iteration", refills are sampled by the same policy. With the others, each group or
-        rollout of a refill draws for itself.
-
-        Args:
-            siblings: the first ones of each group.
+        With the unit "iteration", the same policy samples the refills; otherwise each group or rollout of a
+        refill has its own draw.
         """
         schedule = self.schedule
         if schedule is None or self.table is None:

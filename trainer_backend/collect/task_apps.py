@@ -1,7 +1,7 @@
-"""The task apps of a job: the ones in [services], or child processes of its own on the loopback.
+"""Opens the task apps of a job: those of [services], or own child processes on the loopback.
 
-A child lives exactly as long as this process: it is stopped at the end, and its standard input is a pipe
-from this process, so it also ends when this process is killed.
+A child ends with this process: it is stopped at the end, and its standard input is a pipe, which closes when
+this process is killed.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _STOP_S = 10.0
 # Its exit code for a wrong setting or plug-in file (task_app.__main__).
 _REFUSAL = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
-# Of the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
+# For the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
 OWN_BODY_BYTES = 4 << 20
 # The setting's own bound.
 _MOST_BODY_BYTES = 1 << 30
@@ -44,11 +44,11 @@ _MOST_BODY_BYTES = 1 << 30
 async def own_task_app(
     log_file: Path, key: SecretStr, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[str, Child]]:
-    """The address and the process of a task app on the loopback, until the context is left.
+    """Run a task app on the loopback until the context is left; yield its address and process.
 
     Args:
-        arguments: further ones of its command line.
-        variables: further ones of its environment.
+        arguments: further arguments of its command line.
+        variables: further environment variables.
     """
     listens = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
     command = (sys.executable, "-m", "task_app", *listens, *arguments)
@@ -88,11 +88,11 @@ async def task_apps(
     """Open the task apps of a job. At least one is up, and each that is up accepts the key.
 
     Args:
-        log_file: receives the log of an own task app; the second one's has _1 after its name, and so on.
+        log_file: receives the log of an own task app; the second log has _1 after its name, and so on.
         hosts_to_call: `host:port` of inference servers that own task apps may call in addition to servers on
-            this machine. The operators of other task apps decide that themselves.
-        rows: that are played: the largest has to fit a request.
-        tell: receives a sentence when one is lost, and when it is back.
+            this machine. Operators of other task apps decide this themselves.
+        rows: the rows of the job, of which the largest must fit a request.
+        tell: receives a sentence when a task app is lost or answers again.
     """
     own: list[tuple[str, Child]] = []
     async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def task_apps(
                 )
             )
             urls = [url for url, _ in own]
-            # No waiting for one that is lost: it is not started again.
+            # No lost_wait_s, since an own task app is not restarted.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         try:
             yield await stack.enter_async_context(apps)
@@ -143,7 +143,7 @@ def _arguments(
 async def _side_by_side(
     contexts: Sequence[AbstractAsyncContextManager[Entered]],
 ) -> AsyncIterator[list[Entered]]:
-    """Enter contexts together, and leave those that were entered together, also where one was not."""
+    """Enter contexts concurrently, and leave the entered ones concurrently, also if entering one failed."""
     starts = [asyncio.ensure_future(context.__aenter__()) for context in contexts]
     try:
         yield await asyncio.gather(*starts)
@@ -157,7 +157,7 @@ async def _side_by_side(
 
 
 def describe(apps: TaskApps) -> str:
-    """Describe the task apps' addresses, and the faults of those that do not answer, in one line."""
+    """Describe the task apps' addresses, and the errors of unreachable ones, in one line."""
     urls = ", ".join(app.url for app in apps.serving)
     faults = apps.answers()
     return f"task app{'s' if len(apps.serving) > 1 else ''}: {urls}" + (
@@ -168,7 +168,7 @@ def describe(apps: TaskApps) -> str:
 def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:
     """Return the key of the task apps in [services]: the job's own, or this process's.
 
-    It is empty if no key is set and all task apps are on this machine, where they may need none.
+    Empty if no key is set and all task apps are on this machine, where they may need none.
     """
     if own_key is not None:
         return own_key

@@ -1,9 +1,8 @@
-"""A trial of a job at its task apps, before anything is played.
+"""Tries a job at its task apps before a run.
 
-Each task app creates the job's environment, takes a decision without a call in it, creates a policy of every
-stage, and releases them again; names of reward functions and interactions are only compared. A wrong name or
-config, and an environment that raises, are reported in the first second and by their TOML key, instead of
-after minutes of warm-up.
+Each task app creates the job's environment, takes a decision without a call, creates the policy of every
+stage, and releases them; names of reward functions and interactions are only compared. So a wrong name or
+config, or an environment that raises, is reported at once by its TOML key, and not after minutes of warm-up.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -35,7 +34,7 @@ _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 @dataclass(frozen=True, slots=True)
 class _StagePolicy:
-    """The policy of a stage, as its first request names it, and the TOML keys behind it."""
+    """The policy of a stage's first request, and the TOML keys behind it."""
 
     policy: PolicySpec
     name_key: str
@@ -46,7 +45,7 @@ class _StagePolicy:
     """Further settings from the job, and the key of each."""
 
     def find_key(self, problem: Problem) -> str:
-        """Return the TOML key that a task app's complaint about this policy refers to."""
+        """Return the TOML key that a task app's problem with this policy refers to."""
         place, _, path = (problem.where or "").partition(".")
         if place != "config":
             return self.name_key
@@ -59,10 +58,10 @@ class _StagePolicy:
 
 
 async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, preset: bool = False) -> None:
-    """Have every task app that answers create what the job will request.
+    """Let every task app that answers create the job's environment and policies.
 
     Args:
-        planner: its gateway's address is not called yet.
+        planner: plans the requests; the gateway is not called.
         from_scratch: whether the run has no checkpoint, so that it begins with a warm-up or random play.
         preset: whether [model] names a preset; without a warm-up its tokenizer is trained on random play.
     """
@@ -93,10 +92,10 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
 
 
 async def describe_environment(planner: Planner, apps: TaskApps) -> tuple[TaskAppClient, InstanceInfo]:
-    """What a task app says of the job's environment, and which one.
+    """Return a task app, and its description of the job's environment.
 
     Raises:
-        TaskAppError: none answers.
+        TaskAppError: no task app answers.
     """
     apps.refuse_if_none_answers()
     client, first = apps.serving[0], planner.first_training()
@@ -171,9 +170,9 @@ def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str
 
 
 async def _refuse_interactions(client: TaskAppClient, rows: Rows, names: frozenset[str | None]) -> None:
-    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch.
+    """Refuse unknown interactions of any row, and rows without a number for an interaction that needs one.
 
-    Rows that an interaction can only score as wrong are refused too; the task app says which need a number.
+    Otherwise a run would fail only when such a row is played.
     """
     capabilities = (await client.about()).capabilities
     known = capabilities.interactions
@@ -237,7 +236,7 @@ async def _check(
     *,
     has_interactions: bool,
 ) -> None:
-    """Refuse an environment that the job cannot use as it is configured; `warnings` receives advice."""
+    """Refuse an environment that the job cannot use; add advice to `warnings`."""
     rollout, info = planner.players.rollout, instance.info
     is_judged = rollout.reward_function is not None
     played = Played(
@@ -271,13 +270,13 @@ async def _check(
             raise _job_error(refusal, client, where=place) from refusal
     try:
         await client.step_idly(instance.id)
-    except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try
+    except TaskAppError as error:  # any other error: an agent, or no decision is possible
         if isinstance(error, PluginFailed | BackendFailed | TaskAppLost):
             raise
 
 
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:
-    """Convert a task app's refusal, or its word about a plug-in, to an error of the TOML key it refers to."""
+    """Convert a task app's refusal, or a plug-in's failure, to an error of the TOML key `where`."""
     problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
     hint = problem.hint or (_ROWS_ARE_PLAYED if where.startswith("data.path") else None)

@@ -13,20 +13,20 @@ from trainer_backend.collect.sources import read_row_id
 from trainer_backend.errors import JobError, TaskAppError
 
 _ITS_OWN_FAULT = 500
-# Characters of each part of a problem, of which a service of ours writes fewer.
+# The most characters of each part of a problem in a message.
 _MOST_TOLD = 1_000
 
 
 class CursorExpired(TaskAppError, code="cursor_expired"):
-    """The task app was restarted since the cursor; its accepted requests are lost."""
+    """The task app was restarted since the cursor, and has lost its accepted requests."""
 
 
 class TaskAppLost(TaskAppError, code="task_app_lost"):
-    """The task app does not answer, or answers with its own errors; it may recover, and others may answer."""
+    """The task app does not answer, or fails; it may recover, and others may answer."""
 
 
 class Answered(TaskAppError):
-    """The task app works, and says why it cannot do what a request asks; `finding` is its answer."""
+    """The task app works, and explains in `finding` why it cannot serve a request."""
 
     def __init__(self, detail: str, finding: Problem) -> None:
         super().__init__(detail)
@@ -34,15 +34,15 @@ class Answered(TaskAppError):
 
 
 class Refused(Answered, code="request_refused"):
-    """It refused the body of a request."""
+    """The task app refused the body of a request."""
 
 
 class PluginFailed(Answered, code="plugin_failed", status=422, title="A plug-in failed", recurs=True):
-    """One of its plug-ins raised; its words have the exception, file and line."""
+    """A plug-in of the task app raised; the message has the exception, file and line."""
 
 
 class BackendFailed(Answered, code="backend_failed"):
-    """A server or process behind it failed, which may pass; its words are those of that server."""
+    """A server or process behind the task app failed, perhaps temporarily; the message is that server's."""
 
 
 class NoPictures(TaskAppError, code="no_pictures"):
@@ -50,18 +50,18 @@ class NoPictures(TaskAppError, code="no_pictures"):
 
 
 class ReplayDeparts(NoPictures, code="replay_departs"):
-    """An episode that is played again is not the recorded one."""
+    """The replay of an episode differs from the record."""
 
 
 _OF_BACKENDS = (502, 504)
-# A request that took too long may still be carried out, and a retry gets its answer.
+# A request that took too long may still finish, and a retry gets its answer.
 _GOES_ON = "deadline_exceeded"
 _ANSWERS: dict[int, type[Answered]] = {
     422: Refused,
     424: PluginFailed,
     **dict.fromkeys(_OF_BACKENDS, BackendFailed),
 }
-# By the code of the problem that a task app answers with.
+# Errors by the code of a task app's problem.
 _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDeparts)}
 
 
@@ -74,7 +74,7 @@ def json_in(text: str) -> Any:
 
 
 def is_final(status: int, answer: Any) -> bool:
-    """Return whether an error that may come from a proxy, or asks to try later, is a task app's last word."""
+    """Return whether an error that could be a proxy's, or temporary, is a final answer of the task app."""
     if not isinstance(answer, dict):
         return False
     by_itself = status in _OF_BACKENDS and _kind_of_answer(status, problem_in(answer)) is not None
@@ -82,12 +82,12 @@ def is_final(status: int, answer: Any) -> bool:
 
 
 def _kind_of_answer(status: int, problem: Problem | None) -> type[Answered] | None:
-    """The error of a problem that is an answer to the request; None for any other."""
+    """Return the class of a problem that answers the request; None for any other."""
     return None if problem is None or problem.code == _GOES_ON else _ANSWERS.get(status)
 
 
 def problem_in(answer: Any) -> Problem | None:
-    """The problem that a task app answers with; None for another answer, such as a proxy's."""
+    """Read a task app's problem; None for another answer, such as a proxy's."""
     try:
         return Problem.model_validate(answer)
     except ValidationError:
@@ -95,7 +95,7 @@ def problem_in(answer: Any) -> Problem | None:
 
 
 def word_answer(answer: Any, text: str) -> str:
-    """Return the detail, place and hint of a problem, or the beginning of another answer."""
+    """Describe a problem by its detail, place and hint, and another answer by its beginning."""
     if not isinstance(answer, dict):
         return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
@@ -103,7 +103,7 @@ def word_answer(answer: Any, text: str) -> str:
 
 
 def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
-    """The error that an answer with an error status stands for; `sentence` tells it."""
+    """Convert an answer with an error status to an error with the message `sentence`."""
     kind = _REFUSALS.get(str(answer.get("code"))) if isinstance(answer, dict) else None
     if kind is not None:
         return kind(sentence)
@@ -123,7 +123,7 @@ def pick_error(error: BaseException) -> BaseException:
     return error
 
 
-# The limit of a task app that does not name one.
+# The limit of a task app that does not report one.
 DEFAULT_BODY_BYTES = 1 << 20
 # Size of one slice: requests with a document or snapshot are large, and others wait behind them.
 _SLICE_BYTES = 1 << 19

@@ -1,4 +1,4 @@
-"""Any number of short sums in the layout of GSM8K: `python -m trainer_backend.data.arithmetic`.
+"""Generates short sums in the layout of GSM8K: `python -m trainer_backend.data.arithmetic`.
 
     python -m trainer_backend.data.arithmetic --rows 1000 --steps 2 --seed 0 > sums.jsonl
 
@@ -59,7 +59,6 @@ def _step(random: Random, name: str, have: int, largest: int) -> tuple[str, str,
 
 
 def main() -> None:
-    """Print the rows as JSONL."""
     parser = argparse.ArgumentParser(description="Short sums in the layout of GSM8K, as JSONL.")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2, help="the most steps of a sum")

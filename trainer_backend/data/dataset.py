@@ -5,7 +5,7 @@ reported before the first is played.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -32,10 +32,10 @@ class Split:
     rows: tuple[Row, ...]
     """Rows with unique ids."""
     keys: tuple[str, ...]
-    """The key of each row by which `held_out_share` chooses its side: its own id, or else the digest of its
-    question. Rows with the same question are on one side, whatever their truths."""
+    """The key of each row by which `held_out_share` chooses its side: its own id, or else its task digest,
+    so that rows with the same question are on the same side."""
     used: Mapping[str, str]
-    """The columns that were read, by the part of a row they became."""
+    """The columns that were read, by part of a row."""
     unread: tuple[str, ...] = ()
     """Columns that nothing reads."""
 
@@ -64,7 +64,7 @@ class DataSet:
     notes: tuple[str, ...] = ()
     """Lines for the user."""
     identities: tuple[RowIdentity, ...] = ()
-    """Identities of all rows in the order of their files, those too that no evaluation plays."""
+    """Identities of all rows in the order of their files, also of rows that no evaluation plays."""
     by_position: bool = False
     """Whether ids are positions, see `read_split`; false where all rows have ids of their own."""
     by_id: Mapping[str, Row] = field(init=False, repr=False)
@@ -84,8 +84,8 @@ def read_data(
 ) -> DataSet:
     """Read the data set of a job.
 
-    `instances` is the most held-out rows to evaluate (evaluation.instances); `numbers` is of
-    `refuse_unmatchable`, `has_reward` of `note_missing`, `by_position` of `read_split`.
+    `instances` is the most held-out rows to evaluate (evaluation.instances). For `numbers` see
+    `refuse_unmatchable`, for `has_reward` `note_missing`, and for `by_position` `read_split`.
     """
     split = read_split(table.path, table.split, by_position=by_position)
     if table.held_out_share is None:
@@ -104,7 +104,12 @@ def read_data(
     counts = (
         f"data: {len(training)} rows to train on, {len(evaluation)} of {len(held_out)} held-out rows played"
     )
-    identities = (*_identities("training", training), *_identities("held-out", held_out))
+    sides: Sequence[tuple[Side, Sequence[Row]]] = (("training", training), ("held-out", held_out))
+    identities = tuple(
+        RowIdentity(side, row.id, row.content_digest(), row.task_digest(), row.where)
+        for side, rows in sides
+        for row in rows
+    )
     missing = (
         note for item in splits for note in note_missing(table, item.name, item.rows, has_reward=has_reward)
     )
@@ -113,17 +118,12 @@ def read_data(
     return DataSet(training, evaluation, notes, identities, by_position)
 
 
-def _identities(side: Side, rows: Sequence[Row]) -> Iterator[RowIdentity]:
-    for row in rows:
-        yield RowIdentity(side, row.id, row.content_digest(), row.task_digest(), row.where)
-
-
 def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     """Read the rows of one split.
 
-    A row without an id gets the digest of its content, in any format and place. Further rows with equal
-    content get a number too: `3f9c2a7be0d14585-2`. With `by_position` such rows get their split and number
-    instead, `train/17`, as before 2026-11-28.
+    A row without an id gets the digest of its content, which depends on neither format nor place. Further
+    rows with equal content also get a number: `3f9c2a7be0d14585-2`. With `by_position` a row without an id
+    gets its split and number instead, `train/17`, as before 2026-11-28.
     """
     parsed_rows: list[ParsedRow] = []
     keys: list[str] = []
@@ -160,9 +160,9 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
 
 
 def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], where: str) -> None:
-    """Refuse a row with other columns than those before it, as their meanings would differ.
+    """Refuse a row whose parts come from other columns than in the rows before.
 
-    A missing ground truth is left to `truths`, which knows whether something reads it.
+    `truths` checks missing ground truths, since it knows whether the job reads them.
     """
     if row == before:
         return
@@ -179,7 +179,7 @@ def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], whe
 def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Split rows into training and held-out ones by a hash of each key.
 
-    A file with further rows therefore holds out the same ones and more, wherever the further ones stand.
+    So a file with added rows still holds out the same rows, wherever the added rows are.
     """
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, key in zip(split.rows, split.keys, strict=True):

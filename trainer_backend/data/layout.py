@@ -42,7 +42,7 @@ def find_files(path: Path, split: str) -> Sequence[Path]:
 
 
 def suggest_path(path: Path, kind: Callable[[Path], bool]) -> str:
-    """Return `". Did you mean 'x'?"` if the folder holds something of that kind with a similar name."""
+    """Return `". Did you mean 'x'?"` if the folder has an entry of that kind with a similar name."""
     try:
         others = [other.name for other in path.parent.iterdir() if kind(other)]
     except OSError:
@@ -82,7 +82,7 @@ def _dataset_files(folder: Path) -> Sequence[Path]:
 
 
 def _inside(folder: Path, name: Any, where: Path) -> Path:
-    """Return the path of a named file of the folder; refuse a path, which could lead to any file."""
+    """Return the path of a named file of the folder; refuse a name that leads out of the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\0"}:
         raise DataError(f"names {shown(name)}, which is no name of a file in its folder", where=str(where))
     return folder / name
@@ -97,9 +97,7 @@ def _by_name(folder: Path) -> dict[str, list[Path]]:
 
 
 def _by_folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yield one split per folder; a folder with splits of its own is a configuration that the job must
-    choose.
-    """
+    """Yield one split per folder; refuse several data sets, of which the job must choose one."""
     inside = {path: _data_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
     choices = [path for path, files in inside.items() if any(not _DATA_NAME.fullmatch(f.stem) for f in files)]
     choices += [path for path in inside if (path / "dataset_dict.json").is_file()]

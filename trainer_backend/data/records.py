@@ -1,4 +1,4 @@
-"""The records of one file, whatever its format: the columns of each row, and its place for messages."""
+"""Reads the records of a file in any format: the columns of each row, and its place for messages."""
 
 import json
 from collections import Counter
@@ -15,9 +15,7 @@ from trainer_backend.errors import DataError
 
 
 class Record(NamedTuple):
-    """A row of a file; `where` names both."""
-
-    where: str
+    where: str  # the file and the row, for messages
     columns: Mapping[str, Any]
 
 

@@ -1,6 +1,6 @@
-"""Conversion of the columns of public data sets to the rows that episodes need. Pure.
+"""Converts the columns of public data sets to the rows that episodes need. Pure.
 
-Several layouts name the same thing; all of them are read:
+Public layouts use different columns for the same part:
 
     part            columns, the first that is present
     prompt          prompt, raw_prompt; question; query, interaction_kwargs.query
@@ -30,7 +30,7 @@ from shared_schemas.numbers import join_thousands
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
 from trainer_backend.errors import DataError
 
-# In the public layout of GSM8K the answer is a whole solution; its result follows this mark.
+# In the public layout of GSM8K the answer is a whole solution, and the result follows this mark.
 ANSWER_MARK = "####"
 _LONGEST_ID = 100
 # 64 bits: two of a million different rows share a digest with a probability of 3e-8.
@@ -45,19 +45,18 @@ class Row:
     """One task of a data set, shared by the siblings of a group."""
 
     id: str
-    """Its name in messages, and its key in every order. Without a column `id` it is the digest of the row's
-    content, with a number for equal rows."""
+    """Without a column `id`, the digest of the row's content, with a number for equal rows."""
     prompt: str | tuple[Mapping[str, str], ...]
     """The user's text, or the opening messages, `{role, content}` each; the last is the user's."""
     document: str | None = None
     """A text that the environment holds outside the prompt. Such a row asks one question, and its
     ground_truth is the answer as text, or a list of accepted answers."""
     ground_truth: JsonValue = None
-    """What the episode is scored by; the policy never sees it."""
+    """The correct answer, by which the episode is scored; the policy never sees it."""
     interaction: InteractionSpec | None = None
     """The user in a conversation, and its arguments."""
     where: str = field(default="", compare=False)
-    """Its file and line, for people who look for it; no part of what the row is."""
+    """File and line, for messages."""
 
     @property
     def question(self) -> str:
@@ -65,13 +64,13 @@ class Row:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def task_digest(self) -> str:
-        """Digest what the policy is asked: texts of the prompt and document, in 16 hexadecimal digits."""
+        """Return a digest of the texts of the prompt and the document: 16 hexadecimal digits."""
         prompt = self.prompt
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         return _digest(texts, self.document)
 
     def content_digest(self) -> str:
-        """Digest all that an episode takes from the row, so neither its id nor its place."""
+        """Return a digest of all parts that an episode uses, so neither of the id nor of the place."""
         interaction = None if self.interaction is None else self.interaction.model_dump(mode="json")
         return _digest(self.prompt, self.document, self.ground_truth, interaction)
 
@@ -82,19 +81,17 @@ def _digest(*parts: object) -> str:
 
 
 class ParsedRow(NamedTuple):
-    """A row, and its columns."""
-
     row: Row
     used: Mapping[str, str]
-    """The columns that were read, dotted, by the part of the row they became."""
+    """The columns that were read, dotted, by part of the row."""
     unread: tuple[str, ...] = ()
-    """Columns with content that nothing reads."""
+    """Columns with content that were not read."""
 
 
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
-    `where` begins every error; without `default_id` a row without an id has the digest of its content.
+    `where` begins every error. A row without an id gets `default_id`, or else the digest of its content.
     """
     reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.pick("interaction", *_INTERACTION)
@@ -208,7 +205,7 @@ def _within(reader: _Columns, name: str, text: str, at_most: int) -> str:
 
 
 def _one_question(reader: _Columns, row: Row) -> str:
-    """Return the one question about a document, which the policy reads with tools."""
+    """Return the question about a document; refuse a prompt of several messages."""
     if not isinstance(row.prompt, str) and len(row.prompt) > 1:
         raise reader.error(
             f"{reader.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; with "
@@ -218,9 +215,9 @@ def _one_question(reader: _Columns, row: Row) -> str:
 
 
 def _document_answer(reader: _Columns, row: Row) -> JsonValue:
-    """Return the accepted answer about a document, or the list of them; the number 42 becomes "42".
+    """Return the accepted answer or answers about a document as text: 42 becomes "42".
 
-    `truths.refuse_unmatchable` refuses what is neither.
+    `truths.refuse_unmatchable` refuses any other value.
     """
     truth = row.ground_truth
     answers = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
@@ -280,7 +277,7 @@ def _json(reader: _Columns, name: str, value: Any) -> JsonValue:
 
 
 def _first(error: ValidationError) -> str:
-    """Return place and message of the first fault: `tags.0: Input should be …`."""
+    """Return the place and the message of the first fault: `tags.0: Input should be …`."""
     finding = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in finding["loc"] if part in {"name", "kwargs"})
     return f"{place}: " * bool(place) + finding["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Refuses rows, when the data is read, whose ground truth no answer could equal."""
+"""Refuses rows whose ground truth no answer can equal, before a run starts."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -21,15 +21,16 @@ _HINT = (
     f"It is read from {', '.join(TRUTH_COLUMNS)}, interaction_kwargs.ground_truth or answer: rows for verl "
     "have reward_model, those for SkyRL reward_spec."
 )
-# Places in an error; the number of the others follows.
+# An error lists this many places, and then the number of the others.
 _MOST_PLACES = 10
 
 
 def number_interactions(file: Path | None) -> frozenset[str | None]:
-    """The interactions that need a number as ground truth, as far as known before a task app runs.
+    """Return the interactions that are known to need a number as ground truth before a task app runs.
 
-    None stands for rows without a name, where the task app chooses. The task app later reports further
-    classes that need a number (`collect/trial.py`). `file` is multi_turn.interaction_config_path.
+    None stands for rows without a name, for which the task app chooses the interaction. The task app later
+    reports further classes that need a number (`collect/trial.py`). `file` is
+    multi_turn.interaction_config_path.
     """
     if file is None:
         return frozenset({GSM8K})
@@ -39,10 +40,10 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
 
 
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
-    """Refuse rows of a table, by their places, whose ground truth no answer can equal.
+    """Refuse rows whose ground truth no answer can equal, and list their places.
 
-    `numbers` are those of `number_interactions`. Every accepted answer about
-    a document needs a word or a number; the task app would refuse the row otherwise.
+    `numbers` comes from `number_interactions`. Every accepted answer about a document needs a word or a
+    number; the task app would refuse the row otherwise.
     """
     needs = ((row, _unmet_need(row, table, numbers)) for row in rows)
     unmet = [(row, need) for row, need in needs if need is not None]
@@ -61,10 +62,10 @@ def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collectio
 
 
 def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_reward: bool) -> list[str]:
-    """Warn of rows without a ground truth in a split where others have one.
+    """Warn of rows without a ground truth in a split where other rows have one.
 
-    `split` is its name; `has_reward` says whether the job has a reward function. Raises DataError where an
-    interaction or reward function gets the ground truth of such rows.
+    `split` is the split's name; `has_reward` says whether the job has a reward function. Raises DataError if
+    an interaction or a reward function would get the missing ground truths.
     """
     missing = [row for row in rows if row.ground_truth is None]
     if not missing or len(missing) == len(rows):
@@ -88,7 +89,7 @@ def _sentence(places: Sequence[str]) -> str:
 
 
 def _unmet_need(row: Row, table: DataTable, numbers: Collection[str | None]) -> str | None:
-    """What the row's ground truth lacks, as a sentence, or None."""
+    """Return a sentence about why no answer can equal the row's ground truth, or None."""
     answers = row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
     has_answers = bool(answers) and all(isinstance(answer, str) and normalise(answer) for answer in answers)
     if row.document is not None and not has_answers:
@@ -105,6 +106,6 @@ def _has_interaction(row: Row, table: DataTable) -> bool:
 
 
 def _truth(row: Row) -> JsonValue:
-    """The ground truth that start_interaction gets: the row's arguments precede other columns."""
+    """Return the ground truth for start_interaction: the row's own arguments precede other columns."""
     kwargs = {} if row.interaction is None else row.interaction.kwargs
     return kwargs.get("ground_truth", row.ground_truth)

@@ -1,4 +1,4 @@
-"""Compares evaluations world by world: their difference, and the best checkpoint."""
+"""Compares evaluations world by world, and finds the best one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.rundir.rollout_files import finished_rows
 
 Row = Mapping[str, Any]
-# Of the requests of an evaluation (`digest_tasks`), in its row.
+# Key of an evaluation's row: the digest of its requests (`digest_tasks`).
 TASKS_DIGEST = "eval/tasks_digest"
-# By row of the data set, or by seed of the world without a data set.
+# Outcomes by row id of the data set, or without a data set by seed of the world.
 Outcomes = Mapping[str | int, float]
 
 
 def read_outcomes(path: Path) -> Outcomes:
-    """Read the outcomes of the finished episodes of an evaluation; none where the file is gone."""
+    """Read the outcomes of an evaluation's finished episodes; empty if the file is gone."""
     if not path.exists():
         return {}
     return {
@@ -31,9 +31,9 @@ def read_outcomes(path: Path) -> Outcomes:
 def paired_difference(
     first: Path, other: Path, *, without: Collection[str | int] = frozenset()
 ) -> Interval | None:
-    """The mean of (other - first) in outcomes over the worlds that both played; None without any.
+    """Return the mean of (other - first) over the worlds that both played; None if there are none.
 
-    `without` are worlds to ignore, such as rows with one id and different content.
+    `without` are worlds to ignore, such as rows with the same id and different content.
     """
     before, after = read_outcomes(first), read_outcomes(other)
     shared = [world for world in before if world in after and world not in without]
@@ -45,10 +45,10 @@ def paired_difference(
 
 
 def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
-    """Find the evaluations with the same tasks as the last one, which is among them.
+    """Return the evaluations with the same tasks as the last one, and the last one.
 
-    Rows of a data set or settings of the environment may change between evaluations. One from before
-    2026-11-28 has no digest of its tasks, and gets that of the next evaluation with one.
+    Rows of a data set or settings of the environment may change between evaluations. An evaluation from
+    before 2026-11-28 has no digest of its tasks, and takes the digest of the next evaluation that has one.
     """
     found, digest = [], None
     wanted = evaluations[-1].get(TASKS_DIGEST) if evaluations else None
@@ -60,23 +60,21 @@ def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
 
 
 class Best(NamedTuple):
-    """The best of a run's evaluations."""
-
     row: Row | None
-    """Its row; None where no evaluation can be compared."""
+    """The row of the best evaluation; None if no evaluation can be compared."""
     notes: Mapping[int, str]
-    """How an evaluation, by iteration, with lost worlds or other tasks was compared, or why not."""
+    """By iteration: how an evaluation with lost worlds or other tasks was compared, or why not."""
 
 
 def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:
     """Find the evaluation with the highest mean outcome, the first of equals.
 
-    Two of them are compared by the worlds that both finished. Where that leaves out a larger share of the
-    worlds than `most`, the later one is not compared. Those with other tasks than the last one are left out.
+    Two evaluations are compared by the worlds that both finished. If that leaves out more than the share
+    `most` of the worlds, the later one is skipped, and so are evaluations with other tasks than the last one.
 
     Args:
-        evaluations: their rows, the oldest first.
-        outcomes: reads those of the evaluation after an iteration.
+        evaluations: rows, the oldest first.
+        outcomes: reads the outcomes of the evaluation after an iteration.
         most: `training.max_lost_share`.
     """
     best: Row | None = None

@@ -1,4 +1,4 @@
-"""`turnwise eval`: a policy plays the held-out worlds over HTTP; its figures have 95 % intervals."""
+"""`turnwise eval`: a policy plays the held-out worlds over HTTP."""
 
 import asyncio
 import shutil
@@ -34,7 +34,7 @@ from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
-# A typical tool call in tokens of a model that was not trained for this job's tokenizer.
+# Typical length of a tool call in tokens, for a model with another tokenizer than this job's.
 _TOOL_CALL_TOKENS = 64
 
 
@@ -47,15 +47,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TaskAppPolicy:
-    """A policy of the task app without a model, such as crafter_teacher or random."""
+    """A task app's policy without a model, such as crafter_teacher or random."""
 
     policy_name: str
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
 Player = Checkpoint | TaskAppPolicy | Inference
-# The planner of an evaluation in which a model is asked at this server.
-PlannerFor = Callable[..., Planner]
 Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Batch]]
 
 
@@ -83,12 +81,11 @@ def what_to_evaluate(
     """Convert the arguments of the command to a job and a player.
 
     Args:
-        folder: a run (its best checkpoint plays), a checkpoint of a run, or a model folder; or the name of an
-            environment, for a player that brings no job.
-        job_path: a job TOML; absent: the run's.
+        folder: a run (its best checkpoint plays), a checkpoint, a model folder, or an environment's name.
+        job_path: a job TOML; None: the run's.
         player: plays instead of the folder's model.
         overrides: `table.key=value` for the job.
-        job_to_play: makes the job of an environment's name; None: names are not taken.
+        job_to_play: makes a job from an environment's name; None: names are refused.
     """
     if folder is None and player is None:
         raise JobError(
@@ -101,7 +98,7 @@ def what_to_evaluate(
     if job_path is None and run is None:
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
     loaded = load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
-    if loaded.config.algorithm.advantage not in ESTIMATORS:  # who plays gives no credit, and needs no plug-in
+    if loaded.config.algorithm.advantage not in ESTIMATORS:  # an evaluation needs no estimator's plug-in
         config = loaded.config.model_copy(update={"algorithm": AlgorithmTable()})
         loaded = replace(loaded, config=config)
     if player is not None:
@@ -114,14 +111,14 @@ def what_to_evaluate(
 
 
 def _is_a_name(folder: Path, run: Path | None) -> bool:
-    """Whether it is a word that no folder here has, or an environment's name that no run here has."""
+    """Return whether `folder` names no folder here, or names an environment and no run here."""
     if len(folder.parts) != 1:
         return False
     return not folder.exists() or (run != folder and str(folder) in environment_names())
 
 
 def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:
-    """Add advice to a job that a foreign model is about to play."""
+    """Add warnings to a job that a foreign model will play."""
     if isinstance(player, TaskAppPolicy):
         return loaded
     advice = []
@@ -153,9 +150,9 @@ async def evaluate(
         job: environment, limits, worlds ([evaluation]) and services.
         player: the policy to evaluate.
         tell: receives the number of ended episodes, and the total.
-        run: directory of the run that is evaluated: rows have the ids that they have there, and the setting
-            says how they differ from those that the run began with.
-        keep: Parquet file for the episodes, failed ones too, as in a run.
+        run: directory of the evaluated run. Rows have their ids there, and the result's setting describes
+            changes of the data since the run began.
+        keep: Parquet file for all episodes, also failed ones.
         repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
     """
     configure_logs_from()
@@ -195,7 +192,7 @@ async def evaluate(
 
 @contextmanager
 def task_app_log() -> Iterator[Path]:
-    """Yield the log file of an own task app, which is deleted unless it may explain a failure."""
+    """Yield a log file for a task app; delete the file unless it may explain a failure."""
     folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
     log, is_kept = folder / "task_app.log", False
     try:
@@ -210,8 +207,12 @@ def task_app_log() -> Iterator[Path]:
 
 
 def _plan(
-    player: TaskAppPolicy | Inference, planner_for: PlannerFor, warmup: WarmupTable | None, repeats: int
+    player: TaskAppPolicy | Inference,
+    planner_for: Callable[..., Planner],
+    warmup: WarmupTable | None,
+    repeats: int,
 ) -> list[RolloutRequest]:
+    """Plan an evaluation; `planner_for(server)` returns the planner that samples at this model server."""
     if isinstance(player, TaskAppPolicy):
         teacher, config = _teacher(warmup, player.policy_name)
         return planner_for(teacher).evaluation(
@@ -219,7 +220,7 @@ def _plan(
             repeats=repeats,
         )  # fmt: skip
     planner = planner_for(player)
-    # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
+    # Only Turnwise's gateways send token ids, and an evaluation does not need them.
     plain = {"ask_token_ids": False, **planner.players.rollout.policy_config}
     return planner.evaluation("model", policy_config=plain, repeats=repeats)
 
@@ -231,7 +232,7 @@ async def _play(dispatcher: Dispatcher, tell: Tell | None, plan: Sequence[Rollou
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
-    """Return the warm-up's teacher as the job configures it, with its key if it is a model."""
+    """Return the teacher's model server, if it has one, and its config in the job."""
     if warmup is None or warmup.policy_name != policy_name:
         return None, {}
     config = warmup.policy_config
@@ -247,7 +248,7 @@ def _name(player: Player) -> str:
 
 
 def _setting(players: Players, player: Player, data: DataTable | None) -> dict[str, Any]:
-    """The settings that the figures depend on, apart from the policy."""
+    """Return the settings that the figures depend on, apart from the policy."""
     rollout = players.rollout
     setting: dict[str, Any] = {
         "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),

@@ -47,7 +47,7 @@ class TurnSpan:
     playing: int
     """Episodes that reached decision `first`."""
     unique: Interval
-    """Sum of unique_delta over the span, a mean over episodes; `ach` is the same of ach_delta."""
+    """Mean over episodes of the sum of unique_delta in the span; `ach` is the same for ach_delta."""
     ach: Interval
     rewarded: float
     """Share of the span's decisions that unlocked something."""
@@ -69,8 +69,7 @@ class EvaluationResult:
     repeats: int
     """The most episodes of a world."""
     solved_in_any: Interval | None
-    """Share of worlds with a success in any repeat; None for one repeat, or if outcomes are no successes (0
-    or 1, and no number of achievements)."""
+    """Share of worlds with a success in any repeat; None for one repeat, or if any outcome is not 0 or 1."""
     outcome_definition: str
     unique: Interval | None
     """Mean number of unlocked achievements; None without achievements, and then `rates`, `unique_by_turn`,
@@ -103,7 +102,7 @@ class EvaluationResult:
     """Worlds without an episode, which no figure includes."""
     lost_because: str
     failures: Mapping[str, int]
-    """Counts of failure codes; a rollout that failed once was repeated."""
+    """Counts of failure codes, also of rollouts that a repetition finished."""
     prompt_tokens: int | None
     """Over all episodes, like `sampled_tokens`; None if no server counts them."""
     sampled_tokens: int | None
@@ -164,7 +163,7 @@ def evaluation_result(
 
 
 def as_json(result: EvaluationResult) -> str:
-    """Return the figures as JSON; unknown ones (a bound of one episode) are null."""
+    """Return the figures as JSON; unknown ones, such as the bounds of a single episode, are null."""
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
 
 
@@ -208,6 +207,7 @@ def _outcome_by_row(batch: Batch) -> dict[str, float]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of the known counts; None if all are unknown."""
     values = [count for count in counts if count is not None]
     return sum(values) if values else None
 

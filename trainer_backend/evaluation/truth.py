@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, StopReason, exact_tokens
+from shared_schemas.trajectory import StopReason, exact_tokens
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
@@ -41,10 +41,8 @@ from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_pl
 
 @dataclass(frozen=True, slots=True)
 class TruthOptions:
-    """What to measure."""
-
     decisions: int
-    """How many stored decisions."""
+    """How many stored decisions to measure."""
     continuations: int
     """Pairs of continuations for each."""
     horizon: int | None
@@ -52,9 +50,9 @@ class TruthOptions:
     budget: int | None
     """Stop after this many played decisions; None: no limit."""
     iteration: int | None
-    """Whose rollouts; None: the newest whose policy is still stored."""
+    """The iteration to measure; None: the newest whose policy is still stored."""
     checkpoint: Path | None
-    """Plays on instead of the policy that sampled them."""
+    """The policy that continues the episodes; None: the policy that sampled them."""
     out: Path
     """The file to write, or to continue."""
     seed: int = 0
@@ -63,13 +61,11 @@ class TruthOptions:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What `measure_truth` did."""
-
     file: TruthFile
     lost: int
-    """Decisions left with fewer than two pairs by infrastructure failures; repeating the command retries."""
+    """Decisions with fewer than two pairs after infrastructure failures; repeating the command retries."""
     is_over_budget: bool
-    """Whether the budget ended it early."""
+    """Whether the budget ended the measurement early."""
     left_out: int = 0
     """Rollouts whose rows of the data set are gone or changed."""
 
@@ -84,7 +80,7 @@ async def measure_truth(
 
     Raises:
         JobError: the job's environment or rewards do not allow it; the budget is too small.
-        RunDirectoryError: no stored rollouts, or not the policy that sampled them; see `TruthFile.open`.
+        RunDirectoryError: the rollouts or their policy are not stored; see `TruthFile.open`.
     """
     _refuse_options(job.training, job.rollout, options)
     configure_logs_from()
@@ -132,12 +128,12 @@ def _name(checkpoint: Path, run: RunDirectory) -> str:
     return checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
 
 
-# The default horizon is where a reward's discount falls to this weight.
+# The default horizon ends where the discount falls to this weight.
 _LEAST_WEIGHT = 0.05
 
 
 def find_horizon(training: TrainingTable, gamma: float) -> int | None:
-    """Decisions until a reward's discount is below 5 %; None if it never is, or if the end pays."""
+    """Return the decisions until the discount is below 5 %; None if continuations must play to the end."""
     if gamma == 1.0 or _why_to_the_end(training) is not None:
         return None
     return 1 if gamma <= _LEAST_WEIGHT else math.ceil(math.log(_LEAST_WEIGHT) / math.log(gamma))
@@ -157,7 +153,7 @@ def _with_common_draws(planner: Planner) -> Planner:
     return replace(planner, players=replace(planner.players, rollout=rollout))
 
 
-# For a plan whose requests are not sent.
+# The server of a plan whose requests are not sent.
 _UNSENT = Inference("http://127.0.0.1:1", "unused", None)
 
 
@@ -169,7 +165,7 @@ def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: Tru
             f"--budget {options.budget} is too small for a single decision: it takes "
             f"{least - options.continuations} decisions to see what the policy does there, and "
             f"{options.continuations} continuations of at least one, so {least} at least",
-            hint="What an earlier command played for the same file counts too.",
+            hint="Decisions that an earlier command played for the same file count too.",
         )
     if training.kl_reward_coef > 0:
         raise JobError(
@@ -183,7 +179,7 @@ def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: Tru
 
 
 def _why_to_the_end(table: TrainingTable) -> str | None:
-    """The reason why continuations must be played to the end of their episodes; None if they need not."""
+    """Return the reason why continuations must play to the end of the episode; None if they need not."""
     if table.reward_mode == "off":
         return "pays at the end of an episode"
     looks_ahead = table.step_rewards_beta > 0 and table.step_rewards_horizon == "realised"
@@ -192,7 +188,7 @@ def _why_to_the_end(table: TrainingTable) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is measured: an iteration's episodes by the actor, and the checkpoint that plays on."""
+    """The measured iteration with the actor's rollouts, and the checkpoint that continues them."""
 
     iteration: int
     rollouts: Sequence[Rollout]
@@ -200,10 +196,10 @@ class Source:
 
 
 def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
-    """The requested iteration, or the newest one that a single policy with a stored checkpoint sampled.
+    """Return the requested iteration, or the newest one sampled by a single stored checkpoint.
 
     Raises:
-        RunDirectoryError: nothing is stored; no checkpoint has the version of all tokens.
+        RunDirectoryError: no rollouts are stored, or no checkpoint sampled all tokens of an iteration.
     """
     stored = list(run.iterations())
     if not stored:
@@ -228,14 +224,14 @@ def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) ->
 
 
 def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
-    """The rollouts whose rows were not replaced or removed since. Raises RunDirectoryError without any."""
+    """Return the rollouts whose rows were not replaced or removed since; refuse if there are none."""
     replaced = record.find_replaced(source.iteration) if record is not None else frozenset()
     rollouts = [item for item in source.rollouts if read_row_id(item.group_id) not in replaced]
     if source.rollouts and not rollouts:
         raise RunDirectoryError(
             f"the rows of all {len(source.rollouts)} rollouts of iteration {source.iteration} are gone or "
             "changed since, so nothing can play on from them",
-            hint="--iteration names one that was played on rows of now.",
+            hint="--iteration chooses an iteration that was played on rows that still exist.",
         )
     return rollouts
 
@@ -246,7 +242,7 @@ def _by_actor(run: RunDirectory, policies: Policies, number: int) -> list[Rollou
 
 
 def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
-    """The first finished episode by the actor, if any, without reading the others."""
+    """Return the actor's first finished episode, if any, without reading the others."""
     path = run.rollouts_file(f"iteration_{number}")
     rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))
     finished = (item for item in rollouts if item.trajectory is not None and policies.by_actor([item]))
@@ -254,15 +250,15 @@ def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Roll
 
 
 def _versions(rollouts: Sequence[Rollout]) -> set[int]:
-    """Versions of the policies that sampled the tokens; empty where tokens are not stored."""
+    """Return the versions of the policies that sampled the tokens; empty if tokens are not stored."""
     steps = (step for item in rollouts if item.trajectory is not None for step in item.trajectory.steps)
     return {sampler for step in steps if (call := exact_tokens(step)) for _, sampler in call.versions}
 
 
 def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
-    """The newest checkpoint before the iteration whose version sampled all tokens; None without one.
+    """Return the newest checkpoint before the iteration whose version sampled all tokens, or None.
 
-    Tokens without a version were sampled by the checkpoint just before.
+    Tokens without a version were sampled by the checkpoint just before the iteration.
     """
     versions = _versions(rollouts)
     if not versions:
@@ -287,8 +283,8 @@ def _no_sampler_error(
         why = f"the policy{of_version} that sampled iteration {iteration} is gone"
     return RunDirectoryError(
         f"{run.path}: {why}; the checkpoints are {having}. --iteration {iteration} --checkpoint PATH "
-        "plays on by another policy, whose truth is another; training.keep_checkpoints and checkpoint_every "
-        "keep more"
+        "plays on by another policy, whose true advantages differ; training.keep_checkpoints and "
+        "checkpoint_every keep more"
     )
 
 
@@ -302,7 +298,7 @@ def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:
 
 
 async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
-    """The task app's description of the job's environment. Raises JobError if it has no snapshots."""
+    """Return the task app's description of the job's environment; refuse one without snapshots."""
     client, info = await describe_environment(planner, apps)
     if info.conversation or not info.restorable:
         why = "has no snapshots"
@@ -319,7 +315,7 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
-    """All decisions, ordered so that any first ones are spread evenly over rewards, turns and states.
+    """Yield all decisions in an order whose every prefix is spread evenly over rewards, turns and states.
 
     The last decision of an episode that ran out of time is left out, since it did not end the episode.
     """
@@ -328,19 +324,16 @@ def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
         if (episode := rollout.trajectory) is not None:
             last = len(episode.steps) - (episode.stop_reason is StopReason.DEADLINE)
             decisions += [StoredDecision(rollout, step) for step in episode.steps[:last]]
-    decisions.sort(key=lambda item: (_earns(item.step), item.step.turn, _state(item.step), item.key))
+    decisions.sort(key=_sort_key)
     for index in even_order(len(decisions), seed):
         yield decisions[index]
 
 
-def _earns(step: StepData) -> bool:
-    events = step.metadata.decision_rewards
-    return bool(step.reward_parts or (events and events.ach_delta) or any(step.env_rewards or ()))
-
-
-def _state(step: StepData) -> str:
-    keys = step.observation_data.state_keys
-    return keys[min(keys)] if keys else ""
+def _sort_key(item: StoredDecision) -> tuple[bool, int, str, tuple[str, int]]:
+    step = item.step
+    events, keys = step.metadata.decision_rewards, step.observation_data.state_keys
+    earns = bool(step.reward_parts or (events and events.ach_delta) or any(step.env_rewards or ()))
+    return earns, step.turn, keys[min(keys)] if keys else "", item.key
 
 
 class _Measurer:
@@ -384,7 +377,7 @@ class _Measurer:
 
     @property
     def _is_spent(self) -> bool:
-        """Whether open decisions will use up the budget, at the mean cost so far."""
+        """Whether the decisions in progress will use up the budget, at the mean cost so far."""
         if self._options.budget is None:
             return False
         tried, played = len(self._file.truths) + self._lost, self._played + self._player.lost_decisions

@@ -26,14 +26,14 @@ from trainer_backend.core.truth import (
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# Calls, words, the reason for neither, and the end of a decision. Equal choices are equal tuples.
+# The calls, the words, the reason why there are neither, and the end of a decision.
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A stored decision to measure; its rollout carries decision rewards, even if it was played without."""
+    """A stored decision to measure; `with_records` has added decision rewards to the rollout."""
 
     rollout: Rollout
     step: StepData
@@ -53,24 +53,24 @@ class StoredDecision:
         return self.step.turn < len(self.episode.steps)
 
     def cut_after(self, step: StepData) -> Rollout:
-        """The rollout up to this decision, with `step` in its place."""
+        """Return the rollout up to this decision, which `step` replaces."""
         before = self.episode.steps[: self.step.turn - 1]
         episode = self.episode.model_copy(update={"steps": (*before, step)})
         return self.rollout.model_copy(update={"trajectory": episode})
 
 
 class _Side(NamedTuple):
-    """One side of a pair: the decision taken, and where it led."""
+    """One side of a pair: a decision and its result."""
 
     step: StepData
     episode: Trajectory
-    """The decision's episode; without a moment after the decision, it ended there."""
+    """The decision's episode."""
     moment: str | None
-    """The snapshot after the decision."""
+    """The snapshot after the decision; None if the episode ended there."""
 
     @property
     def choice(self) -> Choice:
-        """The policy's calls or words, or the reason why there are none."""
+        """The policy's choice, equal for equal choices."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
@@ -78,18 +78,14 @@ class _Side(NamedTuple):
 
 
 class _Played(NamedTuple):
-    """Continuations by sibling."""
-
     episodes: dict[int, Trajectory]
-    """Finished episodes."""
+    """Finished continuations by sibling."""
     too_long: set[int]
     """Siblings whose first prompt does not fit the model."""
 
 
 @dataclass(slots=True)
 class ContinuationPlayer:
-    """Plays on from before and after a decision."""
-
     planner: Planner
     dispatcher: Dispatcher
     apps: TaskApps
@@ -99,10 +95,10 @@ class ContinuationPlayer:
     """Decisions played without a result; each lost continuation counts as one."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
-        """Measure the truth of a decision; None with fewer than two pairs, or with none for some choice.
+        """Measure the truth of a decision; None with fewer than two pairs, or if a choice has no pair.
 
         Raises:
-            TaskAppError: a replay of its episode differs, or shows another prompt.
+            TaskAppError: a replay of the episode differs, or shows another prompt.
         """
         moments = await self._moments(item)
         if moments is None:
@@ -143,7 +139,7 @@ class ContinuationPlayer:
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
-        """Sample the policy's choices before the decision, and where each leads."""
+        """Sample the policy's choices at the decision."""
         count = CHOICES * self.setting.continuations
         firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
@@ -156,7 +152,7 @@ class ContinuationPlayer:
     async def _played_on(
         self, item: StoredDecision, own: Mapping[int, _Side], other: Mapping[int, _Side]
     ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
-        """Play both sides of all pairs from the decision on, at once; lost ones are missing."""
+        """Play both sides of all pairs from the decision on; lost continuations are missing."""
         sides = {2 * n + place: both[n] for place, both in enumerate((own, other)) for n in both}
         rests, too_long = await self._collect(
             [self._rest(item, number, side) for number, side in sides.items() if side.moment is not None]
@@ -218,7 +214,7 @@ class ContinuationPlayer:
         )  # fmt: skip
 
     def _return(self, item: StoredDecision, episode: Trajectory) -> float:
-        """The discounted return of an episode from the decision on."""
+        """Compute the discounted return of an episode from the decision on."""
         rollout = item.rollout.model_copy(update={"trajectory": episode})
         earned = self.rewards.earned_by(rollout, {}, decisions_done=item.step.turn - 1)
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
@@ -249,10 +245,10 @@ class ContinuationPlayer:
 def _without_lost(
     stratum: Stratum, others: Container[int], differences: Mapping[int, float]
 ) -> list[tuple[float, list[float]]]:
-    """The share and the differences of a stratum, split in two parts if some of its pairs were lost.
+    """Return the share and the differences of a stratum, in two parts if some of its pairs were lost.
 
-    Only pairs in `others` are played and can be lost. The remaining ones keep the share of all `others`;
-    otherwise the zeros of pairs that chose as stored would replace the lost ones.
+    Only pairs in `others` are played and can be lost. Those that remain keep the share of all `others`;
+    otherwise the zero differences of pairs that chose as stored would replace the lost ones.
     """
     share, members = stratum
     kept = [differences[n] for n in members if n in differences]
@@ -268,13 +264,13 @@ def _without_lost(
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """The episode of a decision and the ones after it, which ends like `ending`."""
+    """Return the episode of a decision and the `rest` after it, which ends like `ending`."""
     steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
     return ending.model_copy(update={"steps": steps})
 
 
 def _at_turn(step: StepData, turn: int) -> StepData:
-    """The decision as the `turn`-th of an episode, its record of rewards too."""
+    """Return the decision and its record of rewards with `turn` as their turn."""
     metadata = step.metadata
     if (rewards := metadata.decision_rewards) is not None:
         metadata = metadata.model_copy(update={"decision_rewards": rewards.model_copy(update={"turn": turn})})

@@ -1,4 +1,4 @@
-"""Addresses in a job: the task apps behind services.task_url, and the parts of other http URLs.
+"""Addresses in a job: the task apps of services.task_url, and the parts of other http URLs.
 
 `dns+http://name:port` stands for all addresses of a name, such as a headless service of Kubernetes or a
 scaled service of Compose. A plain `http://name:port` is a single task app.
@@ -30,7 +30,7 @@ class Address:
 
 
 async def look_up_host(host: str, port: int) -> Sequence[str]:
-    """Ask the system's resolver; sorted, since its order varies."""
+    """Ask the system's resolver; the answers are sorted, since their order varies."""
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for *_, address in answers})
 
@@ -53,7 +53,7 @@ async def resolve_addresses(url: str, resolve: Resolve = look_up_host) -> list[A
 
 
 def fault_in(url: str) -> str | None:
-    """Return the fault of an entry of services.task_url, as the end of a sentence; None: it is valid."""
+    """Return the fault of an entry of services.task_url as the end of a sentence, or None."""
     if "@" in url:
         return "holds a user name or password; the key belongs in the environment"
     try:
@@ -74,7 +74,7 @@ def fault_in(url: str) -> str | None:
 def http_parts(url: str) -> SplitResult:
     """Split an http or https URL.
 
-    The ValueError for another URL is a clause, and repeats no possible secret.
+    The text of the ValueError is the end of a sentence, and repeats no possible secret.
     """
     try:
         parts = urlsplit(url)
@@ -91,7 +91,7 @@ def http_parts(url: str) -> SplitResult:
 
 
 def checked_url(url: str, key: str) -> str:
-    """Return an http or https URL without a slash at its end; the ValueError for another names the key."""
+    """Return an http or https URL without a final slash; the ValueError names the key."""
     try:
         return http_parts(url).geturl().rstrip("/")
     except ValueError as error:

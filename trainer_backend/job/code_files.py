@@ -1,7 +1,7 @@
-"""The files that a job's own task apps run: a run records the SHA-256 of each, and a resume refuses others.
+"""The files that a job's own task apps run: a run records their SHA-256, and a resume refuses changed files.
 
-`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not read these,
-since crediting stored rollouts, and a learner on another machine, need none of them.
+`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not read these
+files: neither crediting stored rollouts nor a learner on another machine needs them.
 """
 
 import re
@@ -25,9 +25,9 @@ _CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
 
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
-    """The job of a run whose task apps are to start: with the digests of their files, as the run began.
+    """Add the digests of the task apps' files to a job.
 
-    JobError: a file has changed since then, or cannot be read.
+    JobError: a file has changed since the run began, or cannot be read.
     """
     for key, value, files in _task_files(loaded.config):
         try:
@@ -38,7 +38,7 @@ def with_known_files(loaded: LoadedJob) -> LoadedJob:
 
 
 def with_files_of_now(job: JobConfig) -> JobConfig:
-    """The job with the digests of the files as they are; JobError: a file cannot be read."""
+    """Add the digests of the current files to a job; JobError: a file cannot be read."""
     for key, _, files in _task_files(job):
         table, _, name = DIGESTS[key].partition(".")
         section = getattr(job, table).model_copy(update={name: tuple(digest_files(files, option=key))})
@@ -47,12 +47,12 @@ def with_files_of_now(job: JobConfig) -> JobConfig:
 
 
 def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
-    """The keys that name files, their values in TOML, and the files."""
+    """Yield each key that names files, its value in TOML, and the files."""
     plugins = job.services.task_plugins
     yield "services.task_plugins", [*map(str, plugins)], plugins
     path = job.multi_turn.interaction_config_path
     files = [] if path is None else [path]
-    # With the modules in its folder whose classes it names.
+    # And the modules in its folder whose classes it names.
     interactions = interactions_in(path) if path is not None else ()
     for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions):
         module = files[0].resolve().parent.joinpath(*name.split("."))
@@ -62,9 +62,9 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 
 
 def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
-    """The class, with its module, and the name of each interaction in a file.
+    """Return the class, with its module, and the name of each interaction in a file.
 
-    Empty for a file that cannot be read: the task app that reads it says what is wrong.
+    Empty for an unreadable file: the task app reports what is wrong.
     """
     read = tomli.loads if file.suffix.lower() == ".toml" else yaml.safe_load
     try:
@@ -82,6 +82,6 @@ def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
 
 
 def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:
-    """The digests that a job holds, by the key that names the files."""
+    """Return the digests in a job, by the key that names the files."""
     places = {key: digests.partition(".") for key, digests in DIGESTS.items()}
     return {key: getattr(getattr(job, table), name) for key, (table, _, name) in places.items()}

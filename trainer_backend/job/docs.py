@@ -96,13 +96,12 @@ def _what_is_read() -> Iterator[str]:
             keys = {key for key in read if key.partition(".")[2] not in of_name}
             keys |= {f"{table}.{name}.{key}" for key in of_name}
             words = f": {quoted(sorted(keys))}" if keys else ""
-            names.setdefault(f"{words}{_more(BOARDS.get(board, {}).get(name))}", []).append(name)
+            names.setdefault(words + _describe_defaults(BOARDS.get(board, {}).get(name)), []).append(name)
         yield from (f"- {quoted(alike)}{text}" for text, alike in names.items())
     yield ""
 
 
-def _more(plug: object) -> str:
-    """Return further facts about a name."""
+def _describe_defaults(plug: object) -> str:
     if isinstance(plug, LossPlug | EstimatorPlug) and plug.values:
         values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
         return f"; where the job has no value, those of its paper: {values}"
@@ -124,7 +123,7 @@ def _table(name: str, model: type[BaseModel], only: Collection[str] | None = Non
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:
-    """Return the words that a key allows if it allows only some: names of a plug board, or its own."""
+    """Return the words that a key allows, if they are limited: names of a plug board, or its own."""
     if dotted in BOARDS:
         return list(BOARDS[dotted])
     if field.annotation is bool:

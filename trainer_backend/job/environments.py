@@ -1,4 +1,4 @@
-"""The names of environments, as a trainer knows them without asking a task app."""
+"""The names of environments that a trainer knows without asking a task app."""
 
 from collections.abc import Iterator
 

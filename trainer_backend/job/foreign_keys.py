@@ -1,8 +1,8 @@
-"""Other systems' names of what a job sets, each with our key, for the errors that lead from one to the other.
+"""Other systems' keys, each with our key for the same setting, for error messages.
 
-A name is written as its system writes it, and is recognised at the end of any key: `rollout.n` is also
-`actor_rollout_ref.rollout.n`, and a name without a table stands in any table. A target begins with a key of
-ours; what follows it says where the two differ.
+A name is spelled as in its system, and matches the end of any key: `rollout.n` also matches
+`actor_rollout_ref.rollout.n`, and a name without a table matches in any table. A target begins with our key;
+the text after it says how the two differ.
 
 Sources: verl 0.9 (`ppo_trainer.yaml`), TRL 1.16 (`GRPOConfig`, `ModelConfig`), prime-rl of 2026-08 and of
 2026-01 (`rl.toml`), and the TOML of synth-ai's launchers (trainer_backend.jobs.launcher translates that one).
@@ -14,7 +14,7 @@ from functools import partial
 from shared_schemas.rewards import WIRE_NAMES
 from trainer_backend.job.rollout_table import SAMPLING_KEYS
 
-# Tables of other backends, which launchers send along and nothing here reads, with the place of their facts.
+# Tables of other backends, which launchers send and nothing here reads, with our place for the same settings.
 FOREIGN_TABLES = {
     "compute": "[learner] and [inference]",
     "topology": "[learner] and [inference]",
@@ -26,7 +26,7 @@ FOREIGN_TABLES = {
     "tags": "",
     "smoke": "",
 }
-# Published keys that have another name or table here; a launcher's job is translated by them.
+# Published keys that have another name or table here; a launcher's job is translated with them.
 NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
@@ -224,12 +224,12 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
         "inference.parallel.dp": "inference.replicas",
     },
 }
-# Keys of earlier versions, which the stored job of a run may have, and why none is needed.
+# Keys of earlier versions, which a stored job may have, and why they are not needed.
 DROPPED = dict.fromkeys(
     ("retention.decisions_iterations", "retention.decisions_days"),
     "the database holds no decisions; pages read them from the files of retention.rollout_files_iterations",
 )
-# Keys that nothing here replaces, and why none is needed.
+# Keys without a replacement here, and why they are not needed.
 NEEDLESS = {
     **DROPPED,
     "data.return_raw_chat": "messages reach the gateway as they are",
@@ -244,6 +244,6 @@ def _at_longest_end(dotted: str, names: Mapping[str, str]) -> str | None:
     return next((names[end] for end in ends if end in names), None)
 
 
-# Of the longest end of a key that another system has: our key, with what differs; why it needs none here.
+# Both look for the longest end of a key: our key for another system's, and why some need no key here.
 find_our_key = partial(_at_longest_end, names=_OURS)
 find_why_needless = partial(_at_longest_end, names=NEEDLESS)

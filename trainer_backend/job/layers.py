@@ -24,17 +24,17 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.tables import table_model
 
 REWARD_KEYS = (*StepRewardKeys.model_fields, "step_rewards_horizon")
-# A folder's name, too: not `..`, not hidden, no flag.
+# Also a folder's name: not `..`, not hidden, and unlike a flag.
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
-# Keys with files of code, and where a run notes the SHA-256 of each (job.code_files).
+# Keys with files of code, and the keys where a run records their SHA-256 (job.code_files).
 DIGESTS = {
     "job.trainer_plugins": "job.trainer_plugins_sha256",
     "services.task_plugins": "services.task_plugins_sha256",
     "multi_turn.interaction_config_path": "multi_turn.interaction_config_sha256",
 }
-# One switch in several places.
+# The places of each step-reward switch.
 _SWITCHES = tuple(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS)
 # Alternatives: a later file or --set that gives one of them removes the others.
 ALTERNATIVES = (
@@ -42,7 +42,7 @@ ALTERNATIVES = (
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *_SWITCHES,
 )
-# What a person may give as a file, and means as an override; its value may be a path.
+# Matches an override that a person gave as a file by mistake; its value may be a path.
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
@@ -73,13 +73,10 @@ class Places:
     owners: Mapping[str, str] = field(default_factory=dict)
     """The place of each value and each empty table, by dotted key."""
     idle: Sequence[str] = ()
-    """A warning of each --set that was to remove a table which no file has."""
+    """A warning for each --set that removes a table which no file has."""
 
     def of(self, *keys: str) -> str:
-        """Return the places of a key or table, or of the table that lacks the key.
-
-        Without keys, all files.
-        """
+        """Return the places of keys or tables, or of the tables that lack them; without keys, all files."""
         places: list[str] = []
         while not places and any(keys):
             places = self._find(keys)
@@ -87,7 +84,7 @@ class Places:
         return self._join(places or self.files)
 
     def is_above(self, key: str, other: str) -> bool:
-        """Tell whether a key is in a later layer than a key or table: a later file, or alone in a --set."""
+        """Whether a key is in a later layer than another key or table: a later file, or only it in --set."""
         ranks = []
         for name in (key, other):
             place = next((place for owned, place in self.owners.items() if _is_in(owned, name)), None)
@@ -106,7 +103,7 @@ class Places:
         return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _find(self, keys: Collection[str]) -> list[str]:
-        """The places of what is one of these keys, is in it, or holds it."""
+        """Return the places of these keys, of keys in them, and of tables that hold them."""
         return [
             place
             for owner_key, place in self.owners.items()
@@ -162,7 +159,7 @@ def merge(
     for override in overrides:
         keys, value = _read_override(document, override, tables)
         dotted, home = ".".join(keys), _find_home(document, keys)
-        # A file gives it, and it is a table that no job has, or a value.
+        # It is in a file, as a table that no job has or as a value.
         is_given = home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
         if value == {} and (is_given or _is_known(keys, tables)):
             if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
@@ -189,7 +186,7 @@ def merge(
 
 
 def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
-    """Return whether the job has this table, this key in a table, or this place of a switch."""
+    """Whether jobs have this table, this key in a table, or this place of a switch."""
     if any(".".join(keys) in places for places in _SWITCHES):
         return True
     if keys[0] not in tables or len(keys) > 2:
@@ -208,8 +205,9 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a merged document, without alternatives to keys of the layer, and digests of its files."""
-    # Naming files accepts them as they are. Digests alone remove nothing: a printed job has empty ones.
+    """Merge a layer into a document; remove alternatives to its keys, and digests of the files it names."""
+    # A layer that names files accepts them as they are. A layer with digests alone, such as a printed job's
+    # empty ones, removes nothing.
     gone = [digests for files, digests in DIGESTS.items() if _find_home(layer, files.split("."))]
     for alternatives in ALTERNATIVES:
         others = [dotted for dotted in alternatives if not _find_home(layer, dotted.split("."))]
@@ -246,11 +244,11 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
 def _read_override(
     document: Mapping[str, Any], override: str, tables: Mapping[str, FieldInfo]
 ) -> tuple[list[str], Any]:
-    """Split `table.key=value` into keys and value; a name that is no table's is for the schema to refuse."""
+    """Split `table.key=value` into keys and value; the schema refuses unknown tables later."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     value: Any = text
-    with suppress(tomli.TOMLDecodeError):  # anything that is no value of TOML is a string
+    with suppress(tomli.TOMLDecodeError):  # anything else is a string
         value = tomli.loads(f"value = {text}")["value"]
     is_list = keys[0] in tables and tables[keys[0]].default == ()
     if len(keys) == 1 and is_list and value == []:
@@ -278,7 +276,7 @@ def anchor(document: Mapping[str, Any], folder: Path) -> None:
     for dotted in PATHS:
         table, _, key = dotted.partition(".")
         section = document.get(table)
-        for home in section if isinstance(section, list) else [section]:  # [[table]] is a list of them
+        for home in section if isinstance(section, list) else [section]:  # [[table]] gives a list
             if not isinstance(home, dict) or key not in home:
                 continue
             if isinstance(home[key], list):
@@ -288,10 +286,10 @@ def anchor(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def _anchor_value(value: Any, folder: Path) -> Any:
-    """Join a path with its file's folder if something is there; otherwise keep it."""
+    """Join a path with its file's folder if that exists; otherwise keep it."""
     if not isinstance(value, str) or not value or not os.path.exists(folder / value):
         return value
-    return os.path.abspath(folder / value)  # links stay unresolved: a link may later point to another model
+    return os.path.abspath(folder / value)  # does not resolve links, which may later point to another model
 
 
 def _find_home(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
@@ -318,9 +316,9 @@ def _text(path: Path) -> str:
 
 
 def text_that_names_its_job(path: Path) -> str | None:
-    """Return the text of a file as it is, if it has job.name or is no TOML; otherwise None."""
+    """Return a file's text if it has job.name or is not TOML; otherwise None."""
     text = _text(path)
     try:
         return text if _find_home(tomli.loads(text), ("job", "name")) else None
     except tomli.TOMLDecodeError:
-        return text  # its parser will say what is wrong
+        return text  # the service reports what is wrong

@@ -1,4 +1,4 @@
-"""Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
+"""Reads a job's TOML into a frozen JobConfig. Errors say where, what was found, and what was likely meant."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ from trainer_backend.job.tables import table_model
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_BY, refuse_unknown
 
-# The most findings in one error: each lists the allowed keys and compares them.
+# The most findings in one error; each is costly, since it compares the allowed keys.
 MOST_FINDINGS = 20
 _LONGEST_LINE = 4_000
 # Of a key and of a value in a finding.
@@ -47,7 +47,7 @@ class LoadedJob:
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Keys that a choice of a later layer does not read, with the warning of each."""
+    """Keys that a later layer's choice does not read, with their warnings."""
 
 
 def load_job(
@@ -56,10 +56,10 @@ def load_job(
     """Read, override and validate a job.
 
     Args:
-        paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
+        paths: one TOML file, or several, of which later ones override earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-        runs_plugins: False to only look at a job: none of its code runs, and what plug-ins may add (an
-            estimator, a schedule) may have any name. The keys of an unknown name are then not checked.
+        runs_plugins: False to run none of the job's code. Then anything that plug-ins may add, such as an
+            estimator, may have any name, and the keys of an unknown name are not checked.
     """
     document, places = merge(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
@@ -80,7 +80,7 @@ def parse_job(
 
 
 def _validate(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> JobConfig:
-    """Make the config of a document, by the bounds of each key alone."""
+    """Make the config of a document; check each key by itself."""
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     nulls = [*_nulls_in_lists(tables, "")]
     if nulls:
@@ -111,7 +111,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     for name in sorted(FOREIGN_TABLES.keys() & document.keys()):
         ours = f"; here it is {FOREIGN_TABLES[name]}" if FOREIGN_TABLES[name] else ""
         warnings.append(f"[{name}] is for other backends and is not read{ours}")
-    # Whether a name in the job may be one of its own files, or of a package.
+    # Whether a name in the job may come from its own files or from a package.
     is_foreign = not runs_plugins and (
         bool(config.job.trainer_plugins)
         or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
@@ -157,8 +157,8 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
     """Return the TOML to send to a trainer service, and warnings of keys that are left out of it.
 
     A file that names its job is sent unchanged, others as one merged document. Unlike in `load_job`, paths
-    stay unchanged, because they are paths on the service's machine. The service checks the meaning, since it
-    knows its own version.
+    stay unchanged, because they are paths on the service's machine. The service checks the job, since its
+    version may differ.
     """
     if len(paths) == 1 and not overrides and (text := text_that_names_its_job(paths[0])) is not None:
         return text, ()
@@ -166,7 +166,7 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
     try:
         left_out = _parse(document, places, runs_plugins=False).left_out
     except JobError:
-        left_out = {}  # the service says what is wrong
+        left_out = {}  # the service reports what is wrong
     return tomli_w.dumps(without(document, left_out)), (*places.idle, *left_out.values())
 
 
@@ -185,16 +185,16 @@ def dump_job(config: JobConfig) -> str:
     """Write the resolved job as TOML without secrets; `load_job` reads it back to the same config."""
     tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     if not config.rollout_only:
-        del tables["rollout_only"]  # an empty list of tables would puzzle readers
+        del tables["rollout_only"]  # an empty list of tables would confuse readers
     return tomli_w.dumps(without_nulls(tables))
 
 
 def _nulls_in_lists(
     value: Any, key: str, place: str = "", *, in_list: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """The key and the place, `a.b` and `a.b[1].c[0]`, of each None that stands in a list.
+    """Yield the key and the place, `a.b` and `a.b[1].c[0]`, of each None in a list.
 
-    TOML cannot hold these. A None of a key counts as an absent key.
+    TOML cannot hold these. A key with None counts as absent.
     """
     if value is None and in_list:
         yield key, place
@@ -208,9 +208,9 @@ def _nulls_in_lists(
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Load the operator's plug-ins, whose names the job may then give, and note their digests.
+    """Load the operator's plug-ins, so that the job may name them, and record their digests.
 
-    JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
+    JobError: a file cannot be loaded, or has changed since the run began; then none has run.
     """
     job = read_table(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
@@ -220,7 +220,7 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
         return dict(tables)  # the schema refuses it
     place, paths = places.of("job.trainer_plugins"), [Path(file) for file in files]
     try:
-        # Before anything runs: a stored job accepts the code that it began with.
+        # Before anything runs: a stored job accepts only the code that it began with.
         refuse_changed(paths, known, option="job.trainer_plugins", value=files)
         digests = load_plugins(paths)
     except JobError as error:
@@ -235,7 +235,7 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each key that takes a name of a board, with the job's name where it has one."""
+    """Yield each key of boards for which the job gives a name, with that name."""
     for key in boards:
         table, _, field = key.partition(".")
         name = getattr(getattr(config, table), field, None)  # a table may be absent
@@ -244,14 +244,14 @@ def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, s
 
 
 def _homes_of_key(key: str) -> list[str]:
-    """Return where a key of the config may stand; a step-reward switch has three homes."""
+    """Return the places where a key may stand in a document; a step-reward switch has three."""
     table, _, name = key.partition(".")
     is_switch = table == "training" and name in REWARD_KEYS
     return [f"{home}.{name}" for home in REWARD_HOMES] if is_switch else [key]
 
 
 def _locate(finding: Finding, places: Places) -> str:
-    """Return the places of the keys that a finding names; of the first alone, if that has no effect."""
+    """Return the places of the keys in a finding; only of the first if it is a key without effect."""
     if finding.kind == "not read":
         return places.of(*_homes_of_key(finding.keys[0]))
     named = [key for key in finding.keys if key in finding.sentence] or finding.keys
@@ -287,16 +287,16 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
-# Keys of papers that another key of their table switches off.
+# Keys with values of papers, and the key of the same table that switches them off.
 _SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
 
 
 def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
-    So the resolved job shows every effective value. Validation reports wrong tables and names later. A value
-    is not filled in where the job says that its switch is off. JobError: two papers have different values for
-    a key that the job omits.
+    So the resolved job shows every effective value. A value is not filled in if the job turns its switch off.
+    Validation reports wrong tables and names later. JobError: two papers have different values for a key that
+    the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     filled: dict[str, tuple[str, float | str]] = {}
@@ -321,7 +321,7 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
 
 
 def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in `[TABLE.NAME]` of each chosen name with own keys, so that the resolved job shows them."""
+    """Add `[TABLE.NAME]` of each chosen name that has own keys, so that the resolved job shows them."""
     result = dict(tables)
     for board, home in READ_BY.items():
         table, _, key = board.partition(".")
@@ -354,7 +354,7 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
     A table of another system, such as verl's `actor_rollout_ref`, is a finding for each of its keys.
     """
     items = error.errors(include_url=False, include_context=True)
-    # An unknown key stands before the missing one that was probably meant.
+    # Unknown keys come before the missing ones that were probably meant.
     for item in sorted(items, key=lambda item: item["type"] == "missing"):
         path = _document_path(item["loc"], document)
         keys = [path]
@@ -366,7 +366,7 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
 
 
 def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the paths of a table's keys, to any depth; its own if the table has another name here."""
+    """Yield the paths of a table's keys to any depth, or the table's own if we have it under another name."""
     if not table or find_our_key(".".join(path)):
         yield path
         return
@@ -375,7 +375,7 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _other_names(path: Sequence[str]) -> list[str]:
-    """Return our keys for an unknown one: the end of its path, or what it is in another system."""
+    """Return our keys for an unknown one: the end of its path, or our name for another system's key."""
     for start in range(1, len(path) - 1):
         home = _model_at(JobConfig, path[start:-1])
         if home is not None and path[-1] in home.model_fields:
@@ -391,7 +391,7 @@ def _other_names(path: Sequence[str]) -> list[str]:
 
 
 def _find_homes(name: str) -> list[str]:
-    """Return the keys of that name in any table, and the table of that name."""
+    """Return the table and all keys of that name."""
     tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
     models = {table: model for table, model in tables.items() if model}
     homes = [f"{table}.{name}" for table, model in models.items() if name in model.model_fields]
@@ -405,14 +405,14 @@ def _find_homes(name: str) -> list[str]:
 
 
 def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) -> str:
-    """Say what an unknown key may be meant to be, and then which keys its table has."""
+    """Say what an unknown key may mean, and which keys its table has."""
     others = _other_names(path)
     if why := find_why_needless(dotted):
         return f"{dotted} is not a key, and needs none: {why}; leave it out"
     if not others:
         others, close = _find_homes(path[-1]), closest(path[-1], keys)
         others.sort(key=lambda home: home.partition(".")[0] != path[0])
-        if close and (len(path) > 1 or not others):  # a key outside of all tables cannot be one of their keys
+        if close and (len(path) > 1 or not others):  # a key outside of all tables is not one of their keys
             others = [repr(close), *others]
     known = f"nown: {', '.join(sorted(keys))}" if keys else ""
     if others:
@@ -458,7 +458,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Return whether the key holds a secret; then even a value of the wrong type is not repeated."""
+    """Whether the key holds a secret; then not even a value of the wrong type is repeated."""
     table = _model_at(model, path[:-1])
     field = table.model_fields.get(path[-1]) if table and path else None
     return field is not None and (
@@ -469,7 +469,7 @@ def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
     """Find the model class of a table by walking the field annotations."""
     for name in path:
-        if name.isdecimal():  # of a list of tables
+        if name.isdecimal():  # an index in a list of tables
             continue
         field = model.model_fields.get(name)
         if field is None:

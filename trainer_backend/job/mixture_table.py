@@ -1,6 +1,6 @@
 """[rollout_only] and [rollout_allocation_schedule] of a job: fixed policies, and when they sample.
 
-Keys and names are those of source 4 where it has them (docs/mixture.md).
+Keys and names are from source 4 if it has them (docs/mixture.md).
 """
 
 from collections.abc import Iterable

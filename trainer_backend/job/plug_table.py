@@ -1,4 +1,4 @@
-"""A table of a job that mounts the keys of plugs: those that it lacks stand in `[TABLE.NAME]`."""
+"""Tables of a job that plugs read: keys of a plug that the table lacks stand in `[TABLE.NAME]`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -19,15 +19,15 @@ Keys = TypeVar("Keys", bound=Table)
 
 
 class PlugTable(Table, extra="allow"):
-    """A table that plugs read. `[TABLE.NAME]` of a name that this process does not know may have any keys."""
+    """A table that plugs read. `[TABLE.NAME]` of an unknown name may have any keys."""
 
-    # The boards whose plugs read it.
+    # The boards whose plugs read the table.
     boards: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="wrap")
     @classmethod
     def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Check the tables of plugs too, and tell all faults at once."""
+        """Check the tables of plugs too, and report all faults at once."""
         own, faults = {}, []
         looks_only = bool(info.context and info.context.get("looks_only"))
         try:
@@ -56,7 +56,7 @@ class PlugTable(Table, extra="allow"):
         return dict((self.model_extra or {}).get(name, {}))
 
     def read(self, kind: type[Keys], name: str) -> Keys:
-        """The keys of the plug of that name: the table itself if it has them all."""
+        """Return the keys of the plug of that name: the table itself if it has them all."""
         if isinstance(self, kind):
             return self
         shared = {key: getattr(self, key) for key in kind.model_fields if key in type(self).model_fields}
@@ -65,14 +65,15 @@ class PlugTable(Table, extra="allow"):
 
 
 def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence for each value that the chosen plug's own class of keys refuses.
+    """Yield key and sentence for each value that the chosen plug's class of keys refuses.
 
-    Tables are those of the job, by name.
+    Args:
+        tables: the tables of the job, by name.
     """
     for board, plugs in OPEN_BOARDS.items():
         table, _, key = board.partition(".")
         host, name = tables[READ_BY[board]], getattr(tables[table], key, "")
-        # A schedule's class refuses its arguments itself, when it is made.
+        # A schedule checks its arguments itself, when it is made.
         if name in plugs and isinstance(host, PlugTable) and READ_BY[board] != "rollout_allocation_schedule":
             try:
                 host.read(plugs[name].keys, name)
@@ -83,7 +84,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 
 
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
-    """Yield the choice, the key and a sentence for each table of a plug's own that nothing reads."""
+    """Yield the choice, the key and a sentence for each own table of a plug that nothing reads."""
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
         table, _, key = board.partition(".")
@@ -99,7 +100,7 @@ def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str
 
 
 def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[str]]]:
-    """Each plug that `[TABLE.NAME]` may stand for, with its class of keys and those that stand there."""
+    """Yield the name of each plug with keys in `[TABLE.NAME]`, its class of keys, and these keys."""
     if not issubclass(table, PlugTable):
         return
     for board in table.boards:
@@ -109,7 +110,7 @@ def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[
 
 
 def own_table(table: type[BaseModel], name: str) -> type[Table] | None:
-    """The class of `[TABLE.NAME]`; None: nothing of that name has keys of its own."""
+    """Make the class of `[TABLE.NAME]`; None if nothing of that name has keys of its own."""
     own = [(kind, key) for plug, kind, keys in own_tables(table) if plug == name for key in keys]
     fields = {key: (kind.model_fields[key].annotation, kind.model_fields[key]) for kind, key in own}
     if not fields:

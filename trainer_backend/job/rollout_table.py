@@ -12,7 +12,7 @@ from shared_schemas.trajectory import TRUNCATING, Sampling
 from trainer_backend.core.keys import Table
 from trainer_backend.job.mixture_table import RolloutOnlyTable, TrainedSamplingKeys
 
-# What [rollout] sets of the sampling; [[rollout_only]] may set some of it for its own policy.
+# The keys of sampling in [rollout]; [[rollout_only]] may set some of them for its own policy.
 SAMPLING_KEYS = tuple(name for name in Sampling.model_fields if name != "seed")
 # The job sends these with every rollout; if a config has them too, both must agree in every stage.
 _JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
@@ -30,12 +30,12 @@ SET_BY_THE_JOB = {
     "chat_template_kwargs": "model.chat_template_kwargs",
 }
 
-# What a row of [data] puts into the environment's config.
+# The keys that a row of [data] sets in the environment's config.
 SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
 
 
 def refuse_keys(set_elsewhere: Mapping[str, str]) -> AfterValidator:
-    """A validator that refuses these keys of a config, each with the key that sets it."""
+    """Make a validator that refuses these keys of a config, and names the job's key for each."""
 
     def check(config: dict[str, Any]) -> dict[str, Any]:
         for key in config:
@@ -47,7 +47,7 @@ def refuse_keys(set_elsewhere: Mapping[str, str]) -> AfterValidator:
 
 
 def refuse_repeats(rule: str) -> AfterValidator:
-    """A validator that refuses a world which is given twice; `rule` ends the sentence."""
+    """Make a validator that refuses a world which is given twice; `rule` ends the sentence."""
 
     def check(seeds: tuple[int, ...]) -> tuple[int, ...]:
         duplicates = [seed for seed, count in Counter(seeds).items() if count > 1]
@@ -101,7 +101,7 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
     )
 
     def choose_sampling(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
-        """How the actor draws tokens in training; or how a fixed policy does, which inherits its settings."""
+        """Return the sampling of the actor in training, or of a fixed policy, which inherits its settings."""
         keys = set(SAMPLING_KEYS)
         own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)
         return Sampling(**self.model_dump(include=keys) | own)

@@ -1,6 +1,6 @@
-"""What a rule between keys of a job is, and how a table of rules is read.
+"""Rules between keys of a job, and the format of a table of rules.
 
-A line of a table has the terms that do not go together, the indented text after it says why and what is
+A line of a table has the terms that exclude each other; the indented text after it says why, and what is
 allowed:
 
     training.critic = "own" & lora
@@ -33,12 +33,12 @@ Kind = Literal["refusal", "not read", "advice", "bias"]
 Need = Literal["toml", "plugs", "task_app"]
 _COMPARED = re.compile(r"(\S+) (<|>|>=|==) (\S+)")
 _ONLY, _WITHOUT = "rollout_only", "without "
-# Rules about these alone are for inactive tables of [rollout_only] too.
+# Rules about only these keys also apply to inactive tables of [rollout_only].
 _SOURCE = {f"{_ONLY}.{key}" for key in ("model_path", "inference_url", "model", "api_key_env", "logprobs")}
 
 
 class Finding(NamedTuple):
-    """A sentence about a rule that a job breaks, and the rule's keys."""
+    """A sentence about a rule that a job breaks."""
 
     keys: tuple[str, ...]
     sentence: str
@@ -50,15 +50,15 @@ class Rule(Generic[Facts]):
     """A rule between keys, for a job's config or for other facts that have its tables as attributes."""
 
     keys: tuple[str, ...]
-    """Dotted keys that the rule is about; a finding is placed at the first."""
+    """Dotted keys that the rule is about; a finding is reported at the first."""
     holds: Callable[[Facts], bool]
-    """Whether the job keeps it. False may leave it to `sentence` to find that out, and to say nothing."""
+    """Whether the job keeps the rule. If False, `sentence` may still return nothing."""
     sentence: str | Callable[[Facts], str | Iterable[str]]
     """What was found, what is allowed, the likely intent; `{model.device}` in a text is the job's value."""
     kind: Kind = "refusal"
     """not read: a key without effect; advice: a likely mistake; bias: of the expected gradient."""
     needs: Need = "toml"
-    """What must be at hand: the TOML alone, the plugs that it names, or the answers of a task app."""
+    """What the rule reads: the TOML alone, the plugs that it names, or the answers of a task app."""
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
         if self.holds(facts):
@@ -82,27 +82,27 @@ def field_at(key: str) -> FieldInfo:
 
 
 def is_key(key: str) -> bool:
-    """Return whether a table of the job has this key."""
+    """Whether a table of the job has this key."""
     table, _, name = key.partition(".")
     return name in table_model(JobConfig.model_fields[table]).model_fields
 
 
 class Case(NamedTuple):
-    """A job, and the one of its fixed policies that is looked at."""
+    """A job, with one of its fixed policies for a rule about these."""
 
     config: JobConfig
     policy: RolloutOnlyTable | None = None
 
     def value(self, key: str) -> Any:
-        """Return the value of a key; None where its table is absent."""
+        """Return the value of a key; None if its table is absent."""
         table, _, name = key.partition(".")
         home = self.policy if name and table == _ONLY else getattr(self.config, table)
         return getattr(home, name, None) if name else home
 
     def is_set(self, key: str) -> bool:
-        """Return whether a key differs from its default, or a table that a job may lack is there.
+        """Whether a key differs from its default, or an optional table is present.
 
-        [rollout_only] is there if one of its tables is active.
+        [rollout_only] is present if one of its tables is active.
         """
         if "." not in key:
             return bool(self.config.fixed_policies) if key == _ONLY else self.value(key) is not None
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         return self.value(key.partition(".")[0]) is not None and bool(self.value(key) != usual)
 
     def show(self, key: str) -> str:
-        """Write a key with its value, unless this may be secret or long; or that it has none."""
+        """Write a key with its value unless this may be secret or long, or write that it has none."""
         table, _, name = key.partition(".")
         home = name if name and table == _ONLY else key if name else f"[{table}]"
         value = self.value(key) if key != _ONLY else self.config.fixed_policies
@@ -134,7 +134,7 @@ class Term:
     values: tuple[object, ...] = ()
     is_negated: bool = False
     shown: str = ""
-    """What was found, if not the first key and its value."""
+    """The text for what was found; empty: the first key and its value."""
     needs: Need = "toml"
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Term:
 
 
 def has(key: str, *values: object) -> Term:
-    """A key has one of some values; without values: another one than the default."""
+    """A key has one of the values; without values: it differs from its default."""
     return Term((key,), lambda case: case.value(key) in values if values else case.is_set(key), values)
 
 
@@ -156,12 +156,12 @@ def lacks(term: Term) -> Term:
 
 
 def that(test: Callable[[JobConfig], bool], *keys: str, shown: str = "", needs: Need = "toml") -> Term:
-    """A condition of its own, which is shown as the first key with its value, or as `shown`."""
+    """A condition in Python, shown as the first key with its value, or as `shown`."""
     return Term(keys, lambda case: test(case.config), shown=shown, needs=needs)
 
 
 def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
-    """Make the rule that these things do not go together; `why` says the reason and what is allowed."""
+    """Make the rule that these terms exclude each other; `why` gives the reason and what is allowed."""
     keys = tuple(dict.fromkeys(key for term in terms for key in term.keys))
     is_of_policies = any(key.startswith(f"{_ONLY}.") for key in keys)
 
@@ -182,7 +182,7 @@ def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
 
 
 def join_words(parts: Iterable[str]) -> str:
-    """Write what a job has and what it lacks: `a with b and c without d or e`."""
+    """Join what a job has and what it lacks: `a with b and c without d or e`."""
     first, *others = parts
     there = [part for part in others if not part.startswith(_WITHOUT)]
     missing = [part.removeprefix(_WITHOUT) for part in others if part.startswith(_WITHOUT)]
@@ -194,7 +194,7 @@ def join_words(parts: Iterable[str]) -> str:
 def read_table(
     text: str, conditions: Mapping[str, Term], kind: Kind = "refusal"
 ) -> Iterator[Rule[JobConfig]]:
-    """Yield the rules of a table, in the form above."""
+    """Yield the rules of a table (its format is above)."""
     for block in re.split(r"(?<![&|])\n(?=\S)", text.strip()):
         line, _, reason = block.partition("\n    ")
         first, *others = line.replace("\n", " ").split(" & ")
@@ -204,7 +204,7 @@ def read_table(
 
 
 def read_readers(text: str, conditions: Mapping[str, Term]) -> Iterator[Rule[JobConfig]]:
-    """Yield the rules of a table `keys: terms`, of keys that nothing reads where a term is not met."""
+    """Yield the rules of a table `keys: terms`, about keys that nothing reads unless each term is met."""
     for line in text.strip().splitlines():
         keys, _, readers = line.partition(": ")
         terms = [read_term(reader, conditions) for reader in readers.split(" & ")]

@@ -1,7 +1,7 @@
-"""Every rule between keys of a job, as one list; rule.py says how its tables are read.
+"""All rules between keys of a job, as one list; rule.py describes the format of its tables.
 
 The list is checked when a job is posted, by the dashboard's form, by `turnwise check`, and when a run starts.
-A rule about one key alone is its field's bound or validator.
+A rule about a single key is a bound or a validator of its field.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ from trainer_backend.plugins import READ_BY, allocation, estimator, not_read, po
 _ADVANTAGE, _SCHEDULE = "algorithm.advantage", "rollout_allocation_schedule"
 _STATE_KEY = "algorithm.state_hashing_function"
 _MOST_ASKED = 1_000  # iterations for which a schedule is tried
-# Keys that get advice instead, or stand in every job so that jobs that differ in one name can be compared.
+# Keys that get advice instead, or are in every job so that jobs which differ in one name can be compared.
 _ALWAYS_ALLOWED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 _OF_FORKS = frozenset({"algorithm.branches_per_episode", "algorithm.branch_rollouts"})
@@ -60,16 +60,16 @@ def _that_discounts(key: str) -> Term:
 
 
 def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
-    """Whether its own keys truncate; those of [rollout] have a rule of their own."""
+    """Whether the policy's own keys truncate; the keys of [rollout] have another rule."""
     has_own = any(getattr(policy, key) is not None for key in TRUNCATING)
     return has_own and config.rollout.choose_sampling(policy).is_truncated
 
 
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
-    """Return the share of the actor in each iteration; in a very long job, in those that tell most.
+    """Return the actor's share in each iteration, or in the most relevant ones of a very long job.
 
-    A schedule that looks back is asked for the first one alone, one that breaks a rule for none. JobError: it
-    fails, or answers with something else.
+    A schedule that looks back is asked only for the first iteration, one that breaks a rule for none.
+    JobError: the schedule fails, or returns no share.
     """
     table, iterations = config.rollout_allocation_schedule, config.training.iterations
     if table is None or any(_missing(config)) or any(_wrong_bounds(config)):
@@ -111,8 +111,8 @@ CONDITIONS = {
         *(f"rollout.{key}" for key in TRUNCATING),
         shown="[rollout] {rollout.truncation}",
     ),
-    # Of the environments that a task app makes of its operator's AGENTS. It refuses the same of each rollout
-    # (task_app/captures/worker.py), which is met only in play.
+    # Environments that a task app makes from its operator's AGENTS. The task app refuses the same per rollout
+    # (task_app/captures/worker.py), but only during play.
     "agent": that(lambda c: c.rollout.env_name.startswith("agent:"), "rollout.env_name"),
     "lambda": _that_discounts("gae_lambda"),
     "token lambda": _that_discounts("gae_token_lambda"),
@@ -406,7 +406,7 @@ _OWN_TASK_APPS = {
 
 
 def _shared_worlds(config: JobConfig) -> list[int]:
-    """Worlds that are trained on and evaluated; new worlds never coincide with the held-out ones."""
+    """Return the worlds that are both trained on and evaluated; without rollout.seeds there are none."""
     if not config.rollout.seeds:
         return []
     held_out = set(config.evaluation.seeds) or evaluation_worlds(config.evaluation.instances)
@@ -421,7 +421,7 @@ def unknown_state_keys(names: Iterable[str], known: Sequence[str], env_name: str
 
 
 def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Iterator[str]:
-    """Compare state keys with those of our environments; a plug-in's are known to its task app alone."""
+    """Compare state keys with those of our environments; only its task app knows those of a plug-in."""
     env_name = config.rollout.env_name
     known = list_state_keys(env_name)
     if known is not None:
@@ -429,7 +429,7 @@ def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Itera
 
 
 def _missing(config: JobConfig) -> Iterator[str]:
-    """Keys that a schedule needs by its type."""
+    """Yield a sentence for each missing key that the type of the schedule requires."""
     table = config.rollout_allocation_schedule
     if table is not None:
         needs = allocation(table.type).needs
@@ -438,7 +438,7 @@ def _missing(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_bounds(config: JobConfig) -> Iterator[str]:
-    """Check that the bounds of alpha agree. Adaptive compares two policies, so it begins with both."""
+    """Check that the bounds of alpha agree, and that adaptive, which compares policies, begins with both."""
     table = config.rollout_allocation_schedule
     if table is None:
         return
@@ -457,7 +457,7 @@ def _wrong_bounds(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_answers(config: JobConfig) -> Iterator[str]:
-    """Ask a schedule for each iteration, twice, since one of the operator's own may do anything."""
+    """Ask a schedule for each iteration twice, since the operator's own schedules are unchecked."""
     place = f"{_SCHEDULE}.type is {Case(config).value(f'{_SCHEDULE}.type')!r}"
     try:
         first, again = (_alphas(config, backwards=back) for back in (False, True))
@@ -473,7 +473,7 @@ def _wrong_answers(config: JobConfig) -> Iterator[str]:
 
 
 def _unlike_papers(config: JobConfig) -> Iterator[str]:
-    """Compare the papers of the estimator and the loss with a job that has other values."""
+    """Compare a job's values with those of the estimator's and the loss's papers."""
     algorithm, case = config.algorithm, Case(config)
     papers = {
         _ADVANTAGE: estimator(algorithm.advantage).values,
@@ -492,7 +492,7 @@ def _unlike_papers(config: JobConfig) -> Iterator[str]:
 
 
 def to_find(facts: object) -> bool:
-    """For rules whose function looks for findings itself."""
+    """Always False, for rules whose `sentence` looks for findings itself."""
     return False
 
 
@@ -572,7 +572,7 @@ _OTHERS: tuple[Rule[JobConfig], ...] = (
 
 @cache
 def all_rules() -> tuple[Rule[JobConfig], ...]:
-    """Every rule that the job alone can break; read once, by the first job."""
+    """Return every rule about a job alone; parsed once, for the first job."""
     return (
         *_OTHERS,
         *(
@@ -593,7 +593,7 @@ def all_rules() -> tuple[Rule[JobConfig], ...]:
 
 
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
-    """Yield a rule for each key that only other names read than the one that the job chooses.
+    """Yield a rule for each key that the job's chosen name does not read, but other names of the board do.
 
     Its second key is the choice, such as algorithm.advantage.
     """
@@ -602,7 +602,7 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
         for key, readers in not_read(board, name).items() if name is not None else ():
             if key in _OF_FORKS and config.algorithm.train_branches:
                 continue
-            if key not in _ALWAYS_ALLOWED and is_key(key):  # a plug's own key is not: [TABLE.NAME] has it
+            if key not in _ALWAYS_ALLOWED and is_key(key):  # a plug's own key is in [TABLE.NAME] instead
                 choice = f"{board} = {name!r}"
                 told = f"is not read by {choice}"
                 if board == _ADVANTAGE and key.startswith(("training.value_", "training.critic")):
@@ -614,7 +614,7 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
 def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> Iterator[Finding]:
     """Yield a finding for each rule of these kinds that a job breaks.
 
-    `knows_plugs`: every name of an estimator, a loss and the like is known here.
+    `knows_plugs`: this process knows every estimator, loss and other plug that the job names.
     """
     for rule in (*all_rules(), *not_read_rules(config)) if knows_plugs else all_rules():
         if rule.kind in kinds and (knows_plugs or rule.needs == "toml"):
@@ -622,5 +622,5 @@ def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> It
 
 
 def biases(config: JobConfig) -> list[str]:
-    """Name each key that biases the expected gradient of the first optimizer step; none: it is unbiased."""
+    """Name each key that biases the expected gradient of the first optimizer step."""
     return [finding.sentence for finding in check_rules(config, "bias")]

@@ -14,7 +14,7 @@ from trainer_backend.core.keys import Table
 from trainer_backend.inference.keys import EngineKeys, VllmKeys
 from trainer_backend.job.addresses import checked_url, fault_in
 
-# One or two parts; a path would begin with / or . or ~ or have more of them.
+# One or two parts; a path would begin with / or . or ~ or have more parts.
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
@@ -54,7 +54,7 @@ class ModelTable(Table):
         return name
 
 
-# Keys of [services] that are settings of the task app, under its own names.
+# Keys of [services] that are settings of the task app, with the same names there.
 TASK_APP_SETTINGS = (
     "gymnasium_modules", "verifiers_modules", "verifiers_python", "textarena_python",
     "reasoning_gym_python", "mcp_servers", "allowed_environment_hosts",
@@ -122,7 +122,7 @@ class ServicesTable(Table):
 
     @property
     def task_app_variables(self) -> dict[str, str]:
-        """The environment variables of the task app that the job starts, for the keys that are given."""
+        """Return the environment variables for the job's own task app, from the keys that are given."""
         given = {name: value for name in TASK_APP_SETTINGS if (value := getattr(self, name))}
         return {
             f"TURNWISE_{name.upper()}": ",".join(value) if isinstance(value, tuple) else str(value)
@@ -155,7 +155,7 @@ class InferenceTable(EngineKeys, VllmKeys):
     """[inference]"""
 
 
-# How long ranks wait for each other: they import torch at their own pace, nodes start one after the other.
+# How long ranks wait for each other: each imports torch first, and nodes start one after another.
 RANKS_JOIN_S = 600.0
 
 
@@ -192,12 +192,12 @@ class LearnerTable(Table):
 
     @property
     def ranks(self) -> int:
-        """How many processes the learner is."""
+        """The number of the learner's processes."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def parts(self) -> int:
-        """How many ranks hold all weights together."""
+        """The number of ranks that hold all weights together."""
         return self.ranks // self.data_parallel_replicate_degree
 
     @field_validator("url")

@@ -1,4 +1,4 @@
-"""Rules that need the answers of a task app; a trial at the start, and `turnwise check`, look at them."""
+"""Rules that need the answers of a task app; a trial at the start and `turnwise check` apply them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from trainer_backend.plugins import estimator
 
 @dataclass(frozen=True)
 class Played:
-    """What a task app says of a job's environment, and the tables of the job that it is compared with."""
+    """A task app's answers about a job's environment, and the tables of the job to compare them with."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable
@@ -46,47 +46,47 @@ def _name_rewards(played: Played) -> str:
     return f"{told}. A file of the operator has it: services.task_plugins, or turnwise task-app --plugins"
 
 
-def _in_play(
+def _make_rule(
     keys: tuple[str, ...],
     holds: Callable[[Played], bool],
     sentence: str | Callable[[Played], str | Iterable[str]],
     kind: Kind = "refusal",
 ) -> Rule[Played]:
-    """Make a rule whose sentence follows the key that it is about."""
+    """Make a rule for `Played`, whose sentence follows the key that it is about."""
     return Rule(keys, holds, sentence, kind, "task_app")
 
 
 TASK_APP_RULES = (
-    _in_play(
+    _make_rule(
         ("multi_turn.enable", "rollout.env_name"),
         lambda p: p.multi_turn.enable or not p.conversation,
         "it is false, and the environment {rollout.env_name!r} is a conversation. With true, the other keys "
         "of [multi_turn] say what bounds it",
     ),
-    _in_play(
+    _make_rule(
         ("algorithm.advantage", "rollout.env_name"),
         lambda p: not (p.conversation and estimator(p.algorithm.advantage).needs_branches),
         "{algorithm.advantage!r} plays on from snapshots, and {rollout.env_name!r} is a conversation, which "
         "no snapshot holds",
     ),
-    _in_play(
+    _make_rule(
         ("curriculum.rule", "rollout.env_name"),
         lambda p: not p.has_curriculum or p.restorable is not False,
         "groups would start at snapshots, and {rollout.env_name!r} has none",
     ),
-    _in_play(
+    _make_rule(
         ("algorithm.train_branches", "rollout.env_name"),
         lambda p: not (p.conversation and p.algorithm.train_branches),
         "it plays on from snapshots, and {rollout.env_name!r} is a conversation, which no snapshot holds",
     ),
-    _in_play(
+    _make_rule(
         ("data.interaction", "rollout.env_name"),
         lambda p: not (p.conversation and p.has_interactions) or p.takes_answers,
         "it, or interaction_kwargs of a row, names an interaction that is never asked in "
         "{rollout.env_name!r}, where only tool calls count and which scores the episode itself: leave it out",
     ),
     *(
-        _in_play(
+        _make_rule(
             (f"multi_turn.{key}", "rollout.env_name"),
             partial(_plays_as_usual, key=key),
             "it has no effect in {rollout.env_name!r}, whose prompts are fresh for each decision; "
@@ -95,22 +95,22 @@ TASK_APP_RULES = (
         )
         for key in MultiTurn.model_fields
     ),
-    _in_play(
+    _make_rule(
         ("rollout.state_keys", "rollout.env_name"),
         to_find,
         lambda p: unknown_state_keys(p.rollout.state_keys, p.state_keys, p.rollout.env_name),
     ),
-    _in_play(
+    _make_rule(
         ("algorithm.state_hashing_function", "rollout.env_name"),
         lambda p: not estimator(p.algorithm.advantage).needs_state_keys,
         lambda p: unknown_state_keys([p.algorithm.state_hashing_function], p.state_keys, p.rollout.env_name),
     ),
-    _in_play(
+    _make_rule(
         ("rollout.reward_function",),
         lambda p: p.rollout.reward_function in (None, *p.reward_functions),
         _name_rewards,
     ),
-    _in_play(
+    _make_rule(
         ("training.step_rewards_mode", "rollout.env_name"),
         lambda p: (
             p.rewards_decisions

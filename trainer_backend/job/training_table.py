@@ -23,11 +23,11 @@ from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.core.schedules import DesiredKlKeys, FallKeys
 from trainer_backend.job.plug_table import PlugTable
 
-# Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
+# Nats between sampler and learner: a hundred times the value measured for a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 
 
-# Where neither the job nor a plan of memory sets them: what a CPU's cache holds.
+# Fits a CPU's cache; used if neither the job nor a plan of memory sets it.
 MICRO_BATCH_TOKENS = 4096
 
 
@@ -105,7 +105,7 @@ class LoopKeys(Table):
 
     @property
     def micro_batch(self) -> int:
-        """Tokens per forward and backward pass; a learner's table has those of its plan of memory."""
+        """Tokens per forward and backward pass; in a learner's table they are from its plan of memory."""
         return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
 
@@ -148,11 +148,11 @@ class TrainingTable(
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the initial model of RL is kept next to the trained one."""
+        """Whether the initial model of RL is needed besides the trained one."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
 
-# The target of adapters that stands for every linear layer except the head, as in peft.
+# The target of adapters that means every linear layer except the head, as in peft.
 ALL_LINEAR = "all-linear"
 
 
@@ -187,7 +187,7 @@ class LoraTable(Table):
 
     @property
     def adapts_all(self) -> bool:
-        """Whether every linear layer gets an adapter, whatever the model calls them."""
+        """Whether every linear layer except the head gets an adapter."""
         return self.target_modules == (ALL_LINEAR,)
 
 

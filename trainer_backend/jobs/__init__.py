@@ -1,1 +1,1 @@
-"""Jobs as a service: their HTTP routes, their processes, and who restarts them."""
+"""Jobs as a service: HTTP routes, processes, and the supervisor that restarts them."""

@@ -58,11 +58,11 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     app.state.service = service
     routers = (routes.router, run_routes.router, events.router, launcher.router, routes.info_router)
     for router in (*routers, login.router, *pages):
-        # Not by include_router, which would make the models of each route a second time, for each app.
+        # Not by include_router, which would build the models of each route again for each app.
         app.router.routes.extend(router.routes)
     install_problem_handlers(app)
-    app.add_exception_handler(TrainerError, _problem)
-    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(TrainerError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_request)
     describe(app, open_paths=OPEN_PATHS)
     settings, keys = service.settings, service.keys
     door = SessionDoor(
@@ -81,16 +81,16 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     return app
 
 
-async def _problem(request: Request, error: Exception) -> Response:
-    """Return the reply to an error of our tree, and log it if the service is at fault."""
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Return the reply to a TrainerError, and log it if the service is at fault."""
     assert isinstance(error, TrainerError)
     if error.status >= 500:
         log.warning("request_failed", method=request.method, path=request.url.path, detail=str(error))
     return problem_response(error)
 
 
-async def _validation(request: Request, error: Exception) -> Response:
-    """Return the reply to an invalid query, header or path: the first finding."""
+async def _answer_invalid_request(request: Request, error: Exception) -> Response:
+    """Return the reply to an invalid query, header or path: its first fault."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
@@ -101,10 +101,7 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Run the supervisor and the watcher while the service runs, then stop the jobs in order.
-
-    At the end, wait for every thread that uses the store.
-    """
+    """Run the supervisor and the watcher; at the end stop the jobs, and wait for threads of the store."""
     service: Service = app.state.service
     supervisor = service.supervisor
     threads = [service.line.thread, *service.watcher.threads]

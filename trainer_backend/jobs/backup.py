@@ -1,8 +1,8 @@
 """`turnwise backup` and `turnwise restore`: the jobs of the store and the run directories, in one archive.
 
-The archive is a tar of `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories. All else that
-the store holds is read from these again. The jobs are read first: a run that is newer than its job is synced,
-and a job that is newer than its run would name what is not there.
+The archive is a tar of `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories, from which the
+rest of the store is rebuilt. The jobs are read first: a sync fixes a run that is newer than its job, while a
+job that is newer than its run would name missing files.
 """
 
 import json
@@ -26,15 +26,15 @@ from trainer_backend.store.database import open_store
 from trainer_backend.store.jobs import put_rows, read_rows
 
 JOBS, RUNS = "jobs.jsonl", "runs"
-# Temporary content of a run directory: the lock of its process, and files that are being written.
+# Temporary content of a run directory, in addition to *.tmp.
 _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
-# The folder of a backup's links, and how old one is that no backup writes any more.
+# Prefix of the folder of a backup's links, and the age from which on such a folder is abandoned.
 _LINKS, _LEFT_S = "backup-", 86_400.0
 
 
 def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
-    """Write the archive, also while a service runs; return how many jobs and run directories it has.
+    """Write the archive, also while a service runs; return the numbers of jobs and of run directories.
 
     Raises:
         RunDirectoryError: there is no such data directory, or a run cannot be read.
@@ -61,13 +61,11 @@ def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
 
 
 def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
-    """Put an archive into an empty data directory and a store without its jobs; return how many of each.
-
-    All of it is there afterwards, or nothing. The service has to be stopped.
+    """Restore an archive, wholly or not at all; return the numbers of jobs and of run directories.
 
     Raises:
         RunDirectoryError: the data directory holds runs, or a service runs in it.
-        JobError: it is no archive of a backup, or the store has one of its jobs.
+        JobError: the archive is no backup, or the store has one of its jobs.
     """
     with open_data_dir(data_dir, runs_jobs=True) as data:
         if there := data.runs():
@@ -90,17 +88,17 @@ def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
 
 @contextmanager
 def _linked(data: DataDir) -> Iterator[Path]:
-    """A folder with links to all files of the runs, as they are at one moment, which takes milliseconds.
+    """Yield a folder with links to all current files of the runs, made in milliseconds.
 
-    A file that is replaced or deleted meanwhile stays there; one that only grows is read up to its end.
+    Later replacements and deletions do not affect it; a growing file is read up to its end.
     """
     folder = data.path / SERVICE / f"{_LINKS}{uuid4().hex}"
-    for left in (data.path / SERVICE).glob(f"{_LINKS}*"):  # by a backup that was killed
+    for left in (data.path / SERVICE).glob(f"{_LINKS}*"):  # from killed backups
         if time.time() - left.stat().st_mtime > _LEFT_S:
             shutil.rmtree(left, ignore_errors=True)
     try:
         for run in data.runs():
-            if not (folder / run.relative_to(data.path)).exists():  # one inside of another is there already
+            if not (folder / run.relative_to(data.path)).exists():  # a run inside another is linked already
                 _link(run, folder / run.relative_to(data.path))
         yield folder
     finally:
@@ -110,12 +108,12 @@ def _linked(data: DataDir) -> Iterator[Path]:
 def _link(source: Path, target: Path) -> None:
     with write_errors(target):
         target.mkdir(OWNERS_ALONE, parents=True)
-        # Checkpoints first: rows of metrics after the newest one are what a kill leaves too.
+        # Checkpoints first: metrics that are newer than the checkpoints look as after a kill.
         for entry in sorted(os.scandir(source), key=lambda one: one.name):
             if entry.is_dir(follow_symlinks=False):
                 _link(Path(entry.path), target / entry.name)
             elif entry.name in _LEFT_OUT or entry.name.endswith(".tmp"):
-                continue  # of the moment
+                continue
             elif entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # retention deleted it
                     try:

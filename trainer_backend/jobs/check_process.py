@@ -1,7 +1,7 @@
 """Parses each posted job in a process of its own, which is killed if it takes too long or too much memory.
 
-`python -m trainer_backend.jobs.check_process` is a server without threads that has imported the parser. It
-forks for each job: a fork costs milliseconds, and all memory of a job is freed with its process.
+`python -m trainer_backend.jobs.check_process` is a server without threads that has imported the parser, and
+forks for each job: a fork takes milliseconds, and its end frees all memory.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 # Time for the server to import, and for a process to exit; a process that hangs on a disk is abandoned.
 _IMPORT_S, _EXIT_S = 120.0, 2.0
-# Outcomes of a call; _EXIT comes with the exit code of its process, negative for a signal.
+# Outcomes of a call. _EXIT comes with the exit code of the process, negative for a signal.
 _READY, _RESULT, _ERROR, _NO_MEMORY, _EXIT = "ready", "returned", "raised", "no memory", "ended"
 _STDERR = 2
 # A library's threads would not survive a fork.
@@ -40,9 +40,9 @@ _ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class CheckProcess:
-    """Runs calls that parse a client's input, one at a time, in order; `at_most` of them run or wait.
+    """Runs calls that parse a client's input, one at a time, in order; at most `at_most` run or wait.
 
-    `at_most_s` and `at_most_bytes` limit a call. The server imports the plug-ins once for all calls.
+    `at_most_s` and `at_most_bytes` limit each call. The server imports the plug-ins once for all calls.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CheckProcess:
 
         Raises:
             TrainerError: the function raised it.
-            CheckEnded: it took too long or too much memory, or its process was killed.
+            CheckEnded: the call took too long or too much memory, or its process was killed.
             TooManyChecks: too many calls wait.
         """
         if self._under_way >= self._at_most:
@@ -116,7 +116,7 @@ class CheckProcess:
         connection = self._connect()
         try:
             connection.send_bytes(request)
-            # A process ends itself unless a disk blocks it; then it and its server are abandoned.
+            # The process ends itself in time, unless a disk blocks it; then it and its server are abandoned.
             if connection.poll(self._at_most_s + _EXIT_S):
                 return _message(connection)
             exit_code = -signal.SIGALRM
@@ -128,7 +128,7 @@ class CheckProcess:
         return _EXIT, exit_code
 
     def _connect(self) -> Connection:
-        """Connect to a server process that has imported everything it needs."""
+        """Start a server unless one runs, and wait until it has imported everything."""
         if self._connection is not None:
             return self._connection
         connection, theirs = Pipe()
@@ -203,7 +203,7 @@ def main(*plugins: str) -> None:
 
     connection = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for plug-ins that read stdin
-    with suppress(TrainerError):  # the job that is checked will tell it
+    with suppress(TrainerError):  # the check of a job reports it
         load_packages()
         load_plugins([Path(file) for file in plugins])
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports

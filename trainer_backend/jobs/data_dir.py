@@ -31,7 +31,7 @@ SERVICE = ".service"
 FORGOTTEN = "forgotten"
 # Depths of runs below the data directory: `turnwise train --seeds` makes NAME-seeds/seed_0.
 _DEPTHS = ("*/run.json", "*/*/run.json")
-# What `create_run` leaves if it is killed: run.json, which makes a folder a run, is written last.
+# What a killed `create_run` leaves; run.json, which makes a folder a run, is written last.
 _PARTIAL_FILES = frozenset({lock.FILE, "job.toml"})
 _PARTIAL_FOLDERS = frozenset({"rollouts", "checkpoints"})
 # Prefix of deleted run directories in the service's own folder.
@@ -45,16 +45,16 @@ class DataDir:
     home: str
     """The name of this folder in a store that several services share."""
     plugins: tuple[Path, ...] = ()
-    """The files of `job.trainer_plugins` whose code the operator lets jobs run now."""
+    """The files of `job.trainer_plugins` that jobs may run now."""
 
     def new_run_dir(self, name: str) -> Path:
         """Return a unique path for a new job's run; the folder is not created yet."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
     def prepare_run(self, job: Job) -> RunDirectory:
-        """Return the run of a posted job. Create it if needed, and complete a half-created one."""
+        """Return the run of a posted job; create it if needed, or complete a half-created one."""
         stored = tomli.loads(job.config)
-        stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with what its start finds
+        stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with the current files
         config = parse_job(stored, where=f"job {job.id}", runs_plugins=False).config
         if withdrawn := set(config.job.trainer_plugins) - set(self.plugins):
             raise JobError(
@@ -108,7 +108,7 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 
 def say_unusable(path: Path, *, writes: bool) -> str | None:
-    """A sentence with owner and mode if this process cannot use a file or folder that is there; else None."""
+    """Describe owner and mode of an existing file or folder that this process cannot use; None if it can."""
     needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
     if not os.access(path, os.F_OK) or os.access(path, needed, effective_ids=True):
         return None
@@ -126,8 +126,8 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
     One service at a time `runs_jobs` in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
-    # `compose cp` leaves files of root, say. Folders of runs and their records are looked at, not all files.
-    with suppress(PermissionError):  # of a folder that is looked at itself
+    # For example, `compose cp` leaves files of root. Only folders of runs and their JSON files are checked.
+    with suppress(PermissionError):  # the glob of an unreadable folder, which the loop reports itself
         for part in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
             if reason := say_unusable(part, writes=runs_jobs):
                 hint = f"As root: chown -R {os.geteuid()}:{os.getegid()} {folder}"
@@ -152,7 +152,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
 
 
 def _read_home(file: Path) -> str:
-    """Return the folder's name, created by the first service that opens it."""
+    """Return the folder's name, which the first service that opens it creates."""
     with write_errors(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)
         home.seek(0)
@@ -164,9 +164,9 @@ def _read_home(file: Path) -> str:
 
 
 def _claim_place(folder: Path, home: str) -> None:
-    """Record where this folder lies, and refuse a copy of another data directory.
+    """Record the path of this folder, and refuse a copy of another data directory.
 
-    A copy has the same name: on a shared store, each service would take the other's jobs.
+    A copy has the same name: with a shared store, each service would take the other's jobs.
     """
     ours, note = folder / SERVICE / "home", folder / SERVICE / "place"
     with write_errors(note):
@@ -190,7 +190,7 @@ _LOOK_S = 60.0
 
 
 def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
-    """Forget a job; move its run directory to the trash, or keep it but hide it.
+    """Forget a job, and move its run directory to the trash or hide it.
 
     A run of `turnwise train` is forgotten only once its directory is gone.
     """
@@ -204,7 +204,7 @@ def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
         raise RunDirectoryError(f"{path} is no run directory in {data.path}, so it is not deleted")
     if (trainer := holder(path)) is not None:
         raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
-    with run_lock(path):  # so that no other process trains in it and the sweeper does not delete it yet
+    with run_lock(path):  # no other process may train in it, nor the sweeper delete it yet
         with write_errors(path):
             (path / FORGOTTEN).touch()  # first: otherwise the watcher would find the run again
         if not files:
@@ -222,7 +222,7 @@ def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
 def sweep(data: DataDir) -> None:
     """Delete the folders in the trash, including those of a killed service. Runs on a thread."""
     for path in data.aside():
-        if holder(path) is not None:  # its row is being deleted, which may fail
+        if holder(path) is not None:  # `forget_job` is deleting its row, which may fail
             continue
         try:
             shutil.rmtree(path)

@@ -39,7 +39,7 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A reader's position: the number of the last metrics row, the byte after the last log line."""
+    """A reader's position: the number of the last metrics row, and the byte after the last log line."""
 
     row: int = 0
     byte: int = 0
@@ -93,7 +93,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
     service.streams += 1
     try:
         while not service.news.closed:
-            count = service.news.count(job_id)  # first, so that news during the read are not missed
+            count = service.news.count(job_id)  # first, so that no news is missed during the read
             try:
                 job, events, place, more = await service.line.ask(_look, service, job_id, place)
             except UnknownJob:
@@ -120,7 +120,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
 
 
 def _look(service: Service, job_id: str, before: Place) -> tuple[JobView, list[bytes], Place, bool]:
-    """Return the job, the new events since a position, the next position, and whether there are more."""
+    """Return the job, the events after a position, the next position, and whether there are more events."""
     job = jobs.get(service.store, job_id)  # first: once it has ended, everything else is complete
     rows = reads.metric_lines(service.store, job_id, after=before.row, limit=_MOST_ROWS)
     log = read_piece(Path(job.run_dir, LOG_FILE), before.byte) if job.run_dir else Piece()

@@ -23,7 +23,7 @@ from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState
 _PREFIX = "turnwise_trainer"
 _KINDS = ("iteration", "evaluation")
 _MOST_JOBS = 200
-# A collector that asks every minute must see the last iteration and evaluation of an ended job.
+# A collector that scrapes every minute must see the last iteration and evaluation of an ended job.
 _SHOWN_FOR = timedelta(minutes=5)
 
 
@@ -61,7 +61,7 @@ def page(service: Service, *, version: str, accept: str) -> Response:
         for route, histogram in service.requests.latency.items():
             seconds.add_metric([route], histogram.sum_s)
         yield seconds
-        yield from _of_runs(rows)
+        yield from _run_metrics(rows)
 
     return metrics_response(everything, accept=accept)
 
@@ -70,7 +70,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{_PREFIX}_{name}", text, value)
 
 
-def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
+def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
     """Yield every number of the last rows as turnwise_trainer_ROOM_WHAT, and under its common names."""
     families = _Families()
     for job, rows in jobs:
@@ -80,7 +80,7 @@ def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Ite
                     text = f"{name} of the last row."
                     families.add(f"{_PREFIX}_{_plain(name)}", text, value, job, kind=kind)
         for names, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
-            for name, ours, value in _under_other_names(names, rows.get(kind, {})):
+            for name, ours, value in _translate_names(names, rows.get(kind, {})):
                 families.add(name, f"{ours} of the last row.", value, job)
         state = read_state(Path(job.run_dir)) if job.run_dir and job.state in ACTIVE else None
         processes = Counter((one.role, one.state) for one in state.processes) if state is not None else {}
@@ -92,7 +92,7 @@ def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Ite
 
 
 class _Families:
-    """Gauges by name. Of two samples with equal name and labels Prometheus would keep only one."""
+    """Gauges by name, with unique samples: Prometheus would drop one of two with equal name and labels."""
 
     def __init__(self) -> None:
         self.all: dict[str, GaugeMetricFamily] = {}
@@ -100,15 +100,15 @@ class _Families:
 
     def add(self, name: str, text: str, value: float, job: Job, **more: str) -> None:
         labels = {"job_id": job.id, "run": job.name, **more}
-        while (name, *labels.values()) in self._samples:  # such as of policies `a-b` and `a_b`
+        while (name, *labels.values()) in self._samples:  # for example policies `a-b` and `a_b`
             name += "_"
         self._samples.add((name, *labels.values()))
         family = self.all.setdefault(name, GaugeMetricFamily(name, text, labels=tuple(labels)))
         family.add_metric(tuple(labels.values()), value)
 
 
-def _under_other_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield their name, our name and the value; a `*` at the end of both names matches any ending."""
+def _translate_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Yield the other name, our name and the value; a `*` at the end of both names matches any ending."""
     numbers = dict(list_numbers(row)) | {name: row[name] for name in ("iteration",) if name in row}
     for name, ours in names.items():
         if not ours.endswith("*"):
@@ -124,9 +124,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
-# Names of our metrics in other systems; a `*` matches any ending. Only equal quantities are listed.
-
-# verl's names (prior art: verl HEAD), `/` written as `_`.
+# Other systems' names of our metrics, for equal quantities only; a `*` matches any ending. First verl's names
+# (prior art: verl HEAD), with `_` for `/`.
 OF_ITERATIONS: Mapping[str, str] = {
     "critic_score_mean": "episode/outcome_reward",
     "critic_rewards_mean": "reward/mean",

@@ -1,8 +1,7 @@
-"""Jobs in the shape that existing launchers send: the routes under /rl, and the translation into our keys.
+"""The routes under /rl for jobs of existing launchers, and the translation of their keys into ours.
 
-A published key with a meaning here becomes our key; the reply names all other keys, which are ignored.
-
-The shape is that of synth-ai: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`.
+The body is synth-ai's: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`. Keys without a
+meaning here are ignored, and the reply names them.
 """
 
 from collections.abc import Iterator
@@ -44,10 +43,10 @@ _OURS = ("preset", "path", "name")
 def translate(
     config: dict[str, Any], *, task_url: str | None, model: str | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Translate the tables of a launcher's TOML into ours; return a sentence for each ignored key too.
+    """Translate the tables of a launcher's TOML into ours; return them and a sentence for each ignored key.
 
-    `task_url` is `data.endpoint_base_url`, which wins, since the launcher has tried it; `model` is
-    `data.model` or `data.base_model`.
+    `task_url` is `data.endpoint_base_url`, which takes precedence, since the launcher has tried it; `model`
+    is `data.model` or `data.base_model`.
     """
     refuse_unwritable(config)
     tables: dict[str, Any] = deepcopy(config)
@@ -111,7 +110,7 @@ def _refuse_other_strategies(tables: dict[str, Any]) -> None:
                 hint="A reward function of the operator can weigh achievements (docs/plugins.md).",
             )
     settings = copy_table(copy_table(tables, "rollout"), "env_config")
-    if settings.get("step_rewards") == {}:  # all of it is moved
+    if settings.get("step_rewards") == {}:  # all of its keys were moved
         _pop(tables, "rollout.env_config.step_rewards")
 
 

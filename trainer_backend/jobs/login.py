@@ -1,7 +1,7 @@
-"""The log-in page: it exchanges the key for a cookie that no script can read.
+"""The log-in page exchanges the key for a cookie that scripts cannot read.
 
-A link from another site sends the cookie (SameSite=lax) but can only read; every change must come from one of
-our pages (service_kit.gate).
+Links from other sites send the cookie (SameSite=lax), but can only read: changes must come from our own pages
+(service_kit.gate).
 """
 
 import math
@@ -39,8 +39,8 @@ async def log_in(
 ) -> Response:
     """Start a session for the right key; after several wrong ones, tell the sender of more to wait.
 
-    The right key always opens, even after wrong ones: behind a proxy all people have one address, and one of
-    them, or a stranger, must not lock the others out.
+    The right key always works, even after wrong ones: behind a proxy all users have the same address, and a
+    stranger must not lock them out.
     """
     service = get_service(request)
     if service.keys.opens(key):
@@ -65,7 +65,7 @@ def _form(request: Request, next: str, *, refused: str = "", status: int = 200) 
 
 
 def own_path(path: str) -> str:
-    """Return the path if it is one of this service, not of another host (`//host`, `/\\host`), else `/`."""
+    """Return the path, or `/` if it leads to another host (`//host`, `/\\host`)."""
     parts = urlsplit(path)
     plain = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if plain and not parts.netloc and not parts.scheme else "/"

@@ -1,7 +1,7 @@
 """Posted jobs: parsing of their JSON or TOML, validation, and the operator's bounds.
 
-Each holder of the service's key may train. None may read the operator's files, run own code, send the
-operator's keys to another host, or listen on an address of choice. Errors never repeat a key.
+A client with the service's key may train, but not read the operator's files, run its own code, send the
+operator's keys to another host, or choose an address to listen on. Errors never repeat a key.
 """
 
 import os
@@ -41,7 +41,7 @@ _MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_DEEP = f"holds tables or lists in one another, more than {_DEEPEST} deep"
-# The limit of keys and list items in a document; for a text, separators are counted, which are slightly more.
+# The most keys and list items of a document; in a text, separators are counted, which are slightly more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 # Maximum depth at which files in a folder of data or checkpoints are read.
@@ -51,7 +51,7 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot 
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a TOML text of at most so many values. Call it in the check process, which limits its time."""
+    """Parse a TOML text of at most MOST_VALUES values; the check process, which calls it, limits the time."""
     if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
     try:
@@ -65,7 +65,7 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Refuse what is too deep or too large, or holds too long a number, before anything walks it."""
+    """Refuse a document that is too deep or too large, or has a number or text that TOML cannot hold."""
     values, rest = len(document), [(name, 0, [name, table]) for name, table in document.items()]
     for name, depth, items in rest:  # the list grows meanwhile
         for item in items:
@@ -86,10 +86,10 @@ def refuse_unwritable(document: Mapping[str, Any]) -> None:
 def validate_job(
     document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None
 ) -> tuple[LoadedJob, dict[str, str]]:
-    """Validate a posted document, after filling in the operator's addresses where it names none.
+    """Fill in the operator's addresses and validate a posted document; return the job and its tags.
 
-    A relative path is looked up in the allowed roots in order, then in the service's working directory. With
-    the job come its tags: those in [tags], replaced by those of the request, `tags`.
+    A relative path is looked up in the allowed roots in order, then in the service's working directory. The
+    request's `tags` override those in [tags].
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
@@ -105,12 +105,12 @@ def validate_job(
     for key, path in list_paths(draft):
         if len(str(path)) > _LONGEST_PATH:
             raise JobError(f"{WHERE}: {key} is a path of more than {_LONGEST_PATH} characters")
-    # With a way up, the place where a path is found would reveal whether a foreign file exists.
+    # With `..`, the folder in which a path is found would reveal whether a foreign file exists.
     if not any(".." in path.parts for _, path in list_paths(draft)):
         for folder in (*bounds.roots, Path()):
             anchor(own, folder)
     loaded = parse_job(own, where=WHERE)
-    findings = list(_outside(loaded.config, bounds))
+    findings = list(_find_forbidden(loaded.config, bounds))
     if findings:
         raise join_findings((f"{WHERE}: {finding}" for finding in findings), len(findings))
     refuse_missing_parts(loaded)
@@ -118,7 +118,7 @@ def validate_job(
 
 
 def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Yield every path that a job names, with its key, except job.runs_dir, which the service sets."""
+    """Yield the key and the path of every path in a job, except job.runs_dir, which the service sets."""
     for table_name in type(config).model_fields:
         section = getattr(config, table_name)
         for table in section if isinstance(section, tuple) else (section,):  # several, as [[rollout_only]]
@@ -130,14 +130,14 @@ def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
-    """Fill in the operator's addresses and folder where the job names none.
+    """Fill in the operator's addresses and folder if the job has none, or has only the defaults.
 
-    A default counts as none, because the job.toml of a run and `turnwise check --all` write every key.
+    The job.toml of a run, and `turnwise check --all`, write the defaults of all keys.
     """
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    # A job with keys of task apps that it starts itself (how many, or which files they have) does start them.
+    # A job with keys of own task apps (their number or files) starts them itself.
     starts_own = services.get("task_apps", ServicesTable().task_apps) != ServicesTable().task_apps
     starts_own |= bool(services.get("task_plugins"))
     starts_own |= bool(copy_table(document, "multi_turn").get("interaction_config_path"))
@@ -149,7 +149,7 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     if job.get("runs_dir") in (None, str(JobTable().runs_dir)):
         job["runs_dir"] = str(bounds.data_dir)
     own = [str(file) for file in bounds.plugins]
-    # They run in this process as soon as the job is read, so what it names is compared before.
+    # Checked before parsing, which runs the plug-ins in this process.
     if job.get("trainer_plugins", own) not in (own, []):
         raise JobError(
             f"{WHERE}: job.trainer_plugins names code, which the service's operator chooses (--plugins); "
@@ -157,18 +157,18 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
         )
     if own:
         job["trainer_plugins"] = own
-    # Whatever run this job.toml is from: a job has the files as they are now.
+    # The digests may be of another run; this job has the current files.
     job.pop("trainer_plugins_sha256", None)
     document["job"] = job
 
 
-def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Yield a sentence for each thing that a valid job names and may not use."""
+def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
+    """Yield a sentence for each value of a valid job that a posted job may not have."""
     if config.job.runs_dir.resolve() != bounds.data_dir:
         yield f"job.runs_dir is the service's own to choose ({bounds.data_dir}); leave it out"
     if config.services.gateway_host != bounds.gateway_host:
         yield "services.gateway_host is the service's own to choose (--gateway-host); leave it out"
-    # They import modules and start programs.
+    # These settings import modules and start programs.
     settings = [f"services.{name}" for name in TASK_APP_SETTINGS if getattr(config.services, name)]
     for key in settings:
         yield (
@@ -205,7 +205,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"(--allow-model: {allowed})"
         )
     yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
-    # Who may load weights into a server may stop it for all that it serves; to start one runs any program.
+    # A client that loads weights into a server could stop it for others; starting one can run any program.
     if config.inference.engine == "vllm":
         yield (
             "inference.engine = 'vllm' is for jobs of `turnwise train`; a posted job may start and control "
@@ -220,10 +220,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def refuse_task_app(url: str, bounds: Bounds) -> str | None:
-    """Say why the service's key may not be sent to a task app; None: it may.
-
-    On this machine too, since the process that listens there receives the operator's key.
-    """
+    """Say why the service's key may not be sent to a task app, also on this machine; None if it may."""
     if url.rstrip("/") in bounds.task_urls:
         return None
     allowed = ", ".join(sorted(bounds.task_urls)) or "none"
@@ -234,7 +231,7 @@ def refuse_task_app(url: str, bounds: Bounds) -> str | None:
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """A foreign learner is sent the operator's key; a Ray starts what it is told to."""
+    """Refuse other learners, which would get the operator's key, and other Rays, which start processes."""
     if config.cluster is None or config.cluster.launcher == "local":
         return
     key, address = "learner.url", config.learner.url
@@ -248,7 +245,7 @@ def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 def _foreign_keys(
     warmup: WarmupTable | None, fixed: Sequence[RolloutOnlyTable], sinks: SinksTable, bounds: Bounds
 ) -> Iterator[str]:
-    """Yield a finding for each of the operator's keys that the job would use."""
+    """Yield a sentence for each of the operator's keys that the job would use without permission."""
     variables = [("warmup", warmup.api_key_env)] if warmup is not None else []
     variables += [("rollout_only", table.api_key_env) for table in fixed]
     for home, variable in variables:
@@ -268,8 +265,8 @@ def _foreign_keys(
 
 
 def may_name(key: str, path: Path, bounds: Bounds) -> bool:
-    """Return whether a posted job may name this file; code is run from the operator's folders alone."""
-    real = path.resolve()  # links included: the file that is read is their target
+    """Return whether a posted job may name this file; code may come only from the operator's folders."""
+    real = path.resolve()  # the target of links, which is the file that is read
     if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
         return False
     return any(real.is_relative_to(root) for root in _roots(key, bounds))
@@ -320,8 +317,6 @@ def _tags(tags: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-# The text may come from anybody, so a separate process parses it (check_process.py).
-
 _JSON = "application/json"
 _FORM = "application/x-www-form-urlencoded"  # the default of curl -d
 _TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream", _FORM})
@@ -363,7 +358,7 @@ class Resolution:
     """The job with every default filled in."""
     tags: Mapping[str, str]
     warnings: tuple[str, ...]
-    """Likely mistakes in it."""
+    """Likely mistakes in the job."""
 
 
 def resolve(
@@ -404,12 +399,12 @@ def check(content: bytes, bounds: Bounds) -> Checked:
 
 
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
-# Characters that the search for lines parses again at most; after a longer value no key has a line.
+# The most characters that the search for lines parses again; keys after a longer value have no line.
 _MOST_CHARACTERS = 2 << 20
 
 
 def find_line(message: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the first key that a message names; a missing key has that of the table around."""
+    """Return the line of the first key in a message; a missing key has the line of the table around it."""
     for dotted in _DOTTED.findall(message):
         name = dotted
         while name and name not in lines:
@@ -422,8 +417,8 @@ def find_line(message: str, lines: Mapping[str, int]) -> int | None:
 def list_lines(text: str) -> dict[str, int]:
     """Map each dotted key and each table of a valid TOML text to its first line, from 1.
 
-    A statement (a header, or a key with its value) is valid TOML alone, and ends at the first line end where
-    it is. Most have one line; a longer one can end only in a line that closes a list, a table or a string.
+    A statement (a header, or a key with its value) ends at the first line end at which it is valid TOML. Most
+    have one line; a longer one can end only in a line that closes a list, a table or a string.
     """
     lines: dict[str, int] = {}
     table, statement, begin, characters = "", "", 1, 0
@@ -448,7 +443,7 @@ def list_lines(text: str) -> dict[str, int]:
 
 
 def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a document, each after the table around it."""
+    """Yield the dotted keys of a document, each after its table."""
     for key, value in table.items():
         yield f"{prefix}{key}"
         inner = value[0] if value == [{}] else value  # a header [[…]]
@@ -464,7 +459,7 @@ def decode_body(body: bytes) -> str:
 
 
 def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the tables of a job, and the tags that stand next to them."""
+    """Return the tables of a job, and the tags of a JSON body."""
     if media_type == _JSON:
         try:
             job = PostedJob.model_validate(read_json(body))
@@ -490,7 +485,7 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
 
 
 def describe_fault(finding: Mapping[str, Any], path: Sequence[object], known: Collection[str]) -> str:
-    """Say what one of pydantic's errors is about, and what is wrong there."""
+    """Describe one of pydantic's errors with its path."""
     name = ".".join(map(str, path))[:80]
     if finding["type"] == "extra_forbidden":
         return f"{name!r} is not known here{did_you_mean(str(path[-1]), known) if known else ''}"

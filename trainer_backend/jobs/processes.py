@@ -20,7 +20,7 @@ from trainer_backend.store.rows import Job, parse_tables
 
 PROCESS_LOG = "process.log"
 _MOST_SHOWN = 300
-# How faulthandler begins to tell of a signal such as SIGSEGV.
+# With this, faulthandler begins its report of a signal such as SIGSEGV.
 _CRASH = "Fatal Python error: "
 # The service's secrets, which jobs do not need.
 _OWN_KEYS = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
@@ -33,20 +33,20 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 class JobProcess(Child):
     log_start = 0
-    """The bytes of process.log that earlier processes of the job wrote."""
+    """The size of process.log before this process."""
     stopping: "asyncio.Task[bool] | None" = None
-    """Its end after a signal to stop; the result says whether it had to be killed."""
+    """The process's end after a signal to stop; the result is whether the process had to be killed."""
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
 
-        A task of the event loop kills it, since the caller may be waiting for a store that hangs.
+        A task of the event loop kills it, since the caller may wait for a hanging store.
         """
         self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a job's process, by the job's TOML; an external learner's job has its key."""
+    """Return a job process's environment; only a job with an external learner gets the learner's key."""
     cluster = parse_tables(config).get("cluster")
     is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
     return without(_OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER, environ)
@@ -55,17 +55,17 @@ def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -
 async def start_process(
     run_dir: Path, environment: Mapping[str, str], *, command: Command = job_command
 ) -> JobProcess:
-    """Start the process of a job. It ends with this process at the latest."""
+    """Start the process of a job, which ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
-        start = log.tell()  # before it shares the position
+        start = log.tell()  # before the process shares the position
         process = await JobProcess.start(command(run_dir), stdout=log, stderr=log, env=environment)
         process.log_start = start
     return process
 
 
 def last_words(job: Job, process: JobProcess) -> Ending:
-    """Return what a process wrote (job_process.py) before it ended, without what earlier ones wrote."""
-    assert process.exit_code is not None, "the words are the last ones once it has ended"
+    """Read how an ended process ended, from its own state and log (job_process.py)."""
+    assert process.exit_code is not None, "the process has ended"
     if job.run_dir is None:
         return Ending(process.exit_code)
     folder = Path(job.run_dir)
@@ -74,22 +74,22 @@ def last_words(job: Job, process: JobProcess) -> Ending:
     lines = last_lines(folder / PROCESS_LOG, process.log_start)
     last = lines[-1] if lines else ""
     error = last.removeprefix(ERROR) if last.startswith(ERROR) else None
-    # After that line come the stacks of all threads.
+    # The stacks of all threads follow the _CRASH line.
     line = next((line for line in lines if line.startswith(_CRASH)), last)
     last_line = clip(line.strip(), _MOST_SHOWN)
     return Ending(process.exit_code, own, error=error, last_line=last_line)
 
 
 def record_death(job: Job, ending: Ending) -> None:
-    """Write why a process ended that could not write it itself, for readers of the run's files."""
+    """Write the reason for a process's end into the run's files if the process could not."""
     wrote = ending.state is not None and ending.state.state in FINAL
     if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):
         return
     folder, (code, detail) = Path(job.run_dir), explain(ending)
     state = read_state(folder)
-    if state is None or (state.code, state.detail) == (code, detail):  # the second: by an interrupted round
+    if state is None or (state.code, state.detail) == (code, detail):  # equal after an interrupted round
         return
-    with suppress(RunDirectoryError):  # a disk without room may be why it ended
+    with suppress(RunDirectoryError):  # a full disk may be the reason
         end = replace(state, state="failed", stage="", done=0, total=0, code=code, detail=detail)
         write_state(folder, replace(end, since=now()))
         append_log(folder, f"failed: {detail}")

@@ -1,4 +1,4 @@
-"""How the routes of the trainer are declared."""
+"""The router class of the trainer's routes."""
 
 from functools import partial
 from operator import attrgetter
@@ -9,7 +9,7 @@ from service_kit.problems import problem_responses
 
 # The error statuses of routes.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
-# Clients that are generated name their functions by the id.
+# Generated clients name their functions by the operation id.
 Router = partial(
     APIRouter, responses=problem_responses(ERRORS), generate_unique_id_function=attrgetter("name")
 )

@@ -20,7 +20,7 @@ from trainer_backend.store.rows import Curve, Job
 
 router = Router(tags=["runs"])
 
-_FILES = {"run": LOG_FILE, "process": PROCESS_LOG}  # the others are named as their part
+_FILES = {"run": LOG_FILE, "process": PROCESS_LOG}  # the files of other parts are called PART.log
 
 
 class Metrics(Body):
@@ -117,10 +117,7 @@ class Piece:
 
 
 def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:
-    """Read the first or the last lines of what a file has from a byte on.
-
-    A file that became shorter was rewritten and is read from its start.
-    """
+    """Read the first or the last lines of a file from a byte on, or from the start of a shorter file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -29,7 +29,7 @@ log = structlog.get_logger("trainer")
 
 # Time for a thread to end.
 _LAST_S = 1.0
-# More than asyncio's default on a small machine, since a hanging database holds one per request.
+# More than asyncio's default on a small machine, since a hanging database blocks a thread per request.
 _THREADS = 24
 
 
@@ -37,8 +37,8 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
     """Serve until the process is stopped; `say` receives lines for the user, `command` starts a job."""
     configure_logs(settings.log_level, form=settings.log_format)
     load_packages()
-    load_plugins(settings.plugins, option="--plugins")  # a fault ends the start, and not the first job
-    # The port first: if another service has it, its store must not be touched.
+    load_plugins(settings.plugins, option="--plugins")  # a fault must end this start, not the first job
+    # The port first: if another service has the port, its store must not be touched.
     with (
         Listener(settings.host, settings.port) as listener,
         closing(CheckProcess(plugins=settings.plugins)) as checks,
@@ -96,7 +96,7 @@ def open_service(
 
 
 def build_app(service: Service) -> TrainerApp:
-    """Build the whole application: the API and the dashboard."""
+    """Build the API and the dashboard."""
     from trainer_backend.jobs.submission import build_dashboard
     from trainer_backend.pages.app import router
 
@@ -106,7 +106,7 @@ def build_app(service: Service) -> TrainerApp:
 
 
 def build_server(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
-    """Build a server that ends event streams when it stops; a second signal kills jobs that still stop."""
+    """Build a server that ends event streams when it stops; a second signal kills jobs that are stopping."""
     service: Service = app.state.service
     supervisor = service.supervisor
 

@@ -1,4 +1,4 @@
-"""The object that all routes share, and the search for the job that a request names."""
+"""The object that all routes share, and the search for a request's job."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ def get_service(request: Request) -> Service:
 
 
 def job_view(job: Job) -> JobView:
-    """Build the view of a job. It reads the run directory: call it on a thread."""
+    """Build the view of a job; reads the run directory, so call it on a thread."""
     state, progress = read_state(Path(job.run_dir)) if job.run_dir is not None else None, None
     if state is not None:
         same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
@@ -96,7 +96,7 @@ async def find_job(service: Service, name: str) -> Job:
 
 
 def refuse_foreign(service: Service, job: Job) -> None:
-    """Refuse to act on another service's job: services may share a database, but no disk."""
+    """Refuse to act on another service's job: services may share a database, but not a disk."""
     if service.supervisor is None:
         raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
     if job.home != service.data.home:

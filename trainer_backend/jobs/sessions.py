@@ -1,4 +1,4 @@
-"""The cookie that the log-in page gives for the key: signed, dated, and worthless under another key."""
+"""The session cookie of the log-in page: signed with the service's key, and dated."""
 
 import hashlib
 import time
@@ -16,18 +16,18 @@ _CONTENT = b"session"
 
 
 class LoginSessions:
-    """Gives and checks the cookies of one key; a new key ends them all. `clock` tells seconds since 1970."""
+    """Creates and checks the cookies of a key; a new key invalidates them. `clock`: seconds since 1970."""
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._signer = None if key is None else _Signer(key.get_secret_value(), clock)
 
     def cookie(self) -> str:
-        """Return the cookie of a session that begins now."""
+        """Return the cookie of a new session."""
         assert self._signer is not None, "without a key there is no log-in"
         return self._signer.sign(_CONTENT).decode()
 
     def match(self, headers: RawHeaders) -> bool:
-        """Return whether the headers hold a session of this key that has not ended."""
+        """Return whether the headers have a valid session of this key."""
         cookies = cookie_parser(
             "; ".join(value.decode("latin-1") for name, value in headers if name == b"cookie")
         )

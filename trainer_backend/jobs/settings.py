@@ -1,6 +1,6 @@
-"""The settings of a trainer service, and the parts of them that other modules read.
+"""The settings of a trainer service.
 
-Every start of `turnwise` reads this file for its options, so it imports little.
+Every start of `turnwise` imports this file for its options, so it imports little.
 """
 
 from pathlib import Path
@@ -151,7 +151,7 @@ class Settings(SupervisorSettings, Bounds, ServiceSettings):
 
     @property
     def bounds(self) -> Bounds:
-        """These alone, for the process that parses what anybody posts: it is given no key."""
+        """The bounds without any key, for the process that parses posted jobs."""
         return Bounds.model_construct(**{name: getattr(self, name) for name in Bounds.model_fields})
 
     @model_validator(mode="after")
@@ -170,5 +170,5 @@ class Settings(SupervisorSettings, Bounds, ServiceSettings):
 
 
 def find_database(data_dir: Path) -> str:
-    """Return the address of the store of a data directory, if no other is given."""
+    """Return the default address of a data directory's store."""
     return f"sqlite:///{data_dir.resolve() / 'turnwise.db'}"

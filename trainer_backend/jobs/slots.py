@@ -1,4 +1,4 @@
-"""The supervisor's memory of running jobs, which a restart may lose, and its calls with a deadline."""
+"""The supervisor's memory of running jobs, which a restart may lose, and calls with a deadline."""
 
 import asyncio
 import threading
@@ -22,13 +22,13 @@ class Slot:
 
     process: JobProcess | None = None
     is_counted: bool = False
-    """Whether the job's `attempt` includes the next start already, because a claim counts it."""
+    """Whether the job's `attempt` already includes the next start, which a claim counts."""
     ending: Ending | None = None
-    """How its process ended, until that is stored."""
+    """The end of its process, until it is stored."""
     not_before_s: float = 0.0
     """When the next process starts, after a crash."""
     lock_deadline_s: float | None = None
-    """Until when it waits for another trainer to release the run directory; None: it does not wait yet."""
+    """The deadline for another trainer to release the run directory; None: not waiting."""
     crashes: int = 0
     """Crashes without an iteration in between."""
     iteration: int = 0
@@ -38,11 +38,10 @@ class Slot:
 
     @property
     def lives(self) -> bool:
-        """Whether its process is alive."""
         return self.process is not None and self.process.exit_code is None
 
     def record_end(self, ending: Ending) -> Ending:
-        """Record how its process ended, with the crashes so far; repeated calls count a crash once."""
+        """Record the end of the process, with the crashes so far; repeated calls count a crash once."""
         if self.ending is None:
             iteration = ending.state.iteration if ending.state is not None else 0
             if iteration > self.iteration:
@@ -60,8 +59,8 @@ Result = TypeVar("Result")
 class Line:
     """Runs calls that may hang in a database or network disk, each with a deadline.
 
-    A stuck thread cannot be ended. So each caller has a Line with one thread of its own: its next call waits
-    for the stuck one, within the same deadline, and takes no thread from other callers.
+    A stuck thread cannot be ended. So each caller has a Line with its own thread: its next call waits for the
+    stuck one, within the same deadline, and blocks no other callers.
 
     Args:
         shown: the store's address for messages.
@@ -77,7 +76,7 @@ class Line:
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
         """Return the call's result. A call that misses the deadline continues, but its result is lost."""
-        loop, logged = asyncio.get_running_loop(), copy_context()  # logs of a request tell its id
+        loop, logged = asyncio.get_running_loop(), copy_context()  # logs include the request's id
         try:
             async with asyncio.timeout(self._answer_s):
                 return await loop.run_in_executor(
@@ -99,7 +98,7 @@ async def wait_for_threads(threads: Iterable[ThreadPoolExecutor], *, at_most_s: 
         with suppress(RuntimeError):  # too late: the loop is closed
             loop.call_soon_threadsafe(over.set)
 
-    # A daemon thread: neither the loop nor the interpreter waits for it at the end, as they do for a pool's.
+    # A daemon thread, since the loop and the interpreter would wait for a pool's thread at the end.
     threading.Thread(target=wait, name="end-of-threads", daemon=True).start()
     with suppress(TimeoutError):
         async with asyncio.timeout(at_most_s):

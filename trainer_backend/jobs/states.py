@@ -1,4 +1,4 @@
-"""The states of a job: after its process ended, after a verb, and while another process trains. Pure."""
+"""Transitions of a job: at the end of its process, by verbs, and by other trainers. Pure."""
 
 import signal
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import Changes, state_of_run
 from trainer_backend.store.rows import ENDED, Job
 
-# The longest wait before a restart; each waits twice as long as the one before.
+# The longest wait before a restart; each wait is twice as long as the previous one.
 LONGEST_WAIT_S = 60.0
-# A job that ends as FAULTY so often after the same iteration is not restarted.
+# A job that ends this often as FAULTY after the same iteration is not restarted.
 MOST_FAULTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     exit_code: int
-    """Exit code; negative: the signal that killed it."""
+    """Negative: the signal that killed the process."""
     state: RunState | None = None
     """The last state that the process wrote, or None."""
     crashes: int = 0
     """Crashes of this job without an iteration in between, including this one."""
     error: str | None = None
-    """The last error that it printed, or why it could not start; None: there is none."""
+    """The last printed error, or the reason why the process could not start; None: there is none."""
     code: str | None = None
-    """The code of the error that prevented its start; None: it started."""
+    """The code of the error that prevented the start; None: the process started."""
     faults: int = 0
-    """The same as `crashes`, but of the job's data or of code."""
+    """The crashes that were faults of the job's data or of code."""
     last_line: str = ""
-    """What it printed last, or the line with which Python tells a crash; may be empty."""
+    """The last printed line, or the line with which Python reports a crash; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class Outcome:
 
 
 def is_stop(exit_code: int) -> bool:
-    """Return whether the process ended by request, possibly before it had anything to save."""
+    """Return whether the process ended by request, perhaps before it had anything to save."""
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
 def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
     """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
-    `wanted` of the job's current row may have changed while the process was ending.
+    `job` is the current row, whose `wanted` may have changed while the process was ending.
     """
     code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late
@@ -93,7 +93,7 @@ def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: flo
 
 
 def without_process(job: Job, now: datetime) -> Changes | None:
-    """Return the changes for a job that was about to end and has no process."""
+    """Return the changes for a pausing or cancelling job without a process."""
     if job.state == "cancelling":
         return {"state": "cancelled", "ended": now}
     if job.state == "pausing":
@@ -102,18 +102,18 @@ def without_process(job: Job, now: datetime) -> Changes | None:
 
 
 def explain(ending: Ending) -> tuple[str, str]:
-    """Return a code and a sentence that say why the process did not start, failed, or was killed."""
+    """Return a code and a sentence about why the process did not start, failed, or was killed."""
     if ending.code is not None:
         return ending.code, ending.error or ""
     place = describe_place(ending.state)
-    # A SIGKILL leaves no time for words: what was printed before is about something else.
+    # A SIGKILL leaves no time for a message, so the last line is about something else.
     words = "" if ending.exit_code == -signal.SIGKILL else ending.last_line
     said = f"; process.log says: {words!r}" if words else ""
     if ending.exit_code < 0:
         return "killed", f"its process was killed by {name_exit(ending.exit_code)}{place}{said}"
     if ending.state is not None and ending.state.state == "failed":
         return ending.state.code or "crashed", ending.state.detail
-    if ending.error is not None:  # it failed before it opened its run, so state.json is not its own
+    if ending.error is not None:  # it failed before it opened its run and wrote state.json
         return ("refused" if ending.exit_code == REFUSED else "crashed"), ending.error
     if ending.exit_code == FULL:
         return "disk_full", f"its disk is full: no file could be written, not even one that says which{place}"
@@ -138,8 +138,8 @@ def refuse_external(job: Job, verb: str) -> None:
 _WAITS: Changes = {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
 _CANCELLED: Changes = {"state": "cancelled", "wanted": "cancel"}
 _CANCELLING: Changes = {"state": "cancelling", "wanted": "cancel"}
-# The changes that a verb makes in each state, which may be none; in the other states it is refused. A job
-# that is resumed while it is pausing continues once its process has saved and ended.
+# The changes of a verb in each state, perhaps none; in other states the verb is refused. A job that is
+# resumed while pausing continues once its process has saved and ended.
 _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
     "pause": {
         "queued": {"state": "paused", "wanted": "pause"},
@@ -159,7 +159,7 @@ _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
 
 
 def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
-    """Return the changes that a verb makes; None if the job has that state, so requests may repeat."""
+    """Return the changes of a verb; None if the job already has that state, so requests may be repeated."""
     refuse_external(job, verb)
     if job.state not in _VERBS[verb]:
         raise JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
@@ -170,10 +170,9 @@ def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
 
 
 def changes_for_external(job: Job, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
-    """Return the changes for the row of a run that another process trains; None: the row is current.
+    """Return the changes for the row of a run that another process trains; None if the row is current.
 
-    The state follows from the run's lock and the last state that its process wrote. `start` is when the run
-    was made and `end` when it ended, if it has; both may be long before this service has found it.
+    `start` and `end` are the times when the run was created and ended, perhaps long before this service.
     """
     state, code, detail = state_of_run(status)
     if (job.state, job.code, job.detail) == (state, code, detail) and job.started is not None:

@@ -1,4 +1,4 @@
-"""The way of a job into the store: POST /jobs from bytes to a row, and the dashboard's actions on jobs."""
+"""Submits jobs: POST /jobs from bytes to a row of the store, and the dashboard's actions on jobs."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Submission:
     digest: str
     """Digest of the body; an Idempotency-Key with another digest is refused."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """These replace the job's own tags of the same name."""
+    """Override the job's own tags."""
     media_type: str = ""
     """Content-Type of the body."""
 
@@ -52,10 +52,10 @@ async def resolution(service: Service, submission: Submission) -> Resolution:
 async def submit(
     service: Service, submission: Submission, key: str | None, trial: Trial | None = None
 ) -> tuple[Job, bool, tuple[str, ...]]:
-    """Check a job and store it; return the job, whether this request made it, and its warnings.
+    """Check and store a job; return the job, whether this request created it, and its warnings.
 
-    A repeated request gets the job of the accepted one, even if the queue is full now, files are gone, or the
-    rules for posted jobs have changed. Without a trial, a task app's refusal shows when the job starts.
+    A repeated request returns the job of the first one, even if the queue is full now, files are gone, or the
+    rules for posted jobs have changed. Without a trial, a task app refuses the job only at its start.
     """
     if service.supervisor is None:
         raise RunsNoJobs(
@@ -68,7 +68,7 @@ async def submit(
         if earlier is not None:
             try:
                 return earlier, False, (await resolution(service, submission)).warnings
-            except TrainerError:  # the same job would be refused now
+            except TrainerError:  # a new job of this kind would be refused now
                 return earlier, False, ()
     resolved = await resolution(service, submission)
     # The trial takes seconds; the count below includes jobs posted meanwhile.
@@ -91,7 +91,7 @@ async def submit(
 
 
 async def apply_verb(service: Service, verb: Verb, job: Job) -> Job:
-    """Write a verb into a job's row and return the row; the supervisor acts on it."""
+    """Store the changes of a verb in a job's row, for the supervisor; return the row."""
     refuse_foreign(service, job)
     now = service.store.clock()
     row = await service.line.ask(
@@ -130,12 +130,11 @@ class JobsForPages:
 
 
 def _encode(text: str) -> bytes:
-    """Encode a form's text; half a surrogate pair becomes bytes that the decoder refuses later."""
+    """Encode a form's text; a lone surrogate becomes bytes that the decoder refuses later."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def build_dashboard(service: Service) -> page.Dashboard:
-    """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
     settings = service.settings
     # The form opens with the job of the command, which needs no other file.
@@ -147,9 +146,9 @@ def build_dashboard(service: Service) -> page.Dashboard:
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:
-    """List the operator's example jobs, *.toml in the folders of --allow-root: names and texts.
+    """List names and texts of the operator's example jobs, *.toml in the folders of --allow-root.
 
-    A file that cannot be read is logged and skipped: a form must not prevent the service's start.
+    An unreadable file is logged and skipped, since it must not prevent the service's start.
     """
     files = [file for root in roots for file in sorted(root.glob("*.toml"))]
     stems = [file.stem for file in files]

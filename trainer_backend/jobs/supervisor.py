@@ -1,8 +1,7 @@
 """The supervisor starts, watches and restarts the processes of jobs, up to the allowed number at a time.
 
-It works in rounds: each compares the rows in the store with the processes, and acts on the difference. So
-the order of events does not matter, the next round finishes the work of an interrupted one, and after a
-restart of the service the first round works like any other.
+It works in rounds: each compares the rows in the store with the processes, and acts on the difference. So the
+order of events does not matter, and the next round finishes interrupted work, also after a restart.
 """
 
 import asyncio
@@ -47,8 +46,7 @@ _MOST_ACTIVE = 1000
 class Supervisor:
     """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
 
-    Each call of the store has a deadline, after which its change may still happen (StoreUnavailable). Each
-    change of a job wakes all that wait for news of it.
+    Calls of the store have a deadline, after which a change may still happen (StoreUnavailable).
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Supervisor:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run rounds until closed. A database that is away costs rounds, but no job."""
+        """Run rounds until closed. Without the database, rounds fail but jobs continue."""
         while not self._closing:
             self._wake.clear()
             try:
@@ -102,13 +100,13 @@ class Supervisor:
                 self._store_failures.inc()
                 self._watcher.note_store(error)
             except Exception:
-                log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
+                log.exception("round_failed")  # the supervisor must not end
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.round_s):
                     await self._wake.wait()
 
     async def close(self) -> None:
-        """Stop every process in order. The jobs keep their states, so the next service continues them."""
+        """Stop every process gracefully. The jobs keep their states, so the next service continues them."""
         self._closing = True
         self.wake()
         self._stop_all()  # first: waiting for a stuck store must not shorten their grace time
@@ -123,7 +121,7 @@ class Supervisor:
                 self._watcher.note_store(error)
 
     def end_at_once(self) -> None:
-        """Kill every process, including those that are saving; `close` then does not wait."""
+        """Kill every process, also while it saves; `close` then does not wait."""
         self._closing, self._grace_s = True, 0.0
         for process in self._processes():
             process.signal(signal.SIGKILL)
@@ -138,7 +136,7 @@ class Supervisor:
     async def _round(self) -> None:
         await self._settle_all()
         for row in await self._jobs_in("pausing", "cancelling"):
-            await self._boundary(row.id, self._bring_to_its_end(row))
+            await self._boundary(row.id, self._stop_process(row))
         for row in await self._jobs_in("running"):
             await self._boundary(row.id, self._ensure_process(row))
         while len(self.slots) < self._settings.max_jobs and not self._closing:
@@ -154,12 +152,12 @@ class Supervisor:
                 await self._boundary(job_id, self._settle(job_id, slot, slot.process))
 
     async def _boundary(self, job_id: str, work: Coroutine[None, None, None]) -> None:
-        """Run the work of one job; an unforeseen error in it does not hold up other jobs."""
+        """Run the work of one job; an unforeseen error in it must not affect other jobs."""
         try:
             await work
         except StoreUnavailable:
             raise
-        except UnknownJob:  # deleted by another client: a process is stopped, and its end frees the slot
+        except UnknownJob:  # deleted by another client; the end of its process frees the slot
             slot = self.slots.get(job_id)
             if slot is not None and slot.process is not None and slot.lives:
                 slot.process.stop(self._grace_s)
@@ -178,9 +176,9 @@ class Supervisor:
                 except Exception:
                     log.exception("job_fault", job=job_id)
 
-    async def _bring_to_its_end(self, row: Job) -> None:
+    async def _stop_process(self, row: Job) -> None:
         slot = self.slots.get(row.id)
-        if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
+        if slot is None or slot.process is None:  # it crashed, or the service was killed
             self.slots.pop(row.id, None)
             now = self._store.clock()
             await self._change(row.id, lambda job: without_process(job, now))
@@ -228,7 +226,7 @@ class Supervisor:
         await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
-        """Fail a job that cannot be started; count a crash instead if the machine's fault may pass."""
+        """Fail a job that cannot be started; count a crash instead if the fault may pass."""
         code = error.code if isinstance(error, TrainerError) else "not_started"
         log.warning("job_not_started", job=job_id, code=code, detail=str(error))
         if isinstance(error, TrainerError) and is_final(error):
@@ -248,16 +246,16 @@ class Supervisor:
         task.add_done_callback(self._waiting.discard)
 
     async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
-        """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
+        """Store the outcome of a job whose process ended."""
         await process.ended()
         row = await self._line.ask(jobs.get, self._store, job_id)
         ending = slot.record_end(await self._line.ask(last_words, row, process))
-        # First: a client that sees the end must then find all results, and in the files why it came to that.
+        # Before the outcome: a client that sees the end must find all results, and the reason in the files.
         if not self._closing:
             await self._line.ask(record_death, row, ending)
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
-        except StoreUnavailable as error:  # or the run is so large: the watcher continues
+        except StoreUnavailable as error:  # or the run is large; the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
         log.info(
@@ -265,14 +263,14 @@ class Supervisor:
         )
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> Job:
-        """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
+        """Store an ending and return the job; then free the slot, or let it wait for the next start."""
         outcome, is_closing = Outcome({}), self._closing
 
         def decide(job: Job) -> Changes | None:
             nonlocal outcome
-            if job.state not in ACTIVE:  # stored already, by a change whose answer was late
+            if job.state not in ACTIVE:  # an earlier change, whose answer was late, has stored it
                 return None
-            # The next start continues such a job, even if it was killed because it did not save in time.
+            # The next service continues this job, even if it was killed because it did not save in time.
             if is_closing and job.wanted == "run" and ending.exit_code not in (DONE, REFUSED):
                 return None
             settings, now = self._settings, self._store.clock()

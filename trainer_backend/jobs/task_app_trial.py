@@ -1,4 +1,4 @@
-"""The trial of a launcher's job at its task apps before it is queued, as its process does at its start."""
+"""Tries a launcher's job at its task apps before it is queued, as the job's process does at its start."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.jobs.posted import WHERE, refuse_task_app
 from trainer_backend.jobs.settings import Bounds
 
-# A client waits for the answer. A slower task app may still answer when the job starts.
+# Short, since a client waits. A slower task app may still answer when the job starts.
 _AT_MOST_S = 20.0
 _ONE_REQUEST_S = 10.0
 
@@ -44,7 +44,7 @@ class Verified(Body):
 
 
 async def verify(url: str, bounds: Bounds) -> Verified:
-    """Ask a task app for GET /info with the service's key, if that key may be sent there."""
+    """Request GET /info from a task app with the service's key, if the key may be sent there."""
     if not_allowed := refuse_task_app(url, bounds):
         raise JobError(f"it {not_allowed}", where="endpoint_base_url")
     try:
@@ -59,9 +59,9 @@ async def verify(url: str, bounds: Bounds) -> Verified:
 
 
 async def try_at_task_apps(toml: str) -> tuple[str, ...]:
-    """Have a job's task apps create what it will request; return a warning if they are away.
+    """Try a job at its task apps; return a warning if they do not answer.
 
-    A job with rows or fixed policies is tried at its start only: a trial needs the rows and foreign keys.
+    A job with rows or fixed policies is tried only at its start, since a trial needs the rows and keys.
     """
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:

@@ -1,7 +1,7 @@
-"""The watcher copies run directories into the store, and wakes all that wait for news of a run.
+"""The watcher indexes run directories in the store, and announces news of runs.
 
-It finds runs of `turnwise train` and creates rows for them; their lock and state.json determine their state.
-If the store is away, nothing is lost: a later look catches up.
+It creates rows for runs of `turnwise train`, whose lock and state.json determine their state. If the store
+does not answer, a later look catches up.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from trainer_backend.store.sync import sync_run
 
 
 class News:
-    """Wakes all that wait for news of a job, such as an open page, in one event loop.
+    """Announces news of jobs to waiters, such as open pages, in one event loop.
 
-    A waiter passes the last count it saw, so it misses nothing.
+    A waiter passes the last count that it saw, so it misses nothing.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class News:
         self._wake()
 
     def close(self) -> None:
-        """End all waits, because the service stops."""
+        """End all waits."""
         self.closed = True
         self._wake()
 
@@ -76,10 +76,10 @@ class News:
 
 log = structlog.get_logger("trainer")
 
-# Files that change during a run: those the store copies, and those that pages read directly.
+# Files that change during a run: those that the store indexes, and those that pages read directly.
 _SYNC_FILES = ("metrics.jsonl", LEDGER_FILE, "rollouts", "checkpoints")
 _PAGE_FILES = (LOG_FILE, STATE_FILE)
-# If these change, a directory that could not be shown is looked at again; a copy may have been in progress.
+# If these change, an unreadable run directory is tried again; it may have been an unfinished copy.
 _IDENTITY_FILES = ("run.json", "job.toml")
 
 _PAGE = 500
@@ -90,8 +90,8 @@ class Watcher:
 
     Args:
         look_s: interval of looks at active runs; `find_s`: at all runs.
-        tidies: whether to delete files that [retention] does not keep, as a service that runs jobs does.
-        answer_s: deadline of the store; a longer look may be stuck, or syncing a large run.
+        tidies: whether to delete files that [retention] does not keep.
+        answer_s: deadline of the store.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Watcher:
         self._sync_locks: dict[str, threading.Lock] = {}
         self.store_up = True
         self.registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        """The counters of this service since its start, for /metrics; the supervisor adds its own."""
+        """Counters for /metrics, also those of the supervisor."""
         counter = partial(prometheus_client.Counter, registry=self.registry)
         self._syncs = counter("turnwise_trainer_syncs", "Run directories that were brought into the store.")
         self._sync_seconds = counter("turnwise_trainer_sync_seconds", "Seconds that this took.")
@@ -130,7 +130,6 @@ class Watcher:
         return self._thread, self._line.thread
 
     async def run(self) -> None:
-        """Look at the runs until cancelled."""
         last_search_s = -self._find_s
         while True:
             now_s = asyncio.get_running_loop().time()
@@ -147,9 +146,9 @@ class Watcher:
             await asyncio.sleep(self._look_s)
 
     async def _one_look(self, *, everything: bool) -> list[str]:
-        """Look once, without a limit, since the first sync of a large run takes minutes.
+        """Look once, without a deadline, since the first sync of a large run takes minutes.
 
-        Meanwhile a second thread asks whether the store still answers.
+        Meanwhile a second thread checks whether the store still answers.
         """
         loop = asyncio.get_running_loop()
         look = loop.run_in_executor(self._thread, partial(self.look, everything=everything))
@@ -165,7 +164,7 @@ class Watcher:
             look.cancel()
 
     def note_store(self, error: StoreUnavailable | None) -> None:
-        """Note whether the store answers; the log says so once, until that changes."""
+        """Note whether the store answers, and log each change."""
         if self.store_up and error is not None:
             log.warning("store_away", detail=str(error))
         if not self.store_up and error is None:
@@ -201,7 +200,7 @@ class Watcher:
         return rows
 
     def _boundary(self, row: Job) -> bool:
-        """Return whether a job has news; an unforeseen error with one job does not hold up the others."""
+        """Return whether a job has news; an unforeseen error with one job must not affect the others."""
         try:
             return self._has_news(row)
         except StoreUnavailable:
@@ -245,7 +244,7 @@ class Watcher:
         self._sync_seconds.inc(time.monotonic() - started)
 
     def _follow(self, row: Job, path: Path) -> bool:
-        """Update the row of a run that others train; return whether it changed."""
+        """Update the row of a run that another process trains; return whether the row changed."""
         status = read_status(path)
         now = self._store.clock()
         start, end = min(now, _time_written(path / "run.json", now)), min(now, _end(status, path, now))
@@ -281,7 +280,7 @@ class Watcher:
 
 
 def _external_job(path: Path, home: str) -> Job:
-    """Read the run's job unparsed: an earlier version may have written keys that this one lacks."""
+    """Make a row from the run's unparsed job, which may have keys of another version."""
     run = open_run(path)
     try:
         text = read_text(path / "job.toml")
@@ -300,7 +299,7 @@ def _external_job(path: Path, home: str) -> Job:
 
 
 def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
-    """When a run ended that has: as it said, or when its process, which was killed, last wrote its state."""
+    """Return the time of an ended run's last state."""
     if status.state is not None and status.state.state in FINAL:
         with suppress(ValueError):
             return datetime.fromisoformat(status.state.since).astimezone(UTC)
@@ -308,7 +307,7 @@ def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
 
 
 def _time_written(path: Path, now: datetime) -> datetime:
-    """The time when a file was last written; `now` if there is no such file."""
+    """Return the time when a file was last written; `now` without the file."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:

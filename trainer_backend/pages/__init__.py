@@ -1,1 +1,1 @@
-"""Pages about runs and jobs, from what the store and the run directories hold; docs/dashboard.md."""
+"""Pages about runs and jobs, from the store and the run directories; see docs/dashboard.md."""

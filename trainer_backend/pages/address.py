@@ -1,4 +1,4 @@
-"""Pure: a list's filter, order and place in its address: what a form sends, and what links change."""
+"""Pure: reads and writes the addresses of lists: filter, order and place."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -38,7 +38,7 @@ def _value(name: str, text: str, kinds: Sequence[type]) -> Any:
 
 
 def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) -> tuple[str, bool]:
-    """Read by what a list is sorted, and whether the highest comes first."""
+    """Read the sort column of a list, and whether the highest value comes first."""
     sort = params.get("sort") or default
     if sort not in sorts:
         raise BadAddress(f"sort is {sort[:40]!r}; known: {', '.join(sorts)}")
@@ -46,14 +46,14 @@ def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) 
 
 
 def describe_order(sort: str, down: bool, newest: str) -> str:
-    """Say an order in words; `newest` is the sort by age."""
+    """Describe an order; `newest` is the name of the sort by age."""
     if sort == newest:
         return "newest first" if down else "oldest first"
     return f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"
 
 
 def change_query(params: QueryParams, **changes: object) -> str:
-    """The query string without its empty fields, and with these changes; None removes a field."""
+    """Return the query string with changes and without empty fields; None removes a field."""
     kept = [(name, text) for name, text in params.multi_items() if text.strip() and name not in changes]
     return urlencode(kept + [(name, value) for name, value in changes.items() if value is not None])
 
@@ -61,15 +61,15 @@ def change_query(params: QueryParams, **changes: object) -> str:
 def link_list(
     path: str, params: QueryParams, *, sort: str, down: bool, sorts: Collection[str], cursor: str | None
 ) -> dict[str, Any]:
-    """Return a list's order, and the addresses of its present, first and next page and of other orders.
+    """Return a list's order, and the addresses of its current, first and next page and of other orders.
 
-    `cursor` is that of the next page, if there is one.
+    `cursor` leads to the next page, if there is one.
     """
 
     def address(**changes: object) -> str:
         return f"{path}?{change_query(params, **changes)}".removesuffix("?")
 
-    # A click on the present column reverses the order.
+    # A click on the current column reverses the order.
     downs = {key: int(not (key == sort and down)) for key in sorts}
     return {
         "sort": sort, "down": down, "paged": bool(params.get("cursor")),

@@ -14,7 +14,7 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """The static files by name. Requests are looked up in this table, so no path leads out of the folder."""
+    """Read the static files by name. Requests only use this table, so no path leads out of the folder."""
     return {
         path.relative_to(STATIC).as_posix(): (
             path.read_bytes(),
@@ -32,7 +32,7 @@ for part in (runs, run, episode, jobs):
 
 @router.get("/static/{digest}/{name:path}")
 def static(digest: str, name: str) -> Response:
-    """Send a script, a style or a picture, which browsers may cache if the digest is the present one."""
+    """Send a script, a style or a picture, which browsers may cache if the digest is current."""
     if name not in _files():
         return Response(status_code=404, headers=dict(HEADERS))
     body, kind = _files()[name]

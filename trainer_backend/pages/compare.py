@@ -1,4 +1,4 @@
-"""`write_comparison`: the dashboard's page of runs laid over one another, saved as one HTML file."""
+"""`write_comparison` saves the dashboard's page of several overlaid runs as one HTML file."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.data_record import describe_mismatch, find_other_rows
 from trainer_backend.rundir.layout import open_run
 
-# With a difference in one of these keys the same seed is another task, so the policy is not the only cause.
+# If one of these keys differs, the same seed is another task, so the policy is not the only cause.
 _TASK = (
     "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
     "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.interaction",
@@ -24,7 +24,7 @@ _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 
 def read_sides(paths: Sequence[Path]) -> list[Story]:
-    """Read the runs in these folders, and name each by the shortest end of its path that is unique."""
+    """Read the runs in these folders, and name each by the shortest unique end of its path."""
     folders = [path.resolve() for path in paths]
     if len(folders) < 2:
         raise JobError("a comparison needs at least two runs; `turnwise report RUN` tells of one")
@@ -39,12 +39,12 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
 
 
 def name_outcomes(sides: Sequence[Story]) -> list[str]:
-    """Return the names of the runs' outcomes; a run without episodes has none yet."""
+    """Return the different names of the runs' outcomes; a run without episodes has none yet."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
 def _difference(first: Story, other: Story) -> Interval | None:
-    """The last evaluation of a run minus that of the first, by world; None if no world was played by both."""
+    """Return the last evaluation of `other` minus that of `first`, by world; None without common worlds."""
     before, after = (
         (side.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
         for side in (first, other)
@@ -54,8 +54,8 @@ def _difference(first: Story, other: Story) -> Interval | None:
 
 
 def _doubt(first: Story, other: Story) -> Iterator[str]:
-    """Say what makes the same world another task, and why rows that both played cannot be compared."""
-    # Rows whose ids follow from their content are the same in any file and any split.
+    """Yield sentences about keys that make the same world another task, and about incomparable rows."""
+    # Rows with ids from their content are the same in any file and any split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     keys = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
@@ -71,7 +71,7 @@ def _doubt(first: Story, other: Story) -> Iterator[str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that all differ."""
+    """Return the shortest different ends of the paths."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-parts:])) for path in paths]
         if len(set(names)) == len(names):
@@ -79,8 +79,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("paths that differ have names that differ")
 
 
-# Henderson et al. 2018 (arXiv:1709.06560): averages of runs of one setting, by their seeds alone, differ as
-# much as those of two settings may.
+# Henderson et al. 2018 (arXiv:1709.06560): averages over runs of the same setting may differ, by seeds alone,
+# as much as averages of two settings.
 ONE_SEED = (
     "each setting is trained with one seed; the intervals are over the held-out worlds alone and do not "
     "include how much another training seed changes the outcome"
@@ -89,7 +89,6 @@ _NONE = "-"
 
 
 def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
-    """Write comparison.html into the folder, and return its path."""
     drawn, data = saved_data(sides)
     html = saved_page(
         "compare",
@@ -105,7 +104,6 @@ def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
 
 
 def summary_columns(sides: Sequence[Story]) -> list[str]:
-    """The headings of `summary_rows`."""
     score, names = ["score"] if _have_score(sides) else [], name_outcomes(sides)
     outcome = names[0] if len(names) == 1 else "outcome"
     return ["run", "done", "at", f"{outcome} (95 %)", *score, "minus the first (95 %)", "episodes"]
@@ -141,7 +139,7 @@ def doubts(sides: Sequence[Story]) -> list[str]:
 
 
 def _seed_sentences(sides: Sequence[Story]) -> list[str]:
-    """Say that no interval includes training seeds, and which runs show how much these change."""
+    """Say that no interval includes the effect of training seeds, and which runs show this effect."""
     groups = [[sides[at].name for at in group] for group in group_seeds([side.config for side in sides])]
     groups = [names for names in groups if len(names) > 1]
     if not groups:

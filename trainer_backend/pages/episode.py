@@ -44,7 +44,7 @@ def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, Rollo
 
 
 def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) -> dict[str, Any]:
-    """Return what the page of an episode shows, and of one of its decisions, if it has any."""
+    """Return the values of an episode's page, with one of its decisions, if it has any."""
     store = dashboard.store
     job, row, run_dir, (rollout, columns) = read_episode(store, job_id, rollout_id)
     episode, failure = rollout.trajectory, rollout.failure
@@ -63,7 +63,7 @@ def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) 
         raise UnknownTurn(f"rollout {row.rollout_id} has decisions 1 to {count}, not {turn}")
     decision = decision_view(episode, columns, turn)
     pictures, key = dashboard.frames.cached(run_dir, rollout), decision["state_key"]
-    # Decisions of the group in the same state, this one among them.
+    # Decisions of the group in the same state, also this one.
     anchors = reads_rollouts.anchors(store, job_id, row, key, limit=_ANCHORS_SHOWN) if key else ()
     branches = reads_rollouts.branches(store, job_id, row, turn)
     return values | {
@@ -107,7 +107,7 @@ def _describe(row: RolloutRow, episode: Trajectory | None, learned: int | None) 
 def _find_segment(
     episode: Trajectory, columns: list[dict[str, Any]], run_dir: Path, rollout_id: str, turn: int
 ) -> dict[str, Any]:
-    """Return the segment that trains a decision, or the reason why no segment can be shown."""
+    """Return the segment that trains a decision, or the reason why there is none."""
     try:
         segments = build_segments(episode.steps, rollout_id=rollout_id)
     except SegmentError as error:
@@ -135,7 +135,7 @@ async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Resp
     """Show the pictures before and after a decision, or the reason why there are none."""
     try:
         pngs = await _read_frames(request, job_id, rollout)
-    except TrainerError as error:  # the rest of the page stands without them
+    except TrainerError as error:  # the rest of the page is shown without pictures
         return page("frames", frame_png="", turn=turn, missing=str(error))
     if turn not in pngs or turn - 1 not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
@@ -148,13 +148,13 @@ async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> R
     pngs = await _read_frames(request, job_id, rollout)
     if turn not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
-    # An episode never changes. A shared cache does not check keys, so only the browser may cache it.
+    # Episodes never change. Only the browser may cache the picture, since shared caches do not check keys.
     headers = {**HEADERS, "Cache-Control": "private, max-age=86400"}
     return Response(pngs[turn], media_type="image/png", headers=headers)
 
 
 def _frame_address(job_id: str, rollout_id: str) -> str:
-    """The address of a picture without its turn."""
+    """Return the address of a picture without its turn."""
     return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
 
 

@@ -1,6 +1,6 @@
-"""Pure: an episode as a page shows it: a line per decision, and one decision with its whole prompt.
+"""Pure: the views of an episode: a line per decision, and one decision with its whole prompt.
 
-`turnwise inspect` and the report share its texts of what a decision saw, did and earned, and its credit.
+`turnwise inspect` and the report use the same texts of decisions and credit.
 """
 
 import json
@@ -20,10 +20,9 @@ Figure = tuple[str, str, str]  # a number: its name, its value, the meaning of i
 
 
 def new_messages(step: StepData) -> list[str]:
-    """Return the messages of a conversation's prompt that differ from the prompt before it.
+    """Return the messages of a conversation's prompt that differ from the previous prompt.
 
-    Edited messages come first, then new ones. The model's own answer is left out, since it is shown with the
-    decision that gave it.
+    Edited messages come first, then new ones, without the model's own answer, which its decision shows.
     """
     seen = step.observation_data
     own = seen.messages_reused > 0 and seen.messages[:1] and seen.messages[0].role == "assistant"
@@ -51,7 +50,7 @@ def action_text(step: StepData) -> str:
 
 
 def interaction_texts(step: StepData) -> list[str]:
-    """Return what an interaction answered outside of prompts: its last response, and its metadata."""
+    """Return an interaction's answers outside of prompts: its last response, and its metadata."""
     answer = step.step_info.user_answer
     if answer is None:
         return []
@@ -71,10 +70,10 @@ def _call(call: ToolCall) -> str:
 
 
 def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
-    """Return every message of the prompt of a turn, in the order of the prompt.
+    """Return every message of the prompt of a turn, in order.
 
-    `state`: kept, as in the previous prompt; new, not in it; edited, changed since it was new. Of an edited
-    one `was` and `was_calls` stood there before the first edit, at turn `edited_at`.
+    `state` is kept (as in the previous prompt), new, or edited. For an edited message, `was` and `was_calls`
+    are its content before the first edit, at turn `edited_at`.
     """
     prompt, edits, new_from = _walk(episode.steps[:turn])
     last, _, _ = _walk(episode.steps)
@@ -87,7 +86,7 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
             "state": "new" if msg_id >= new_from else "kept" if was is None else "edited",
             "was": "" if was is None else was.content or "",
             "was_calls": () if was is None else was.tool_calls or (),
-            # One that ends deleted, and is not edited after this prompt, is deleted in this prompt.
+            # A message that is deleted at the end, and not edited later, is deleted in this prompt.
             "deleted": was is not None and msg_id in episode.deleted_msg_ids
             and last[msg_id : msg_id + 1] == [message],
             "edited_at": edited_at,
@@ -98,7 +97,7 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
 def _walk(steps: Sequence[StepData]) -> tuple[list[Message], dict[int, tuple[Message, int]], int]:
     """Return the prompt of the last of these decisions, its edits, and the number of its first new message.
 
-    An edit is the message before its first edit and the turn of that edit, by the message's number.
+    The edits map a message's number to the message before its first edit, and the turn of that edit.
     """
     prompt: list[Message] = []
     edits: dict[int, tuple[Message, int]] = {}
@@ -124,8 +123,8 @@ BAR_WIDTH = 64.0
 def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict[str, Any]]:
     """Return a line for every decision of an episode; `columns` are its stored columns, or empty.
 
-    `action` is what was executed; in a conversation the calls or the text. `unlocked` are achievements for
-    the first time in the episode, `payments` other rewards and costs. `bar` is None without credit.
+    `action` has the executed actions, or in a conversation the calls or the text. `unlocked` has first
+    achievements of the episode, `payments` other rewards and costs. `bar` is None without credit.
     """
     stored: list[Columns] = [*columns, *[{}] * (len(episode.steps) - len(columns))]
     largest = max((abs(row["advantage"]) for row in stored if row.get("advantage") is not None), default=0.0)
@@ -145,14 +144,14 @@ def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict
 
 
 def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) -> dict[str, Any]:
-    """Return one decision of an episode, by its turn: what it saw, did and earned, and its credit."""
+    """Return the view of one decision of an episode: prompt, answer, rewards and credit."""
     step = episode.steps[turn - 1]
     stored = columns[turn - 1] if turn <= len(columns) else {}
     talks = bool(episode.full_history)
     return {
         "turn": turn,
         "credit": credit_figures(stored, signed),
-        # Equations in pieces of text and number in turn, each with words about it.
+        # Equations as alternating texts and numbers, each with an explanation.
         "derivation": [
             (_NUMBER.split(spaced(line).replace("-", MINUS).replace("*", TIMES)), spaced(words))
             for line, words in credit_lines(stored)
@@ -175,7 +174,7 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
 
 
 def draw_bar(advantage: float, largest: float) -> dict[str, Any]:
-    """Return a bar from the middle of a scale of BAR_WIDTH: to the right if positive, else to the left.
+    """Return a bar on a scale of BAR_WIDTH, from the middle to the right if positive, otherwise to the left.
 
     `largest` is the largest abs(advantage), whose bar fills its half.
     """
@@ -221,7 +220,7 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
 
 
 def _payments(step: StepData) -> list[str]:
-    """Return the rewards and costs of a decision; of an environment with achievements, without its own."""
+    """Return the rewards and costs of a decision, without an environment's own if it has achievements."""
     parts = [f"{part.source} {signed(part.value)}" for part in step.reward_parts if part.value]
     if step.observation_data.achievements_counts:
         return parts
@@ -247,9 +246,9 @@ def credit_figures(stored: Columns, show: Callable[[float], str]) -> list[Figure
 
 
 def credit_lines(stored: Columns) -> list[tuple[str, str]]:
-    """Return how the advantage follows from its parts: equations with their numbers, each with words.
+    """Return the equations by which the advantage follows from its parts, each with an explanation.
 
-    Files of earlier versions tell neither parts nor estimator; nothing is returned.
+    Empty for files of earlier versions, which have neither parts nor estimator.
     """
     plug, numbers = ESTIMATORS.get(stored.get("estimator") or ""), _numbers(stored)
     if plug is None:
@@ -259,16 +258,16 @@ def credit_lines(stored: Columns) -> list[tuple[str, str]]:
 
 
 def _numbers(stored: Columns) -> dict[str, float | None]:
-    """Every number by its name; in files of earlier versions some parts are columns."""
+    """Return every number by its name; in files of earlier versions some parts are columns."""
     names = {*PARTS, "reward", "return_to_go", "advantage"}
     return {name: stored.get(name) for name in names} | (stored.get("advantage_parts") or {})
 
 
-_ROUNDING = 1e-12  # of sums in double precision, which is shown as 0
+_ROUNDING = 1e-12  # rounding errors of sums, which are shown as 0
 
 
 def _shown(value: float) -> str:
-    """Three decimals, so that sums can be checked by eye; small numbers with three digits."""
+    """Format with three decimals, so that sums can be checked by eye; small numbers with three digits."""
     value = 0.0 if abs(value) < _ROUNDING else value
     text = f"{value:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text

@@ -1,4 +1,4 @@
-"""Pure: facts about jobs: keys that differ from their defaults or between jobs, durations, folders."""
+"""Pure: facts about jobs: keys that differ from defaults or between jobs, durations, folders."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from trainer_backend.pages.figures import NONE, duration
 from trainer_backend.store.rows import ENDED, Job, parse_tables
 
 ABSENT = "absent"
-# The operator sets where runs lie and gateways listen (jobs/posted.py).
+# Keys that the operator sets (jobs/posted.py).
 _OF_THE_SERVICE = frozenset({"job.runs_dir", "services.gateway_host"})
 
 
 def chosen_keys(job: Job) -> list[tuple[str, str, str]]:
-    """(key, value, default) of every key that is not at its default."""
+    """Return (key, value, default) of every key that is not at its default."""
     keys = [(key, _text(value), _default(*key.split(".", 1))) for key, value in _values(job.config).items()]
     return [(key, value, default) for key, value, default in keys if value != default]
 
@@ -31,14 +31,14 @@ def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
 
 
-# Keys in which two runs of one setting may differ: their name, their seed and where they lie.
+# Keys that are no part of a setting: name, seed and places.
 NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gateway_host"})
 
 
 def group_seeds(configs: Sequence[str]) -> list[list[int]]:
-    """Return jobs, as indices, by setting: those of a group differ in NO_SETTINGS alone, and in their seeds.
+    """Group jobs, as indices, by setting: jobs of a group differ only in NO_SETTINGS, and have several seeds.
 
-    Jobs of one setting that all have one seed are no group: each stays alone.
+    Jobs with the same setting and the same seed stay alone.
     """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
@@ -53,7 +53,7 @@ def group_seeds(configs: Sequence[str]) -> list[list[int]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys with no table below them, such as rollout.env_config.text, and their values as text."""
+    """Yield keys without a table below them, such as rollout.env_config.text, and their values as text."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -62,9 +62,9 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def to_begin_from(job: Job) -> str:
-    """Return a TOML for another job like this one: its chosen keys, without those that the service sets."""
+    """Return a TOML for another job like this one: its chosen keys, without keys that the service sets."""
     known = parse_tables(job.config)
-    # [[rollout_only]] stays as it was written, and an optional table such as [warmup] even without a key.
+    # [[rollout_only]] stays as written, and optional tables such as [warmup] stay even without keys.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
     fields = JobConfig.model_fields
     tables: dict[str, dict[str, Any]] = {
@@ -81,9 +81,9 @@ def to_begin_from(job: Job) -> str:
 
 
 def _values(config: str) -> dict[str, Any]:
-    """The values of a job by `table.key`; tables that this version does not know are left out."""
+    """Return the values of a job by `table.key`, without tables that this version does not know."""
     return {
-        # Of several tables, such as [[rollout_only]], the name stands before the keys.
+        # For lists of tables, such as [[rollout_only]], `table.name.key`.
         f"{table}.{key}" if keys is content else f"{table}.{keys.get('name')}.{key}": value
         for table, content in parse_tables(config).items()
         if table in JobConfig.model_fields
@@ -98,7 +98,7 @@ def _text(value: Any) -> str:
 
 
 def _default(table: str, key: str) -> str:
-    """The default of a key as text; NONE if it has none. In [[rollout_only]] the key is `name.key`."""
+    """Return the default of a key as text, or NONE. In [[rollout_only]] the key is `name.key`."""
     content = JobConfig.model_fields.get(table)
     field = table_model(content).model_fields.get(key.rpartition(".")[2]) if content is not None else None
     default: Any = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
@@ -108,12 +108,12 @@ def _default(table: str, key: str) -> str:
 
 
 def time_taken(job: Job) -> str:
-    """The duration of a job that has ended."""
+    """Return the duration of an ended job, or an empty text."""
     if job.started is None or job.ended is None or job.state not in ENDED:
         return ""
     return duration(max(job.ended - job.started, timedelta()).total_seconds())
 
 
 def name_folder(job: Job) -> str:
-    """The name of the run directory, or the job's id before there is one."""
+    """Return the name of the run directory, or before there is one the job's id."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Pure: numbers, times and names as text for people; some are filters of the templates."""
+"""Pure: formats numbers, times and names; templates use some functions as filters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,23 @@ from trainer_backend.pages.panels import Form
 
 
 def rollout_address(job_id: str, rollout_id: str, turn: int | None = None) -> str:
-    """The address of a rollout's page, which may open at one of its turns."""
+    """Return the address of a rollout's page, perhaps at one of its turns."""
     return f"/runs/{job_id}/rollouts/{quote(rollout_id, safe='/')}" + (f"?turn={turn}" if turn else "")
 
 
 def short_id(rollout_id: str) -> str:
-    """The id without the name of the run: `train/3/0/1`."""
+    """Return the id without the name of the run: `train/3/0/1`."""
     return rollout_id.partition("/")[2] or rollout_id
 
 
-NONE = "–"  # noqa: RUF001 (a dash, as a table has it)
+NONE = "–"  # noqa: RUF001 (an en dash for an absent value)
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None, form: Form = "number") -> str:
-    """A value with three significant digits, or all digits before the point.
+    """Format a value with three significant digits, or all digits before the point.
 
     0.0312 -> "0.0312", 8.484 -> "8.48", 2932 -> "2,932"; percent 0.1524 -> "15.2 %"; 12.2995 s -> "12.3 s".
     """
@@ -42,19 +42,19 @@ def number(value: float | None, form: Form = "number") -> str:
 
 
 def signed(value: float | None, form: Form = "number") -> str:
-    """A value with its sign, for rewards, advantages and differences, which readers compare with 0."""
+    """Format a value with its sign, as readers compare rewards, advantages and differences with 0."""
     if value is None or not value:
         return NONE if value is None else number(0, form)
     return ("+" if value > 0 else MINUS) + number(abs(value), form)
 
 
 def interval(mean: Interval, sign: str = "") -> str:
-    """A mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
+    """Format a mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
     return mean.word(f"{{:{sign}.2f}}", "95 %: ")
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Format a duration in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds is None:
         return NONE
     left = max(0, round(seconds))
@@ -68,7 +68,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """An estimated duration in the largest unit of which it has two: 90 s, 24 min, 3 h."""
+    """Format an estimated duration in the largest unit of which it has two: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"
@@ -76,7 +76,7 @@ def roughly(seconds: float) -> str:
 
 
 def ago(moment: datetime | None, now: datetime) -> str:
-    """The time since a moment; "just now" also for a moment in the future."""
+    """Format the time since a moment; "just now" also for a moment in the future."""
     if moment is None:
         return NONE
     passed = (now - moment).total_seconds()
@@ -87,7 +87,7 @@ def ago(moment: datetime | None, now: datetime) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes: 512 B, 1.2 MiB."""
+    """Format a number of bytes: 512 B, 1.2 MiB."""
     value = float(count)
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
@@ -97,18 +97,17 @@ def size(count: int) -> str:
 
 
 def clip(text: str, most: int) -> str:
-    """The text, cut to `most` characters with an ellipsis."""
+    """Cut a text to `most` characters, with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def name_iterations(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`iteration 3` or `iterations 1 to 3`, from rows of metrics in their order."""
+    """Return `iteration 3` or `iterations 1 to 3` for rows of metrics in their order."""
     first, last = rows[0]["iteration"], rows[-1]["iteration"]
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
 def spaced(name: str) -> str:
-    """A name with blanks instead of underscores."""
     return name.replace("_", " ")
 
 

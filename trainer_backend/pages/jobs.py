@@ -29,7 +29,7 @@ router = page_router()
 
 _MOST_CHARS = 1_000_000
 Toml = Annotated[str, Form(max_length=_MOST_CHARS)]
-# Each form has its own id, so a second click on its button begins no second job.
+# Each form has its own id, so a second click on its button starts no second job.
 FormId = Annotated[str, Form(max_length=32, pattern="^[0-9a-f]*$")]
 
 
@@ -99,5 +99,5 @@ def _show_form(
 
 
 def _lines(toml: str) -> str:
-    """The text of a form, whose lines end in CR LF."""
+    """Convert the CR LF line ends of a form."""
     return toml.replace("\r\n", "\n")

@@ -35,21 +35,16 @@ class Jobs(Protocol):
     async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Begin the job of a form's text; the same text from a form of the same id is the same job.
-
-        It raises a TrainerError where the job is refused.
-        """
+        """Start the job of a form's text, once per form id and text; a refused job raises a TrainerError."""
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
-        """Pause, resume or cancel a job; JobConflict: its state does not allow that."""
+        """Pause, resume or cancel a job; raise JobConflict if its state does not allow it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """The objects that pages read from."""
-
     store: Store
     jobs: Jobs | None  # None in a service that only shows runs
     clock: Callable[[], datetime]  # the date and time in UTC
@@ -65,7 +60,7 @@ def get_dashboard(request: Request) -> Dashboard:
 
 ROOT = Path(__file__).parent
 STATIC = ROOT / "static"
-# A page runs and loads only our own files: the text of a rollout can never become a script.
+# A page loads only our own files, so the text of a rollout can never become a script.
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -83,22 +78,22 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
 
 
 def list_page(template: str, **values: Any) -> HTMLResponse:
-    """Render a list of pages/address.py; the browser's address loses the fields that a form left empty."""
+    """Render a list of pages/address.py, and remove a form's empty fields from the browser's address."""
     answer = page(template, **values)
     answer.headers["HX-Push-Url"] = values["address"]
     return answer
 
 
 def takes_part(request: Request) -> bool:
-    """Whether the browser takes only a part of the answer: it filters, sorts or follows a list, say."""
+    """Return whether the browser uses only a part of the answer, for example to filter or sort a list."""
     return "HX-Request" in request.headers and "HX-History-Restore-Request" not in request.headers
 
 
 def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the values of charts, `drawn` as run_data.chart_data returns them, and its
-    policy allows no other script.
+    It contains styles, scripts and the chart values `drawn` (run_data.chart_data). Its policy allows no other
+    script.
     """
     style, uplot, drawing = _assets()
     policy = (
@@ -118,29 +113,29 @@ def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
 def _render(template: str, values: Mapping[str, Any]) -> bytes:
     page = _environment().get_template(f"{template}.html.jinja")
     text = page.render({"here": "", "can_submit": False, "saved": None, **values})
-    # A model may write half a surrogate pair, which has no UTF-8.
+    # A model may write a lone surrogate, which has no UTF-8.
     return text.encode("utf-8", "replace")
 
 
 @cache
 def _assets() -> tuple[str, str, str]:
-    """The styles, uPlot and our modules for charts, which saved pages embed as one."""
+    """Read the styles, uPlot, and our chart modules, joined for saved pages."""
     styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
     uplot = (STATIC / "vendor/uplot/uPlot.iife.min.js").read_text(encoding="utf-8")
     modules = [(STATIC / name).read_text(encoding="utf-8") for name in ("curves.js", "charts.js")]
-    # A file has no address that another module could be imported from.
+    # A saved file cannot import other modules.
     drawing = re.sub(r"(?m)^import .*\n", "", "".join(modules))
     return "\n".join(path.read_text(encoding="utf-8") for path in styles), uplot, drawing
 
 
 def _digest(text: str) -> str:
-    """The name of an inline script or style in a Content-Security-Policy."""
+    """Return the name of an inline script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache
 def version() -> str:
-    """A digest of all static files."""
+    """Return a digest of all static files."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for path in STATIC.rglob("*") if path.is_file()):
         digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
@@ -149,7 +144,7 @@ def version() -> str:
 
 @cache
 def _environment() -> Environment:
-    # select_autoescape goes by the end of the file's name, and does not know .jinja.
+    # Not select_autoescape, which does not know the ending .jinja.
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -158,7 +153,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(ROOT / "templates"),
     )
     environment.filters |= {
-        # With the digest of all of them, browsers may cache a static file for ever.
+        # The digest in the address lets browsers cache static files for ever.
         "static": lambda name: f"/static/{version()}/{name}",
         "ago": figures.ago, "number": figures.number, "short": figures.short_id, "signed": figures.signed,
         "size": figures.size, "spaced": figures.spaced,
@@ -197,7 +192,7 @@ def problem_page(request: Request, error: TrainerError) -> Response:
 
 
 def frame(request: Request, here: str) -> dict[str, Any]:
-    """The values that the frame of every page needs; `here` is the part of the site."""
+    """Return the values of every page's frame; `here` is the part of the site."""
     return {"here": here, "can_submit": get_dashboard(request).jobs is not None}
 
 
@@ -215,4 +210,4 @@ class UnknownTurn(TrainerError, code="turn_unknown", status=404, title="No such 
 
 
 class ReadOnly(TrainerError, code="only_shows", status=403, title="This service begins no jobs"):
-    """The service was started to show runs only, and begins none."""
+    """The service only shows runs, and starts none."""

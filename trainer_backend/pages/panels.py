@@ -1,8 +1,7 @@
-"""The charts of a run: which metrics each one draws, its section and title, and their order.
+"""The charts of a run in order: their metrics, sections and titles.
 
-A metric gets a chart by a row of `PANELS`. A `*` in the name of a metric stands for any text, such as every
-stop reason. A run shows the panels that it has metrics for, and one generated panel for each metric that no
-panel names (`make_other_panels`).
+A `*` in the name of a metric matches any text, such as every stop reason. A run shows the panels for which it
+has metrics, and a generated panel for each metric in no panel (`make_other_panels`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,12 +23,12 @@ class Line:
 
     metric: str  # may contain a `*`
     label: str = ""
-    """Its name in the legend; absent: the text in place of the `*`."""
+    """The name in the legend; absent: the text that the `*` matches."""
     kind: Kind = "iteration"
     band: tuple[str, str] | None = None
-    """Metrics of its bounds, if they have other names."""
+    """Metrics of the bounds, if they have other names."""
     needs: str | None = None
-    """A metric of an iteration; a run without it does not show this line."""
+    """A metric of an iteration; runs without it do not show this line."""
 
     @property
     def bounds(self) -> tuple[str, str]:
@@ -37,13 +36,13 @@ class Line:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics that it draws: its own and those of its band."""
+        """The metrics of the line and of its band."""
         return (self.metric, *self.bounds)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart; its fields but `lines` are keys of the chart too (series.make_chart)."""
+    """A chart; all fields except `lines` are also keys of the chart (series.make_chart)."""
 
     key: str  # in addresses
     section: Section
@@ -188,14 +187,14 @@ PANELS: tuple[Panel, ...] = (
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Keep the lines of panels, and the panels, that a run has metrics for: (kind, metric) pairs."""
+    """Keep the panels and lines for which a run has metrics, given as (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Draw the unique achievements once where they are, by the name of `outcome`, the outcome too."""
+    """Drop the panel of unique achievements if these are the `outcome`, which has a panel."""
     if outcome != "unique achievements":
         return list(panels)
     return [
@@ -206,10 +205,7 @@ def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
 
 
 def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Make a panel for every metric of an iteration that no panel of `PANELS` draws.
-
-    Times of day have none: pages/timeline.py draws them.
-    """
+    """Make a panel for every metric of an iteration in no panel of `PANELS`, except times of day."""
     pairs = sorted(set(metrics))
     drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in line.metrics}
     names = [
@@ -221,7 +217,7 @@ def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
 
 
 def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
-    """Make a panel for every line: a chart of several runs compares them in one metric."""
+    """Make a panel for every line, since a chart of several runs compares one metric."""
     return [
         Panel(
             panel.key if len(panel.lines) == 1 else f"{panel.key}:{number}",

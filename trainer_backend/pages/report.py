@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file of charts, figures and a filmstrip, made from the run's files alone."""
+"""The report of a run: one HTML file of charts, figures and a filmstrip, made only from the run's files."""
 
 import base64
 from collections import Counter, defaultdict
@@ -40,8 +40,8 @@ _CLIP = 700
 def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     """Return the best episode of the best evaluation; None before an evaluation has stored one.
 
-    `headline` tells its world, its outcome and its end, `lines` its decisions, each with the text of its
-    prompt, and `missing` why there are no `shots`, its pictures.
+    `headline` has world, outcome and end, `lines` the decisions with the texts of their prompts, `shots` the
+    pictures, and `missing` the reason why there are none.
     """
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
@@ -49,7 +49,7 @@ def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     episode = rollout.trajectory if rollout else None
     if best is None or rollout is None or episode is None or not episode.steps:
         return None
-    # A prompt's new part: in a conversation its new messages, else its last message.
+    # The new part of a prompt: new messages in a conversation, otherwise the last message.
     talks = bool(episode.full_history)
     texts = ["\n".join(new_messages(step)) if talks else last_message(step) for step in episode.steps]
     lines = list(zip(decision_lines(episode, []), (clip(text, _CLIP) for text in texts), strict=True))
@@ -85,9 +85,9 @@ Line = tuple[str, str]
 
 
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
-    """Write report/report.html of a run, also of one that still trains, and return its path.
+    """Write report/report.html of a run, also while it trains, and return the path.
 
-    It blocks, so it needs a thread without an event loop. `frames` draws the filmstrip.
+    Blocks: call it on a thread without an event loop. `frames` draws the filmstrip.
 
     Raises:
         JobError: job.toml of the run cannot be read.
@@ -115,7 +115,7 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
 
 
 def save(path: Path, html: bytes) -> Path:
-    """Write a page, whole or not at all, and make its folder."""
+    """Write a page atomically, and create its folder."""
     with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     with replacement(path, durable=False) as aside:
@@ -126,10 +126,7 @@ def save(path: Path, html: bytes) -> Path:
 def saved_data(
     stories: Sequence[Story], charts: Sequence[Chart] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a saved page of runs draws, as chart_data does, and what else it shows, as run_data does.
-
-    Other `charts` are drawn in their sections.
-    """
+    """Return chart_data and run_data of a saved page of runs; `charts` are further charts."""
     points = points_for(len(stories))
     files = [MetricsFile(story.directory.metrics_file) for story in stories]
     for file in files:
@@ -146,7 +143,7 @@ def saved_data(
 
 
 def turn_charts(story: Story) -> list[Chart]:
-    """Chart achievements and rewards by decision turn, the first iterations and the last ones."""
+    """Chart achievements and rewards by decision turn, of the first and of the last iterations."""
     rows = story.by_actor
     if not rows:
         return []
@@ -175,7 +172,7 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
 
 
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
-    """First unlocks by turn, or scores in a dialogue; None in other environments."""
+    """Return first unlocks by turn, or scores of a dialogue; None in other environments."""
     rows = [row for _, part in windows for row in part]
     if all("episode/unique_achievements" in row for row in rows):
         note = "Achievements unlocked for the first time, mean a decision."
@@ -272,7 +269,7 @@ def _training(story: Story) -> list[Line]:
 
 
 def _count_episodes(rows: Sequence[Row], policy: str, outcome: str) -> str:
-    """The episodes of a policy in these iterations: number, mean outcome, and weight if it is fixed."""
+    """Describe a policy's episodes in these iterations: number, mean outcome, and a fixed policy's weight."""
     past = read_past(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
     if mean is None:
@@ -306,13 +303,13 @@ def _time(story: Story) -> list[Line]:
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
-    """[T] mean r_t of each turn over the actor's episodes; an episode counts 0 after its end."""
+    """Return [T] mean r_t of each turn over the actor's episodes; an episode counts 0 after its end."""
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
         for row in finished_rows(path, ["decisions", "model"]):
             if policy_in(job_name, row["model"]) != ACTOR:
-                continue  # the actor's curve leaves out the episodes of fixed policies
+                continue
             episodes += 1
             for decision in row["decisions"]:
                 sums[decision["turn"]] += decision["reward"] or 0.0
@@ -320,7 +317,7 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 
 def last_minus_first(story: Story) -> Interval | None:
-    """The `paired_difference` of a run's last evaluation to the first of the same tasks, if it stored two."""
+    """Return the `paired_difference` of the last and the first evaluation with the same tasks, if stored."""
     same = find_comparable(story.evaluations)
     if len(same) < 2:
         return None
@@ -329,7 +326,7 @@ def last_minus_first(story: Story) -> Interval | None:
 
 
 def best_episode(path: Path) -> Rollout | None:
-    """The finished episode with the highest outcome and, of these, with the fewest env steps."""
+    """Return the finished episode with the highest outcome and, among equals, the fewest env steps."""
     rows = finished_rows(path, ["rollout_id", "outcome_reward", "env_steps"])
     if not rows:
         return None

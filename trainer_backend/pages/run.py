@@ -46,19 +46,19 @@ from trainer_backend.store.rows import ENDED, Curve, Job
 router = page_router()
 
 TABS = (("", "Charts"), ("rollouts", "Rollouts"), ("config", "Job"), ("log", "Log"))
-MOST_RUNS = 12  # colours and dashes tell 36 apart, and readers fewer
+MOST_RUNS = 12  # colours and dashes distinguish 36, but readers do not
 _LOG_LINES = 500
 _SORTS = get_args(RolloutSort)
 _PAGE = 50  # rollouts
 _RATE_POINTS = 60
-_FIRST_LINES = 12  # shown in place of charts, as long as there are none
+_FIRST_LINES = 12  # of the log, shown while there are no charts
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the address of a page says of its runs and charts; static/charts.js keeps it there."""
+    """The runs and chart settings in a page's address, which static/charts.js updates."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
     x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
@@ -66,10 +66,10 @@ class View:
     """Weight of the past in an exponential moving average."""
     log: bool = False
     seeds: Literal["", "apart"] = ""
-    pin: str = ""  # the run that a comparison measures the others by
+    pin: str = ""  # the reference run of a comparison
 
     def query(self, others: Sequence[str]) -> str:
-        """The query string of an address with this view and these other runs."""
+        """Return the query string of this view with these other runs."""
         view = {"x": self.x, "smooth": self.smooth, "log": self.log, "seeds": self.seeds, "pin": self.pin}
         chosen = [(name, str(value)) for name, value in view.items() if value]
         return urlencode([*(("with", other) for other in others), *chosen])
@@ -79,11 +79,11 @@ Chosen = Annotated[View, Depends()]
 
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
-    """The values that the head of every page of a run needs."""
+    """Return the values of the head of every page of a run."""
     dashboard = get_dashboard(request)
     store = dashboard.store
     job = jobs.get(store, job_id)
-    # Read the place first: rows that arrive during the other reads are then still sent as news.
+    # The place first, so that rows which arrive during the other reads are still sent as news.
     place = _place(store, job)
     (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
@@ -97,7 +97,7 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
 def run(request: Request, job_id: str, view: Chosen) -> Response:
-    """Show the charts of a run, or of several runs laid over one another."""
+    """Show the charts of a run, or of several overlaid runs."""
     store = get_dashboard(request).store
     alone = {job_id, *view.others} == {job_id}
     runs = [_whole_run(store, jobs.get(store, job_id))] if alone else _runs(store, job_id, view.others)
@@ -116,7 +116,7 @@ def run(request: Request, job_id: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/head", response_class=HTMLResponse)
 def head(request: Request, job_id: str) -> Response:
-    """Show state and progress alone, for a page that refreshes its head."""
+    """Show only state and progress, for a page that refreshes its head."""
     return page("head", **run_frame(request, job_id, ""))
 
 
@@ -130,7 +130,7 @@ def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> J
 
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
 def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
-    """Show one chart as a table, of one run with its place on the chosen axis."""
+    """Show one chart as a table; for a single run with the values of the chosen axis."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
@@ -143,7 +143,7 @@ def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
 def rest(request: Request, job_id: str, view: Chosen) -> Response:
-    """Show charts of the metrics that no panel names."""
+    """Show charts of the metrics in no panel."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return page("rest", panels=_panels(store, runs)[1], query=view.query(view.others), job_id=job_id)
@@ -168,13 +168,13 @@ def rollouts(request: Request, job_id: str) -> Response:
     """Show the list of rollouts, as the address filters and sorts it."""
     store = get_dashboard(request).store
     values = list_rollouts(store, job_id, request.query_params)
-    # A list that is filtered or followed needs no values to filter by.
+    # A part of the page does not contain the filters.
     facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
     return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
 
 
 def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
-    """Return a page of the rollouts that an address asks for; of lost ones also why each stage lost some."""
+    """Return a page of rollouts for an address; for lost ones also the causes by stage."""
     where, (sort, down) = read_filter(RolloutFilter, params), read_order(params, _SORTS, "newest")
     rows = reads_rollouts.rollouts(
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
@@ -213,7 +213,7 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
 
 
 def _whole_run(store: Store, job: Job) -> Run:
-    """Read what the page of one run shows but for its curves."""
+    """Read the values of one run's page, except its curves."""
     lines = {
         line.number: line
         for lines in (
@@ -239,7 +239,7 @@ def _panels(store: Store, runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]
 def _values(
     store: Store, runs: Sequence[Run], panels: Sequence[Panel], axis_metrics: Sequence[str] = AXIS_METRICS
 ) -> dict[str, Any]:
-    """Read the values of panels, with a query for each kind of rows, and those of the axes."""
+    """Read the values of panels, with a query for each kind of rows, and of the axes."""
     ids = [run.job.id for run in runs]
     curves: list[dict[tuple[str, str], Curve]] = [{} for _ in ids]
     for kind in KINDS:
@@ -269,7 +269,7 @@ def name_runs(runs: Sequence[Job]) -> list[str]:
 
 
 def _place(store: Store, job: Job) -> str:
-    """The end of the store's rows and of the log, in the form of an event id (jobs/events.py)."""
+    """Return the current end of the store's rows and of the log as an event id (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], KINDS)[job.id].values()
     row, size = max((line.number for line in lines), default=0), 0
     with suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""Pure: what the page of one run, or of several laid over one another, shows.
+"""Pure: the values of the page of one run or of several overlaid runs.
 
-The runs come from a service's store (pages/run.py) or from folders (pages/report.py, pages/compare.py); both
-give a `Run` for each and its curves, and the templates show the same dict.
+The runs come from a service's store (pages/run.py) or from folders (pages/report.py, pages/compare.py) as
+`Run` objects with curves, and the templates show the same dict.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,13 +37,11 @@ _POINTS, _LEAST_POINTS = 400, 100  # a chart is some 400 pixels wide
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run to show."""
-
     job: Job
-    name: str  # no other run of the page has it
+    name: str  # unique on the page
     rows: Sequence[Mapping[str, Any]]
     """Rows of metrics, the oldest first: all, or the first and the last iterations, the evaluations, and the
-    stages that lost rollouts. Of several runs the last of each kind is enough."""
+    stages that lost rollouts. For several runs the last row of each kind is enough."""
     rates: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of success rates over the evaluations, by metric."""
     best: int | None = None  # the iteration of the best checkpoint
@@ -51,19 +49,19 @@ class Run:
 
 
 def points_for(runs: int) -> int:
-    """The most points of a curve where so many runs share a chart."""
+    """Return the most points of a curve in a chart of this many runs."""
     return max(_POINTS // runs, _LEAST_POINTS)
 
 
 def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple[list[Panel], list[Panel]]:
-    """Return the panels for the (kind, metric) pairs of any run, and generated ones for those of no panel."""
+    """Return the panels for the runs' (kind, metric) pairs, and generated ones for the other pairs."""
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
     panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
     return panels if len(runs) == 1 else split_by_line(panels), make_other_panels(pairs)
 
 
 def name_outcome(runs: Sequence[Run]) -> str:
-    """The name that all runs give to the outcome of an episode, or just "outcome"."""
+    """Return the runs' common name of an episode's outcome, or "outcome"."""
     last = [{row["kind"]: row for row in run.rows} for run in runs]
     names = {outcome_name(row) for rows in last for kind, row in rows.items() if kind in KINDS}
     return names.pop() if len(names) == 1 else outcome_name(None)
@@ -72,11 +70,11 @@ def name_outcome(runs: Sequence[Run]) -> str:
 def run_data(
     runs: Sequence[Run], metrics: Iterable[tuple[str, str]], *, apart: bool = False, pin: str = ""
 ) -> dict[str, Any]:
-    """Return what the page shows but for its charts' values: panels by section, and figures and tables of one
+    """Return the page's values, except those of its charts: panels by section, and figures and tables of one
     run, or the names, last figures and different keys of several.
 
-    `apart`: runs of one setting with different seeds are not shown as one. `pin` is the id or the name of the
-    run to which the last figures of the others are compared.
+    `apart` says that runs of one setting with different seeds are not merged. `pin` is the id or the name of
+    the reference run for the last figures.
     """
     panels, rest = panels_for(runs, metrics)
     data = {"sections": group_by_section([*map(vars, panels)]), "rest": rest}
@@ -110,7 +108,7 @@ def run_data(
 
 
 def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group panels, as dicts, or charts by their sections; a section without any is left out."""
+    """Group panels, as dicts, or charts by section, without empty sections."""
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
         for title in get_args(Section)
@@ -121,9 +119,9 @@ def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def chart_data(
     runs: Sequence[Run], curves: Sequence[Curves], axes: Sequence[Axes], panels: Iterable[Panel]
 ) -> dict[str, Any]:
-    """Return what static/charts.js draws: charts that have values, the runs, groups of seeds, and the axes.
+    """Return the input of static/charts.js: charts with values, the runs, groups of seeds, and the axes.
 
-    `curves`, thinned to `points_for` points, and `axes` are those of each run.
+    `curves` (thinned to `points_for` points) and `axes` have an item for each run.
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
     charts = [chart for chart in (draw_chart(panel, named) for panel in panels) if chart is not None]
@@ -140,9 +138,9 @@ def name_run(run: Run) -> dict[str, Any]:
 
 
 def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return runs of one setting with different seeds as a `name` and `runs`, their indices; others alone.
+    """Group runs of one setting with different seeds, as a `name` and `runs` (indices); others stay alone.
 
-    The name is what those of the runs begin with, as far as no other run begins so: `grpo_seed (3 seeds)`.
+    The name is the common prefix of the runs' names if it is unique: `grpo_seed (3 seeds)`.
     """
     groups = []
     for group in group_seeds([run.job.config for run in runs]):
@@ -156,10 +154,10 @@ def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
-    """Return the last figures of runs, or means over seeds, and their differences to those of the pinned run.
+    """Return the last figures of runs, or means over seeds, and the differences to the pinned run.
 
-    Each of `rows` has a group, whether it is `pinned`, and its `cells`: a value, of several seeds the lowest
-    and highest in `reach`, and the `difference`; texts, empty if absent.
+    Each of `rows` has a group, whether it is `pinned`, and its `cells` as texts: a `value`, for several seeds
+    the `reach` from the lowest to the highest, and the `difference`.
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]
@@ -181,7 +179,7 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
 
 
 def last_rates(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return achievements with their success rates in the last evaluation of each run, as texts."""
+    """Return the success rates of achievements in the last evaluation of each run, as texts."""
     rates = []
     for run in runs:
         last = [row for row in run.rows if row["kind"] == "evaluation"][-1:]

@@ -1,4 +1,4 @@
-"""Pure: the contents of a run's pages: state, progress, key figures, evaluations and log lines."""
+"""Pure: the contents of a run's pages: state, progress, key figures, losses and evaluations."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -31,10 +31,9 @@ def make_head(
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
-    A recent iteration took `rate_s` seconds; `place` is the id of the last event that the page shows. In the
-    head, `live` says that the run may still change, `progress` its stage in words, `actions` the verbs that
-    are allowed now, `processes` those of a live run by role, and `notes` what its last start does, or did,
-    more slowly than it could.
+    A recent iteration took `rate_s` seconds; `place` is the id of the last event on the page. In the head,
+    `live` says that the run may still change, `progress` describes its stage, `actions` has the allowed
+    verbs, `processes` those of a live run by role, and `notes` avoidable slowness of the last start.
     """
     total, live = read_iterations(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
@@ -51,7 +50,7 @@ def make_head(
 
 
 def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
-    """The seconds of all stages together, mean over the last iterations; None before the first."""
+    """Return the seconds of all stages, as a mean over the last iterations; None before the first."""
     return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
@@ -74,7 +73,7 @@ def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, s
     parts = path.split("/")
     facts = [
         ("environment", rollout.get("env_name", "")),
-        # The parts of a path before the last three are alike in most paths.
+        # The beginning of a path differs rarely.
         ("model", path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])),
         ("advantage", tables.get("algorithm", {}).get("advantage", "")),
         ("begun", ago(job.started, now) if job.started else ""),
@@ -87,7 +86,7 @@ def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, s
 
 
 _OUTCOME, _EVENT = "eval/outcome_reward", "decision/nonzero_frac"
-# Name, metric, form, unit and meaning of a run's key figures; those of evaluations come first.
+# Name, metric, form, unit and meaning of a run's key figures; figures of evaluations come first.
 FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
     ("held-out {outcome}", _OUTCOME, "number", "", ""),
     ("Crafter score", "eval/crafter_score", "number", " %", "geometric mean of success rates"),
@@ -102,14 +101,14 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 
 
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
-    """Return (name, value, what to compare it with) of each key figure; rows are given the oldest first."""
+    """Return (name, value, comparison) of each key figure; rows are given the oldest first."""
     figures = []
     for name, metric, form, unit, note in FIGURES:
         held_out = metric.startswith("eval/")
         rows = evaluations if held_out else iterations
         last = rows[-1] if rows else {}
         if last.get(metric) is None and not (rows and metric == _OUTCOME):
-            continue  # an evaluation that lost all its episodes says so in its figure
+            continue  # an evaluation that lost all episodes is still shown
         if metric == _EVENT and "episode/unique_achievements" not in last:
             continue
         bounds = show_bounds(last, metric) if held_out else ""
@@ -129,7 +128,7 @@ def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
 
 
 def show_bounds(row: Row, metric: str = _OUTCOME) -> str:
-    """The 95 % interval of a held-out figure; empty if the row has none."""
+    """Format the 95 % interval of a held-out figure; empty if the row has none."""
     low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
@@ -138,7 +137,7 @@ _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "ite
 
 
 def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
-    """Return stage, `180 of 200` and the causes of each loss that these rows tell, the oldest first."""
+    """Return stage, `180 of 200` and causes of each loss in these rows, the oldest first."""
     lines = []
     for row in rows:
         stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])
@@ -175,10 +174,10 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
 
 
 def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return the rates of the last evaluation and the first, the highest first; empty without any.
+    """Return the success rates of the first and the last evaluation, the highest first; empty without any.
 
-    `before` and `after` name the two evaluations, the first empty if there is but one; `rows` have each
-    achievement as text, on a scale of 100, and as a curve: `curves` by `RATES` and the achievement's name.
+    `before` and `after` name the two evaluations; `before` is empty if there is only one. `rows` have each
+    achievement as text, on a scale of 100, and as a curve from `curves`, by `RATES` and the name.
     """
     if not evaluations or not evaluations[-1].get("eval/success_rates"):
         return {}

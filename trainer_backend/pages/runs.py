@@ -1,4 +1,4 @@
-"""Pages of several runs: the list, and the numbers of chosen ones side by side."""
+"""Pages of several runs: the list, and the numbers of chosen runs side by side."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +24,7 @@ from trainer_backend.pages.page import (
 from trainer_backend.pages.run import MOST_RUNS, name_runs
 from trainer_backend.pages.run_view import show_bounds
 from trainer_backend.pages.series import draw_spark
+from trainer_backend.run.timeline import PREFIX
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.metrics import list_numbers
@@ -36,7 +37,6 @@ _SORTS = get_args(RunSort)
 _GROUPS: dict[str, frozenset[JobState]] = {"active": ACTIVE | {"queued", "paused"}, "ended": ENDED}
 _TEXT = 400  # characters of a detail; the run's own page has all of it
 _MOST_CHOSEN = 30
-_TIMES = "timeline/"  # when a stage began and ended, which tells nothing next to another run
 _KINDS = {"evaluation": "The last evaluation", "iteration": "The last iteration"}
 
 Chosen = Query(default=[])
@@ -52,7 +52,7 @@ def runs(request: Request) -> Response:
 
 
 def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
-    """Return a page of the runs that an address asks for, and those that it names as chosen."""
+    """Return a page of runs for an address, and the runs that it names as chosen."""
     where, (sort, down) = _read_filter(params), read_order(params, _SORTS, "created")
     rows = reads.runs(
         store, where, sort=cast(RunSort, sort), descending=down, cursor=params.get("cursor") or None
@@ -75,7 +75,7 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
 
 
 def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
-    """Return the values by which the list can be filtered with their numbers of runs; tags by their key."""
+    """Return the filter values of the list with their numbers of runs; tags by their key."""
     facets = reads.run_facets(store)
     tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
     for tag, count in facets["tags"].items():
@@ -150,7 +150,7 @@ def numbers(request: Request, run: list[str] = Chosen) -> Response:
 
 
 def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
-    """Return a column per run: what it is, the keys that differ, and the numbers of its last rows."""
+    """Return a column per run: its description, the different keys, and the numbers of its last rows."""
     ids = _limit(job_ids)
     if not ids:
         raise BadAddress("no run is chosen; tick two or more in the list")
@@ -160,7 +160,8 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
     for kind, title in _KINDS.items():
         last = [lines[job_id].get(kind) for job_id in ids]
         found = [dict(list_numbers(line.row)) if line is not None else {} for line in last]
-        names = sorted({name for row in found for name in row if not name.startswith(_TIMES)})
+        # Times of day cannot be compared.
+        names = sorted({name for row in found for name in row if not name.startswith(PREFIX)})
         places = ["" if line is None else f"iteration {line.iteration}" for line in last]
         if names:
             tables.append({

@@ -1,9 +1,8 @@
 """Pure: series as charts, tables and small curves; the horizontal axes of a run.
 
-A chart is a dict, as static/charts.js reads it: `x` holds its iterations or other values of the panel's x,
-and each of `curves` a value or None (`y`) for each of them, with `low` and `high` if it has a band. `run` is
-the index of the curve's run and `line` that of its line in the panel; `dots` says that its points lie far
-apart.
+A chart is a dict for static/charts.js: `x` has the values of the horizontal axis, and each of `curves` has a
+value or None (`y`) for each of them, with `low` and `high` if it has a band. `run` and `line` are the indices
+of the curve's run, and of its line in the panel; `dots` says that its points are far apart.
 """
 
 import math
@@ -19,14 +18,13 @@ from trainer_backend.store.rows import Curve
 Key = tuple[str, str]  # (kind, metric)
 Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
-Spark = dict[str, str]
 Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
 Values = Sequence[float | None]
 EVERY_POINT = 10**9  # as a number of points: no curve is thinned
 
 
 def draw_chart(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
-    """Draw a panel for runs given as (name, curves); None if no run has a value of it."""
+    """Draw a panel for runs given as (name, curves); None without values."""
     lines = [
         (number, name, place, line, curves)
         for number, (name, curves) in enumerate(runs)
@@ -67,7 +65,7 @@ def make_curve(
 
 
 def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
-    """The line's band; of a thinned line without a band, the extremes between its points."""
+    """Return the line's band; for a thinned line without a band, the extremes between its points."""
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
         return [(bound.iterations, bound.values) for bound in bounds]
@@ -77,20 +75,20 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
 
 
 def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence[float]) -> Values:
-    if len(iterations) == len(x_N):  # which are those of all curves, so they are the same
+    if len(iterations) == len(x_N):  # x_N has the iterations of all curves, so both are equal
         return values
     by_iteration = dict(zip(iterations, values, strict=True))
     return [by_iteration.get(int(at)) for at in x_N]
 
 
 def _rounded(values: Values) -> list[float | None]:
-    """Round to 1e-8 of the largest value: finer than a picture shows, in a third of the bytes."""
+    """Round to 1e-8 of the largest value, which no picture shows and takes a third of the bytes."""
     largest = max(map(abs, filter(None, values)), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
 
 
-# Metrics of an iteration that the horizontal axes are made of.
+# Metrics of an iteration from which the horizontal axes are made.
 _STEPS, _EPISODES, _TOKENS = "episode/env_steps", "episode/count", "inference/sampled_tokens"
 _BEGIN, _END, _STARTS = "timeline/collect_start", "timeline/learn_end", "recovery/resumes"
 AXIS_METRICS = (_STEPS, _EPISODES, _TOKENS, _BEGIN, _END, _STARTS)
@@ -103,12 +101,11 @@ AXES = {
 
 
 def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
-    """Return the axes that a run has but for the iteration itself.
+    """Return the axes of a run, except the iteration itself.
 
-    `rows` are AXIS_METRICS of every iteration, as far as it has them. Steps are env steps of the episodes of
-    the iterations so far, tokens those sampled while these were collected. Hours are from the first rollout
-    of a start to the end of learning, pauses between starts left out; evaluations during a start and the wait
-    for a slow task app are in it, the warm-up is not.
+    `rows` has the available AXIS_METRICS of every iteration. Steps and tokens are the env steps and sampled
+    tokens of the iterations so far. Hours run from the first rollout of a start to the end of learning, with
+    evaluations and waits for slow task apps, without the warm-up and without pauses between starts.
     """
     each = {
         "steps": {
@@ -125,7 +122,7 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
 
 
 def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """The hours of each iteration: since the end of the one before in the same start, or its own begin."""
+    """Return the hours of each iteration since the end of the previous one in its start, or its begin."""
     added, before = {}, None
     for at in sorted(rows):
         row = rows[at]
@@ -139,9 +136,9 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return the iterations that charts draw, and where each run lies there on each axis that all runs have.
+    """Return the iterations of charts, and each run's values there on the axes that all runs have.
 
-    Before the first iteration an axis is 0, and between two iterations it has the value of the earlier one.
+    Before the first iteration an axis is 0; between two iterations it has the earlier value.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]
@@ -157,7 +154,7 @@ def _place(axis: Mapping[int, float], at: Sequence[float]) -> list[float]:
 
 
 def table(chart: Chart) -> list[tuple[float, list[str]]]:
-    """The values of a chart, one row per iteration, the newest first."""
+    """Return the values of a chart, one row per iteration, the newest first."""
     return [
         (at, [_cell(curve, index, chart["form"]) for curve in chart["curves"]])
         for index, at in reversed(list(enumerate(chart["x"])))
@@ -176,10 +173,10 @@ WIDTH, HEIGHT = 100.0, 24.0
 
 def draw_spark(
     values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
-) -> Spark:
-    """Draw two values or more, named `what`, as a small curve, in SVG and in words; else both are empty.
+) -> dict[str, str]:
+    """Draw two or more values, named `what`, as a small curve, in SVG and in words; otherwise both are empty.
 
-    `between`: the values at the bottom and the top; by default the least and the greatest.
+    `between` has the values at the bottom and the top; by default the least and the greatest.
     """
     if len(values) < 2:
         return {"points": "", "words": ""}

@@ -1,4 +1,4 @@
-"""Stored rollouts for the pages: rollouts from Parquet files, and their pictures from a task app's replay."""
+"""Stored rollouts for the pages, from Parquet files, and their pictures, from a task app's replay."""
 
 import asyncio
 import base64
@@ -25,24 +25,23 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
 
-# Draws the pictures after some turns of an episode, a PNG by turn; turn 0 is the start of the episode.
+# Draws pictures of an episode: PNGs by turn; turn 0 is the start.
 FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Mapping[int, bytes]]
 
 
 def played_frames(
     services: ServicesTable, config: Mapping[str, Any], episode: Trajectory, turns: Collection[int]
 ) -> dict[int, bytes]:
-    """Draw the frames after the given turns on the task apps of [services], or a child process.
+    """Draw the frames after the given turns on the task apps of [services], or on a child process.
 
-    A replay asks no policy and no interaction, so a child has none. It blocks, so it needs a thread without
-    an event loop. NoPictures means that there never are any; any other TrainerError may pass.
+    Blocks: call it on a thread without an event loop. NoPictures is final; any other TrainerError may pass.
     """
 
     async def frames() -> dict[int, bytes]:
         with tempfile.TemporaryDirectory() as folder:
             async with task_apps(services, Path(folder) / "task_app.log") as apps:
                 for client in apps.serving[:-1]:
-                    with suppress(TaskAppLost):  # another task app can draw it too
+                    with suppress(TaskAppLost):  # try the next task app
                         return await replay(client, episode, turns, config=config)
                 return await replay(apps.serving[-1], episode, turns, config=config)
 
@@ -52,16 +51,16 @@ def played_frames(
 async def replay(
     client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
 ) -> dict[int, bytes]:
-    """Let a task app play the episode again, and return the frame after each of the turns.
+    """Let a task app replay the episode, and return the frame after each of the turns.
 
     Raises:
-        ReplayDeparts: it became another episode than the record.
-        NoPictures: its environment draws none.
-        TaskAppError: anything else that went wrong.
+        ReplayDeparts: the replay differs from the record.
+        NoPictures: the environment draws none.
+        TaskAppError: any other error.
     """
     recorded = [ReplayTurn.of(step) for step in episode.steps[: max(turns)]]
     if not episode.achievements_counts:
-        # Without counters every action may have one name and every reward be 0, so results are compared too.
+        # Without counters, all actions may have one name and all rewards be 0, so results are also compared.
         results = [step.step_info.tool_result for step in episode.steps]
         recorded = [
             turn.model_copy(update={"result": result})
@@ -81,13 +80,13 @@ async def replay(
 
 
 _CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
-# Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
+# Environments of words, and their prefixes, which draw nothing: no task app is started for them.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
 
 
 def why_undrawn(rollout: Rollout) -> str:
-    """Say in a sentence why no task app is asked to draw an episode; empty where one is asked."""
+    """Say why no task app can draw an episode; empty if one may."""
     episode, row = rollout.trajectory, read_row_id(rollout.group_id)
     if episode is None:
         return "the rollout has no episode"
@@ -111,10 +110,10 @@ def _draws_none(env_name: str) -> str:
 
 
 class Frames:
-    """The frames of episodes: draws one episode at a time, and caches the last ones.
+    """Draws the frames of one episode at a time, and caches the last ones.
 
-    `source` draws the turns of an episode, by default a task app that is started for it. `may_run` says
-    whether a file of task_plugins that a job names may be run to draw its episodes.
+    `source` draws the turns of an episode, by default with a new task app. `may_run` says whether a file of a
+    job's task_plugins may run for this.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Frames:
         self._lock = asyncio.Lock()
 
     def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
-        """Return what the cache has: frames, the reason why there are none, or None."""
+        """Return the cached frames, the reason why there are none, or None if nothing is cached."""
         keys = (str(run_dir), rollout.rollout_id, 0), _environment(run_dir, rollout)
         with self._guard:
             return next((self._cache[key] for key in keys if key in self._cache), None)
@@ -135,18 +134,18 @@ class Frames:
         """Return a PNG by turn; turn 0 is the start.
 
         Raises:
-            NoPictures: there never are any; another request does not replay the episode.
+            NoPictures: there are none; further requests do not replay the episode.
             TrainerError: no task app could be started or asked; another request tries again.
         """
-        # A page asks for several frames at once. One replay draws all; the others wait without a thread, so
-        # that the threads stay free for other pages.
+        # A page requests several frames at once. One replay draws all; the other requests wait without a
+        # thread.
         async with self._lock:
             frames = await asyncio.to_thread(self.cached, run_dir, rollout)
             if frames is None:
                 key = str(run_dir), rollout.rollout_id, 0
                 try:
                     frames = await asyncio.to_thread(self._draw, run_dir, rollout)
-                except NoPictures as error:  # nor are there any of other episodes
+                except NoPictures as error:  # also for other episodes of the environment
                     key, frames = _environment(run_dir, rollout), str(error)
                 with self._guard:
                     self._cache[key] = frames
@@ -158,10 +157,9 @@ class Frames:
         if reason := why_undrawn(rollout):
             return reason
         episode = rollout.trajectory
-        assert episode is not None, "why_undrawn names what has none"
+        assert episode is not None, "why_undrawn has refused it"
         named = open_run(run_dir).job()
-        # A look at a run must neither execute code that another person's job names, nor send a key to a host
-        # of the job.
+        # Viewing a run must not execute code of another user's job, nor send a key to a host of the job.
         plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
         own = ServicesTable(task_plugins=plugins)
         try:
@@ -174,14 +172,14 @@ class Frames:
 
 
 def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
-    """The key of an environment: a run has one config for all its episodes, until its job is replaced."""
+    """Return the cache key of an environment: a run has one config, until its job is replaced."""
     job = run_dir / "job.toml"
     name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
     return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0
 
 
 def _why_refused(error: Refused, env_name: str, left_out: Sequence[Path]) -> str:
-    """Say in a sentence why this page's task app refuses an episode."""
+    """Say why this page's task app refuses an episode."""
     if left_out:
         return (
             f"{env_name!r} comes from {', '.join(map(str, left_out))}, and a page runs code from the folders "
@@ -205,6 +203,6 @@ def read_stored(path: Path, rollout_id: str) -> StoredRollout:
         ) from error
 
 
-@lru_cache(maxsize=8)  # a reader turns from decision to decision
+@lru_cache(maxsize=8)  # readers go from decision to decision
 def _read(path: Path, modified_ns: int, rollout_id: str) -> StoredRollout:
     return read_rollout(path, rollout_id), read_decisions(path, rollout_id)

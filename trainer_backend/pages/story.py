@@ -1,4 +1,4 @@
-"""The files of a run, sorted for the report, for comparisons and for the terminal."""
+"""Reads the files of a run for the report, for comparisons and for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,17 @@ class Story:
 
     directory: RunDirectory
     name: str
-    """The job's, or in a comparison the end of the path that no other run has."""
+    """The job's name, or in a comparison the unique end of the run's path."""
     job: JobConfig
     rows: Sequence[Row]  # of metrics.jsonl, oldest first
 
     @cached_property
     def data(self) -> DataRecord | None:
-        """Its rows of a data set, where it recorded them."""
+        """The run's record of a data set, if there is one."""
         return read_record(self.directory)
 
     @cached_property
     def config(self) -> str:
-        """The job as TOML."""
         return dump_job(self.job)
 
     @property
@@ -53,7 +52,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the policy in training played; in a mixture it may miss some."""
+        """The iterations in which the actor played; in a mixture it may miss some."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property
@@ -71,7 +70,7 @@ class Story:
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
-        """The first, best and last evaluation; the words of equal ones are joined: "first, best"."""
+        """The first, best and last evaluation; words of the same one are joined: "first, best"."""
         rows = self.evaluations
         marks = [("first", rows[0]), ("best", self.best_evaluation), ("last", rows[-1])] if rows else []
         by_iteration: dict[int, tuple[list[str], Row]] = {}
@@ -82,22 +81,20 @@ class Story:
 
     @property
     def last(self) -> Row | None:
-        """The row of the last evaluation."""
         return next(iter(self.evaluations[-1:]), None)
 
     @property
     def last_episodes(self) -> Row | None:
-        """The row of the last evaluation, or else of the last iteration; it names the run's outcome."""
+        """The row of the last evaluation, or else of the last iteration, which names the outcome."""
         return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
 
     @property
     def unit(self) -> str:
-        """The word for what an evaluation plays once each."""
+        """The word for the units of an evaluation."""
         return "world" if self.job.data is None else "row"
 
     @property
     def outcome(self) -> str:
-        """The environment's name for the outcome of an episode."""
         return outcome_name(self.last_episodes)
 
     @property
@@ -106,16 +103,15 @@ class Story:
         return {name: self.total(name) for name in (*FAILED, *FINISHED)}
 
     def total(self, name: str) -> float:
-        """The sum of a metric over all rows."""
         return sum(float(row[name]) for row in self.rows if name in row)
 
     def rollouts_file(self, name: str) -> Path | None:
-        """A Parquet file of the run, or None."""
+        """Return the path of a Parquet file of the run, or None if it does not exist."""
         path = self.directory.rollouts_file(name)
         return path if path.exists() else None
 
     def job_row(self) -> Job:
-        """Return the job as a service's store would have it, created now."""
+        """Return the job as a row of a service's store, created now."""
         directory = self.directory
         state, code, detail = state_of_run(read_status(directory.path))
         return Job(
@@ -125,7 +121,7 @@ class Story:
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:
-        """Return the run as its page reads it."""
+        """Convert to a `Run` for the page."""
         rates = {name: series for (_, name), series in curves.items() if name.startswith(RATES)}
         best = self.best_evaluation["iteration"] if self.best_evaluation else None
         checkpoints = checkpoint_rows(self.directory.checkpoints)

@@ -1,4 +1,4 @@
-"""Pure: the newest iterations of a run in two lanes, collecting above learning, and who waited for whom."""
+"""Pure: draws the newest iterations of a run in two lanes, collecting and learning, with their waits."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trainer_backend.pages.figures import MINUS, duration, name_iterations, number
 
 Row = Mapping[str, Any]
-# What a bar shows; evaluations are played in the lane of collecting.
+# The work that a bar shows; evaluations are in the lane of collecting.
 Work = Literal["collect", "evaluate", "learn"]
 
 SHOWN = 12  # iterations
@@ -22,7 +22,7 @@ _STEPS_S = tuple(
     )
     for count in counts
 )  # fmt: skip
-_LEAST_WIDTH = 0.2  # in percent; what took no time at all is seen too
+_LEAST_WIDTH = 0.2  # in percent, so that work of no time is visible
 # The least share of the axis, in percent, that holds the number of a bar: on a phone, and on a screen.
 _ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # at the sides, and for each digit
 
@@ -38,12 +38,12 @@ class _Span:
 def draw_timeline(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
     """Draw the last `SHOWN` iterations of the newest start of a run.
 
-    Those of earlier starts are left out: between two starts may lie days. Rows are given the oldest first;
-    evaluations in the time of the iterations, and after it, are drawn. Where no row has times it is empty.
+    Earlier starts are left out, since days may lie between two starts. Rows are given the oldest first;
+    evaluations since the first drawn iteration are included. Empty if no row has times.
 
-    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. `label` of a bar is empty
-    where no page has room for it, and `roomy` says whether a phone has. `table` has for each iteration, the
-    newest first, when and how long it was collected and learned from.
+    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. A bar's `label` is empty
+    without room, and `roomy` says whether a phone has room. `table` has the times and durations of collecting
+    and learning, the newest iteration first.
     """
     timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
     if not timed:
@@ -76,7 +76,7 @@ def _spans(rows: Iterable[Row], work: Work) -> list[_Span]:
 
 
 def _span(row: Row, work: Work) -> _Span | None:
-    """When a row's work was done; None in a row that does not tell it."""
+    """Read the times of a row's work; None without times."""
     lane = "collect" if work == "evaluate" else work
     start, end = row.get(f"timeline/{lane}_start"), row.get(f"timeline/{lane}_end")
     if not isinstance(start, float) or not isinstance(end, float) or not 0 < start <= end < math.inf:
@@ -103,7 +103,7 @@ def _bar(span: _Span, begin: float, end: float) -> dict[str, Any]:
 
 
 def _ticks(whole_s: float) -> list[dict[str, Any]]:
-    """Even marks from the end backwards, and the end."""
+    """Return even marks backwards from the end, and the end."""
     step = next((step for step in _STEPS_S if whole_s / step <= _MOST_TICKS), whole_s / _MOST_TICKS)
     count = int(whole_s / step)
     marks = [
@@ -114,7 +114,7 @@ def _ticks(whole_s: float) -> list[dict[str, Any]]:
 
 
 def _who_waited(rows: Sequence[Row]) -> str:
-    """The shares of the working time, over all rows; each row tells its own."""
+    """Describe the shares of the working time over all rows."""
     for_rollouts = sum(row.get("time/wait_collect_s", 0.0) for row in rows)
     for_learner = sum(row.get("time/wait_learner_s", 0.0) for row in rows)
     both = sum(map(_both_s, rows))
@@ -131,7 +131,7 @@ def _who_waited(rows: Sequence[Row]) -> str:
 
 
 def _both_s(row: Row) -> float:
-    """The seconds in which both worked, from their share and the seconds in which one did."""
+    """Compute the seconds in which both worked from their share and the seconds in which only one did."""
     share = row.get("perf/overlap", 0.0)
     if share >= 1.0:  # neither waited
         return float(row["timeline/learn_end"] - row["timeline/learn_start"])

@@ -1,7 +1,7 @@
-"""The tokens of a segment with their colours, and the parts of the segment that a page folds away.
+"""The tokens of a segment with their colours; long runs are folded.
 
-A token has up to three classes, of which the page's style shows one: `a` its advantage, `p` its probability,
-`m` its mask. They are steps of a scale, since a page without inline styles has only so many colours.
+A token has up to three classes, of which the page's style shows one: `a` for its advantage, `p` for its
+probability, `m` for its mask. They are steps of a scale, since a page without inline styles has few colours.
 """
 
 import math
@@ -18,9 +18,9 @@ from trainer_backend.pages.figures import number, signed
 
 STEPS = 4  # of the scale of advantages, on each side of 0
 _PROBABILITIES = (0.99, 0.9, 0.5, 0.1, 0.01)
-# A context may have a hundred thousand tokens: a longer run is folded, except for its two ends.
+# Longer runs are folded, except for their two ends, since a context may have a hundred thousand tokens.
 _FOLD, _ENDS = 400, 60
-# The same for the run of the decision on the page.
+# The same for the sampled tokens of the decision on the page.
 _MOST, _MOST_ENDS = 8000, 4000
 
 Decode = Callable[[int], str]
@@ -33,12 +33,12 @@ def segment_view(
 ) -> dict[str, Any]:
     """Return the part of a segment that the page of a decision shows.
 
-    `runs` are adjacent tokens that one decision sampled (its `turn`), or context (None): the decision, the
-    ones next to it, and the context around them. Of a folded run `folded` tokens are left out between
-    `tokens` and `rest`. `before` and `after` count the other tokens, and name the decision that shows them.
+    `runs` are adjacent tokens of one decision (its `turn`) or of the context (None): the decision, its
+    neighbours, and the context around them. A folded run lacks `folded` tokens between `tokens` and `rest`.
+    `before` and `after` count the other tokens, and name the decision that shows them.
 
     `index` is the segment's place in the episode, from 0, `turn` a decision that it trains, and `advantages`
-    those of the tokens of each decision (`token_advantages`).
+    has the token advantages of each decision (`token_advantages`).
     """
     runs = _cut(segment)
     turns = list(dict.fromkeys(sampled for sampled, _, _ in runs if sampled is not None))
@@ -75,7 +75,7 @@ def _cut(segment: Segment) -> list[Run]:
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
-    """[T] advantages of stored columns: one per token, or one for the decision; empty without credit."""
+    """Return [T] advantages from stored columns: one per token or decision; empty without credit."""
     rows: list[Sequence[float]] = []
     for columns in decisions:
         by_token, whole = columns.get("token_advantages"), columns.get("advantage")
@@ -87,14 +87,14 @@ def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence
 
 
 def advantage_step(value: float, largest: float) -> int:
-    """The colour step of an advantage, from -STEPS to STEPS; 0 only for an advantage of 0."""
+    """Return the colour step of an advantage, from -STEPS to STEPS; 0 only for an advantage of 0."""
     if value == 0 or largest <= 0:
         return 0
     return int(math.copysign(max(1, math.ceil(STEPS * min(1.0, abs(value) / largest))), value))
 
 
 def probability_step(logprob: float) -> int:
-    """The colour step of a probability: 0 is nearly certain, 5 is very improbable."""
+    """Return the colour step of a probability: 0 is nearly certain, 5 is very improbable."""
     probability = math.exp(min(0.0, logprob))
     return sum(probability < bound for bound in _PROBABILITIES)
 
@@ -109,7 +109,7 @@ def _token_maker(
             "text": decode(int(ids[at])), "kind": "m0", "title": f"id {ids[at]}, context: not trained"
         }  # fmt: skip
     values: Sequence[float | None] = advantages[turn - 1] if turn <= len(advantages) else ()
-    if len(values) != end - start:  # the advantage of a whole decision is that of each of its tokens
+    if len(values) != end - start:  # one advantage for all tokens of the decision
         values = [values[0] if values else None] * (end - start)
     first = int(segment.sampled_positions.searchsorted(start))
 
@@ -129,7 +129,7 @@ def _token_maker(
 
 
 def find_decoder(run_dir: Path) -> Decode:
-    """Return what decodes one token id at a time; without a checkpoint with a tokenizer it shows the id.
+    """Return a function that decodes one token id, or shows the id if no checkpoint has a tokenizer.
 
     A part of a character becomes the replacement character.
     """
@@ -145,7 +145,7 @@ def find_decoder(run_dir: Path) -> Decode:
 
 @lru_cache(maxsize=4)
 def _tokenizer(file: Path) -> Tokenizer | None:
-    """Read a tokenizer without torch, whose import would make a page wait; None: the file is none."""
+    """Read a tokenizer without torch, whose import takes long; None if the file is invalid."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception:  # the library raises nothing more precise

@@ -1,1 +1,1 @@
-"""The processes of a run: how each is started, called and ended. The loop is in `run/`."""
+"""The processes of a run: starts, calls and ends each of them. The training loop is in `run/`."""

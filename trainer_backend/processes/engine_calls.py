@@ -18,14 +18,12 @@ _MODULE = "trainer_backend.processes.engine_process"
 
 
 def engine_role(socket: int) -> Role:
-    """It inherits the socket of its calls."""
+    """Return the role of an engine process, which inherits the socket of its calls."""
     command = (sys.executable, "-m", _MODULE, "--socket", str(socket))
     return Role("engine", lambda place: command, descriptors=(socket,))
 
 
 class EngineSetup(Body):
-    """What an engine's process computes."""
-
     model: ModelTable
     keys: EngineKeys
     version: PolicyVersion
@@ -34,7 +32,7 @@ class EngineSetup(Body):
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """A request for a sample; fields that `Extras` has too mean the same."""
+    """A request for a sample; for its fields see `Extras`."""
 
     ids: tuple[int, ...]
     sampling: Sampling
@@ -42,17 +40,16 @@ class EngineCall:
     processed: bool
     common_draws: bool
     stop: tuple[str, ...]
-    """Strings that end it, in the text that the policy's tokenizer gives."""
+    """Strings that end the sample, in the text that the policy's tokenizer decodes."""
     streams: bool
-    """Whether each token is sent as it comes."""
+    """Whether each token is sent as soon as it is sampled."""
 
 
-# `serve` comes first, and its one progress says that the engine answers; its result says why that can answer
-# no more. The others return the counts of the engine, too.
+# `serve` comes first: its single progress message means that the engine answers, and its result is the reason
+# why the engine stopped. The other calls also return the engine's counters.
 ENGINE_CALLS = Table(
     {
         "serve": Call(tuple[EngineSetup], str, progress=tuple[()]),
-        # With the likeliest tokens of each place.
         "generate": Call(
             tuple[EngineCall],
             tuple[Generation, EngineCounters],

@@ -11,7 +11,7 @@ from service_kit.own_process import begin_imports, end_imports, end_with_parent,
 if __name__ == "__main__":
     begin_imports()
     end_with_parent()
-    # If it hangs, it would keep the memory of a GPU, next to the engine that follows it.
+    # A hanging process would keep GPU memory that the next engine needs.
     kill_with_parent(os.getppid())
 
 import argparse
@@ -37,7 +37,7 @@ from trainer_backend.processes.policy_server import engine_of_folder
 
 
 class EngineHost:
-    """Does the calls with an engine of this process."""
+    """Implements the calls with an engine in this process."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine | None = None

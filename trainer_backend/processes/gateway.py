@@ -1,7 +1,6 @@
 """One gateway of a run with [cluster]: its public address, and the child process that serves there.
 
-A process that dies is followed by another at the same address, and one that no longer answers is killed
-first. No torch here.
+A process that dies, or hangs and is killed, is replaced at the same address. No torch here.
 """
 
 import asyncio
@@ -48,69 +47,69 @@ from trainer_backend.rundir.state import is_final
 Say = Callable[[str], None]
 
 _TOTALS_S = 30.0
-# For reading a model; the wait for servers is added.
+# Time for reading a model; `load_s` adds the wait for servers.
 _LOAD_S = 600.0
-# A process that has ended so often in a row without an answer will not give one, nor load what it died of.
+# After so many ends in a row, without an answer or in the same call, the process is not started again.
 _MOST_IN_VAIN = 3
 _LOOK_S = 0.2
 _SHOWN = 500
-# For the last answer of a process that has ended.
+# Time for the last answer of a process that has ended.
 _LAST_WORDS_S = 1.0
 
 
 def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sums by name. Pure."""
+    """Return the sums by name. Pure."""
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
 @dataclass(slots=True)
 class _Life:
-    """One process of a gateway, and what is known of its end."""
+    """One process of a gateway, and the reason for its end."""
 
     child: Process
     version: PolicyVersion
     url: str = ""
-    """Where it is called; empty: not known yet."""
+    """Address for calls; empty: not known yet."""
     public_url: str = ""
-    """Where it answers requests."""
+    """Address for requests."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it answers requests."""
     moves: list[tuple[str, str]] = field(default_factory=list)
-    """Former and new addresses of vLLM servers that it does not know of yet."""
+    """Former and new addresses of vLLM servers, not sent to the process yet."""
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
-    """That wait for its end, for the end of the call `serve`, and for its announcement."""
+    """Tasks that wait for the process's end, the end of the call `serve`, and `announced`."""
     has_answered: bool = False
     fault: Exception | None = None
-    """Why the policies cannot be served any more, by any process."""
+    """Why no process can serve the policies."""
 
-    async def hear_last_words(self) -> None:
-        """Wait for the last answer of a process that ends."""
+    async def await_serve_result(self) -> None:
+        """Wait for the result of the call `serve` of a process that ends."""
         await asyncio.wait(self.tasks[1:2], timeout=_LAST_WORDS_S)
 
 
 class _Hopeless(Exception):
-    """No process of a gateway will serve."""
+    """No process of this gateway can serve."""
 
 
 class Gateway(Worker):
-    """One gateway: its public address, and the process that serves there, one after another where they die.
+    """One gateway: its public address, and the process that serves there; a dead process is replaced.
 
     Args:
-        number: among the gateways of the run.
-        setup: makes what one serves, from the version and from whether it is the first one.
-        say: is given a line for each process that dies, and what they have to say.
-        launcher: starts its processes.
-        keys: of the gateway and of its control, by environment variable.
-        log_file: receives their logs.
-        resources: what all gateways need, where machines are chosen for their engines; None: they are with
-            the orchestrator.
+        number: index among the gateways of the run.
+        setup: makes a process's setup from the version, and from whether it is the first process.
+        say: receives a line for each process that dies, and messages of the processes.
+        launcher: starts the processes.
+        keys: keys of requests and of calls, by environment variable.
+        log_file: receives the processes' logs.
+        resources: needs of all gateways, if machines are chosen for their engines; None: they run with the
+            orchestrator.
     """
 
     pauses_s = (0.0, 0.0)
     silence_s = 120.0
-    """A process that serves is wedged if a sign of life takes so long. An engine answers between two of its
-    steps, and a policy that waits for a sample has given up by then."""
+    """A process whose sign of life takes longer hangs. An engine answers between two steps, and a policy that
+    waits for a sample has given up by then."""
 
     def __init__(
         self,
@@ -135,30 +134,30 @@ class Gateway(Worker):
         )  # fmt: skip
         self.reporter: Reporter | None = None
         self.renew: Say | None = None  # starts the vLLM server of an address again
-        # Has the learner hand the weights out to a server that is about to ask for them.
+        # Lets the learner send the weights to a server that is about to ask for them.
         self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
         self._life: _Life | None = None
         self._last_words = ""
         self._in_vain = 0  # processes in a row that ended without an answer
-        # Counts of processes that have ended, and of the one that runs, as they were last read.
+        # The last read counts of ended processes, and of the running one.
         self._ended: Mapping[str, float] = {}
         self._newest: Mapping[str, float] = {}
         self._session = plain_session(
             headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
-            connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
+            connector=aiohttp.TCPConnector(force_close=True),  # no connection outlives its process
         )
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None before the first one."""
+        """The id of its process; None before the first one."""
         return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
-        """Serve this version and those loaded after it, until cancelled; return why serving ended.
+        """Serve this version and later loaded ones until cancelled; return the reason if serving ends.
 
         Raises:
-            JobError: it refuses what the job asks of it, and would again.
+            JobError: the gateway cannot serve this job.
         """
         self._version, self._in_vain = version, 0
         self._report("starting")
@@ -169,7 +168,7 @@ class Gateway(Worker):
         return word
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
-        assert self._life is not None, "it has ended"
+        assert self._life is not None, "a process has ended"
         self._ended, self._newest = self.known_totals, {}
         if self._life.fault is not None:
             raise self._life.fault
@@ -189,15 +188,15 @@ class Gateway(Worker):
         self._say(f"{self.name} {what}")
 
     async def load(self, version: PolicyVersion) -> None:
-        """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
+        """Let the process serve this version; the call is repeated if the process dies.
 
         Raises:
-            WeightsRefused: they do not fit, no server takes them, or its processes die of them; the version
-                before is still served.
-            EngineTimeout: it did not answer in time.
+            WeightsRefused: the weights do not fit, no server takes them, or processes die of them; the
+                previous version is still served.
+            EngineTimeout: the process did not answer in time.
         """
         if version.address is not None and not self.ready.is_set():
-            # The process that starts cannot get the version before: the learner has it no more.
+            # The starting process cannot get the previous version, which the learner no longer has.
             self._version = version
             if self._life is not None:
                 self._life.child.signal(signal.SIGKILL)
@@ -208,25 +207,25 @@ class Gateway(Worker):
         self._report("serving")
 
     async def release(self) -> None:
-        """Have its vLLM servers sleep until the next load."""
+        """Let its vLLM servers sleep until the next load."""
         await self._ask_until_answered("release")
 
     async def verify(self) -> list[str]:
-        """Check that its fixed policies are as they were loaded; return a line for each local one."""
+        """Check that its fixed policies have not changed; return a line for each local one."""
         return [f"{self.name}: {line}" for line in await self._ask_until_answered("verify")]
 
     async def move_server(self, url: str, new_url: str) -> None:
-        """Have it take the new address of a vLLM server, now or once it serves."""
+        """Send the new address of a vLLM server to the process, now or once it serves."""
         if self._life is not None:
             self._life.moves.append((url, new_url))
             if self.ready.is_set():
                 await self._pass_moves_on(self._life)
 
     async def totals(self) -> dict[str, float]:
-        """The actor's counts since the start of the run: the current ones, or the newest known ones.
+        """Return the current counts of the actor since the start of the run, or the last known ones.
 
         Raises:
-            EngineTimeout: none are known, and it did not answer in time.
+            EngineTimeout: no counts are known, and the process did not answer in time.
         """
         while True:
             if not self.known_totals:
@@ -238,7 +237,7 @@ class Gateway(Worker):
 
     @property
     def known_totals(self) -> dict[str, float]:
-        """The counts as they were last read, which never go back."""
+        """The last read counts, which never decrease."""
         return added([self._ended, self._newest])
 
     async def close(self) -> None:
@@ -258,7 +257,7 @@ class Gateway(Worker):
             self._newest = counts
 
     async def _ask_until_answered(self, name: str, *arguments: Any) -> Any:
-        """Make a call, again where its process dies of it. WeightsRefused: one after another has."""
+        """Make a call, and repeat it if the process dies; WeightsRefused if processes die repeatedly."""
         restarts = self.restarts
         while True:
             await self.ready.wait()
@@ -268,30 +267,30 @@ class Gateway(Worker):
             try:
                 return await self._call(name, *arguments, timeout_s=self.ready_s)
             except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(_LOOK_S)  # its end is about to be seen
+                await asyncio.sleep(_LOOK_S)  # until the process's end is noticed
 
     async def start(self) -> Process:
         return await self._launcher.start(self._role)
 
     async def serve(self, process: Process) -> bool:
-        """Return once it answers requests; False also if a load has ended since its start.
+        """Return True once the process answers requests; False if it failed or a newer version was loaded.
 
-        Then the next process begins with that version.
+        The next process then begins with the newer version.
         """
-        assert self._version is not None, "it is kept"
+        assert self._version is not None, "`keep` sets it"
         self._life = life = _Life(process, self._version)
         address = await process.address()
         if address is None:
             return False
         life.url, life.version = address, self._version
-        # `ended` reads what libraries print, too.
+        # `ended` also reads the output of libraries.
         life.tasks = [
             asyncio.ensure_future(work)
             for work in (process.ended(), self._serve(life), life.announced.wait())
         ]
         await asyncio.wait(life.tasks, return_when=asyncio.FIRST_COMPLETED)
         if not life.announced.is_set() or life.version is not self._version:
-            await life.hear_last_words()
+            await life.await_serve_result()
             return False
         if self._is_elsewhere:
             await self._address.lead_to(life.public_url)
@@ -301,10 +300,10 @@ class Gateway(Worker):
         return True
 
     async def live(self, process: Process) -> None:
-        assert self._life is not None, "it serves"
+        assert self._life is not None, "`serve` sets it"
         await self._pass_moves_on(self._life)
         await asyncio.wait(self._life.tasks[:2], return_when=asyncio.FIRST_COMPLETED)
-        await self._life.hear_last_words()
+        await self._life.await_serve_result()
 
     async def end(self, process: Process) -> bool:
         self._address.hold()
@@ -321,19 +320,18 @@ class Gateway(Worker):
             raise TimeoutError from error
 
     async def _serve(self, life: _Life) -> None:
-        """Have a process serve, as long as it does."""
+        """Make the call `serve`, which lasts as long as the process serves."""
         setup = self._setup(life.version, not self.restarts)
         try:
-            word = await self._call("serve", setup, tell=lambda event: self._heed(life, event))
+            word = await self._call("serve", setup, tell=lambda event: self._handle_event(life, event))
             life.fault = _Hopeless(f"{self.name}: {word}") if word else None
         except (aiohttp.ClientError, OSError):
             pass  # it has died
         except TrainerError as error:
-            # Where it is final, another start of the run would be refused too.
+            # After a final error, another start of the run would fail too.
             life.fault = (JobError if is_final(error) else _Hopeless)(f"{self.name}: {error}")
 
-    def _heed(self, life: _Life, event: Event) -> None:
-        """Do what a process asks for, or pass it on to the run's user."""
+    def _handle_event(self, life: _Life, event: Event) -> None:
         match event:
             case Line(kind="serving"):
                 life.public_url = event.text
@@ -350,7 +348,7 @@ class Gateway(Worker):
                 self.reporter.process(**event.model_dump(exclude={"kind"}))
 
     async def _pass_moves_on(self, life: _Life) -> None:
-        with suppress(aiohttp.ClientError, OSError, InferenceError):  # its end is about to be seen
+        with suppress(aiohttp.ClientError, OSError, InferenceError):  # the next process gets the addresses
             while life.moves:
                 await self._call("move_server", *life.moves.pop(0), timeout_s=_TOTALS_S)
 
@@ -368,14 +366,14 @@ class Gateway(Worker):
     async def _call(
         self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None
     ) -> Any:
-        """Make a call and return its result; its errors, but of `serve`, begin with this gateway's name.
+        """Make a call and return its result; errors, except of `serve`, begin with this gateway's name.
 
         Raises:
-            aiohttp.ClientError, OSError: its process has gone.
-            EngineTimeout: it has not ended in time.
+            aiohttp.ClientError, OSError: the process has ended.
+            EngineTimeout: the call has not ended in time.
         """
         life = self._life
-        assert life is not None, "it was started"
+        assert life is not None, "a process was started"
         reply = Reply(GATEWAY_CALLS, name, GATEWAY_CALLS.write_arguments(name, arguments), tell)
         url = life.url + PATH + name
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -406,8 +404,8 @@ class Gateway(Worker):
 
 
 def load_s(table: InferenceTable) -> float:
-    """The most seconds that a gateway may take to serve a version.
+    """Return the most seconds that a gateway may take to serve a version.
 
-    A pool waits for its first server, which then has as long for the load, and for the others as long again.
+    A pool waits for its first server, for the load, and for the other servers.
     """
     return _LOAD_S + 3 * table.replica_patience_s

@@ -1,7 +1,7 @@
-"""The role of a gateway that is a process of its own: command, needs and calls. No torch here.
+"""The role of a gateway process: command, needs and calls. No torch here.
 
-The process answers at the address of its ready line, under a key of their own. `serve` comes first and lasts
-as long as the gateway serves: its progress messages are events for the run.
+The process answers calls at the address of its ready line, with a key of their own. `serve` comes first and
+lasts as long as the gateway serves; its progress messages are events for the run.
 """
 
 import sys
@@ -24,50 +24,46 @@ GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
 
 
 def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
-    """On this machine it inherits the socket of its public address."""
+    """Return the command; on this machine the process inherits the socket of its public address."""
     where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
     return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
 
 
 def gateway_resources(engine: str, count: int, device: str) -> Resources | None:
-    """What all gateways need; None: without engines in them they stay with the orchestrator."""
+    """Return the needs of all gateways; None without local engines: they run with the orchestrator."""
     return Resources("gateways", count, device=device) if engine == "local" else None
 
 
 class GatewaySetup(Body):
-    """What a gateway's process serves."""
-
     job_name: str
     model: ModelTable
     inference: InferenceTable
     """[inference] with this gateway's share of threads and servers."""
     fixed: FixedSetup
     run: Path
-    """The run's directory, which has the record of its fixed policies."""
+    """The run's directory, with the record of its fixed policies."""
     version: PolicyVersion
-    """The one that it begins with."""
+    """The first version."""
     probes: bool
-    """Whether the servers of fixed policies are tried: one that is away for a moment must not keep a gateway
-    from being started again."""
+    """Whether the servers of fixed policies are tried; a restarted gateway must not fail because of them."""
 
 
 class Line(Body):
-    """Text for the run: the address where requests are answered from now on; that of a vLLM server which does
-    not come back, and is to be started again; or a line for the run's user."""
+    """Text for the run: the address that answers requests now (serving), the address of a vLLM server that
+    must be restarted (server_away), or a line for the user (say)."""
 
     kind: Literal["serving", "server_away", "say"]
     text: str
 
 
 class Sign(Body):
-    """The first request is answered, so the process has been of use; or a vLLM server is about to ask the
-    learner for the weights."""
+    """The first request is answered, or a vLLM server is about to ask the learner for the weights."""
 
     kind: Literal["answered", "server_asks"]
 
 
 class ProcessChanged(Body):
-    """A process that this gateway watches has changed; the fields are those of `Reporter.process`."""
+    """A process that this gateway watches has changed; for the fields see `Reporter.process`."""
 
     kind: Literal["process_changed"] = "process_changed"
     name: str
@@ -81,19 +77,19 @@ Event = Annotated[Line | Sign | ProcessChanged, Field(discriminator="kind")]
 
 GATEWAY_CALLS = Table(
     {
-        # Its result says why the policies cannot be served any more; empty: it was asked to stop.
+        # The result is the reason why the policies can no longer be served; empty after a stop.
         "serve": Call(tuple[GatewaySetup], str, progress=tuple[Event]),
-        # WeightsRefused: the version before continues to be served.
+        # WeightsRefused: the previous version is still served.
         "load": Call(tuple[PolicyVersion], None),
-        # Its vLLM servers sleep until the next load.
+        # Lets the vLLM servers sleep until the next load.
         "release": Call(tuple[()], None),
-        # The actor's counts since the start of the process.
+        # Returns the actor's counts since the start of the process.
         "totals": Call(tuple[()], dict[str, int | float]),
-        # It ends once the engine has given a sign of life.
+        # Returns once the engine has given a sign of life.
         "probe": Call(tuple[()], None),
-        # A line for each fixed policy with a local model, whose weights are as they were loaded.
+        # Checks that local fixed policies are unchanged; returns a line for each.
         "verify": Call(tuple[()], list[str]),
-        # A vLLM server has another address from now on: the one before, and the new one.
+        # Takes the former and the new address of a vLLM server.
         "move_server": Call(tuple[str, str], None),
     },
     errors=TrainerError,

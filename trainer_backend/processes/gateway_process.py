@@ -1,11 +1,10 @@
 """`python -m trainer_backend.processes.gateway_process NAME --socket N`: a gateway of a run with [cluster].
 
-`processes.gateways` starts it. It answers calls (`processes.gateway_calls`) at the address that it prints
-when it is ready, and requests on a socket that its parent holds, or elsewhere on a port of its own. It serves
-one version of the policy after another, each from a folder, and ends with its parent. Logs go to stderr.
+`processes.gateways` starts it. It prints the address for calls (`processes.gateway_calls`) when it is ready,
+and answers requests on a socket that its parent holds, or on another machine on its own port. It serves one
+version of the policy after another, and ends with its parent. Logs go to stderr.
 
-Exit codes: 0 stopped, 1 something that another process may not meet; otherwise `serve` tells the run why the
-policies cannot be served, and the last line of stderr does too.
+Exit codes: 0 stopped, 1 failed. The result of `serve` and the last line of stderr have the reason.
 """
 
 from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent
@@ -66,12 +65,7 @@ _LOST = 1
 
 
 class GatewayHost:
-    """Does the calls of a run: it serves the policies, once.
-
-    Args:
-        listener: where requests come.
-        key: of the gateway.
-    """
+    """Implements the calls of a run: it serves the policies once, on `listener`, to callers with `key`."""
 
     def __init__(self, listener: Listener, key: SecretStr) -> None:
         self._listener, self._key = listener, key
@@ -90,7 +84,7 @@ class GatewayHost:
         except ServiceError as error:
             self.last_word = str(error)
             raise
-        except Exception as error:  # no refusal: another process may not meet it
+        except Exception as error:  # another process may not fail
             _die(f"{type(error).__name__}: {error}", error)
         finally:
             self.ended.set()
@@ -140,7 +134,7 @@ class GatewayHost:
             one.engine.start()
         engine.watch(lambda name, **facts: tell(ProcessChanged(name=name, **facts)))
         watches = [
-            asyncio.ensure_future(work) for work in (look_after(engine), tell_of_the_first(engine, tell))
+            asyncio.ensure_future(work) for work in (look_after(engine), report_first_answer(engine, tell))
         ]
         broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
         try:
@@ -157,12 +151,11 @@ class GatewayHost:
 
 
 async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenizer]:
-    """The engine of the actor, and the actor's tokenizer."""
+    """Make the engine of the actor; return it and the tokenizer."""
     table, version = setup.inference, setup.version
     keys = setup.fixed.share_threads(table)
     if table.engine == "local" and not table.own_process:
-        # Its memory is in the plan of the run: what is free once a learner trains says nothing of what
-        # there is.
+        # Free memory, which a training learner changes, is not checked: the run's plan includes the engine.
         return await asyncio.to_thread(
             engine_of_folder, setup.model, version.folder, keys, version=version.number
         )
@@ -180,7 +173,7 @@ async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenize
 
 
 async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
-    """Load the fixed policies; they are those that the run has samples of, or are added to its record."""
+    """Load the fixed policies, and compare them with the run's record or add them to it."""
     if not setup.fixed.tables:
         return FixedPolicies()
     facts, say = PolicyFacts.of_folder(setup.model, setup.version.model), partial(_say, tell)
@@ -191,15 +184,15 @@ async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
 
 
 async def look_after(engine: Engine) -> None:
-    """Look after the engine; this process ends with the process of one, and both are started again."""
+    """Look after the engine; if its own process ends, end this one, and both are restarted."""
     try:
         await engine.look_after()
     except EngineLost as lost:
         _die(str(lost))
 
 
-async def tell_of_the_first(engine: Engine, tell: Tell) -> None:
-    """Tell once the actor has answered a request: from then on this process has been of use."""
+async def report_first_answer(engine: Engine, tell: Tell) -> None:
+    """Report the actor's first answer to a request."""
     while not engine.totals()["requests"]:
         await asyncio.sleep(_LOOK_S)
     tell(Sign(kind="answered"))
@@ -217,7 +210,7 @@ def _die(word: str, error: Exception | None = None) -> NoReturn:
 
 
 async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
-    """Answer the run's calls at an address of this machine until the gateway has ended, or is to end."""
+    """Answer the run's calls at an address of this machine until the gateway ends."""
 
     def begin(request: object, name: str, body: bytes) -> AsyncIterator[bytes]:
         return reply_lines(GATEWAY_CALLS, host, name, body)

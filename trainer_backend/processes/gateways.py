@@ -3,8 +3,8 @@
     this process -- listening sockets, keys, a folder --> gateway 0 .. n-1, each with an engine of its own
                  -- the calls of `processes.gateway_calls` -->
 
-This process holds the sockets for the whole run. A gateway that dies is started again on its socket, from the
-folder that it served, and meanwhile requests wait there. The task app sends the ones that it had again.
+This process holds the sockets for the whole run. A gateway that dies is restarted on its socket with its
+version; meanwhile requests wait there, and task apps repeat interrupted ones.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Among the totals: how often a gateway was started again.
+# Key of the totals: how often a gateway was restarted.
 RESTARTS = "gateway_restarts"
 
 
@@ -59,16 +59,16 @@ class Gateways:
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
-        """Write or send the policy, and have every gateway serve it; the first one starts them."""
+        """Write or send the policy, and let every gateway serve it; the first publish starts them."""
         version = await self._weights.write(policy_version)
         await self._deliver(version)
 
     async def release(self) -> None:
-        """Have vLLM's servers sleep, where they do; engines keep their memory, which the plan counts."""
+        """Let vLLM servers sleep if the job says so; engines keep their memory, which the plan includes."""
         self._weights.hold()
         if self._weights.held is not None:
             await self.while_serving(_all(gateway.release() for gateway in self.gateways))
-            self._may_start.clear()  # one that starts would wake its servers
+            self._may_start.clear()  # a gateway that starts would wake its servers
 
     async def resume(self) -> None:
         if (version := self._weights.held) is not None:
@@ -90,10 +90,10 @@ class Gateways:
         return [line for own in lines for line in own]
 
     async def totals(self) -> dict[str, float]:
-        """The sums over the gateways, and how often one was started again.
+        """Return the sums over the gateways, and how often one was restarted.
 
-        If the gateways are broken, the newest known counts: the caller has an update to save, and the next
-        call that needs the gateways raises the error.
+        Broken gateways give the last known counts, since the caller must save an update first; the next call
+        that needs the gateways raises the error.
         """
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
@@ -105,14 +105,13 @@ class Gateways:
         return {**added(counts), RESTARTS: sum(gateway.restarts for gateway in self.gateways)}
 
     async def close(self) -> None:
-        """End the processes."""
         await end_tasks(*self._keepers)
         await self._weights.close()
         for gateway in self.gateways:
             await gateway.close()
 
     async def move_server(self, url: str, new_url: str) -> None:
-        """Tell the gateways that a vLLM server has another address; the one that asks it takes that."""
+        """Tell the gateways the new address of a vLLM server."""
         await _all(gateway.move_server(url, new_url) for gateway in self.gateways)
 
     async def _load(self, version: PolicyVersion) -> None:
@@ -135,7 +134,7 @@ class Gateways:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all; raises the first error once all have ended, since none may be left half done."""
+    """Return all results; raise the first error once all have ended, since none may be left half done."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -144,23 +143,17 @@ async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 
 class ActorGateways(Protocol):
-    """Where a run's policy is asked, once it is served."""
+    """The gateways of a run, before they serve."""
 
     inference: Inference
-    """How; it stands before anything is served."""
+    """The address, model name and key, known before anything is served."""
 
     def serving(self, learner: Any, fixed: Any = None) -> AbstractAsyncContextManager[InferenceServer]:
-        """Serve the learner's policy, and fixed ones, until the context is left.
-
-        Args:
-            fixed: those that this process has loaded.
-        """
+        """Serve the learner's policy, and the `fixed` ones of this process, until the context is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the gateways of a run serve."""
-
     job_name: str
     model: ModelTable
     inference: InferenceTable
@@ -172,7 +165,7 @@ class Served:
 class GatewayProcesses:
     """The gateways of a run with [cluster], one for each listener, before they are started.
 
-    Each loads its own copies of the fixed policies; `tell` is given a line for each that dies.
+    Each loads its own copies of the fixed policies; `tell` receives a line for each that dies.
     """
 
     def __init__(
@@ -219,7 +212,7 @@ class GatewayProcesses:
     def _setup(
         self, table: InferenceTable, weights: WeightFolders, number: int, version: PolicyVersion, first: bool
     ) -> GatewaySetup:
-        """What the process of a gateway serves that starts now; `first`: it follows none."""
+        """Make the setup of a gateway's next process; `first` says whether it is the first one."""
         if weights.servers is not None:  # whose addresses may have changed
             table = table.model_copy(update={"urls": weights.servers.urls})
         return GatewaySetup(
@@ -234,13 +227,13 @@ class GatewayProcesses:
 
 
 def divide_table(table: InferenceTable, number: int, count: int) -> InferenceTable:
-    """[inference] of one gateway: no two control the same server; together they use the threads of one."""
+    """Return one gateway's share of the servers and threads in [inference]."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)
 
 
 def gateway_listener(table: ServicesTable, number: int = 0) -> Listener:
-    """The port of a gateway, held before there is a model to serve; fixed ones follow each other."""
+    """Open the port of a gateway, before there is a model to serve; fixed ports are consecutive."""
     host = table.gateway_host
     if is_wildcard(host):
         raise JobError(

@@ -1,8 +1,8 @@
-"""The protocol of launchers, and two: `local`, whose processes are children of this one, and `external`.
+"""The protocol of launchers, and two of them: `local` starts children of this process; under `external`,
+Slurm, Kubernetes or Compose starts the learner, and the launcher only has its address.
 
-A launcher starts the process of a role, and gives it back as a handle. What a role does when its process ends
-is up to the role: most start another one. Under `external` others start the learner, as Slurm, Kubernetes or
-Compose do, and the launcher has its address alone.
+A launcher starts the process of a role and returns a handle. The role decides what happens when its process
+ends: most start another one.
 """
 
 import asyncio
@@ -27,68 +27,63 @@ PACKAGE = "turnwise"
 @dataclass(frozen=True, slots=True)
 class Place:
     host: str | None = None
-    """The address that it listens on; None: it runs on this machine, and listens on the loopback or an
-    inherited socket."""
+    """The address to listen on; None: this machine, with the loopback or an inherited socket."""
     rank: int = 0
-    """Its number among the nodes of its role."""
+    """Index among the nodes of the role."""
     meeting: tuple[str, int] = ("", 0)
-    """Host and port where the processes of several nodes meet."""
+    """Host and port of the rendezvous of several nodes."""
     port: int = 0
-    """A free port of the host; 0: its command names one."""
+    """A free port of the host; 0: the command names one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the nodes of a role, or its replicas, must have; read where machines are chosen."""
+    """The needs of the nodes or replicas of a role, for a launcher that chooses machines."""
 
     group: str
-    """Roles that are placed together: `learner`, or all replicas."""
+    """Name of the roles that are placed together: `learner`, or all replicas."""
     count: int = 1
-    """How many nodes or replicas the group has."""
+    """Nodes or replicas of the group."""
     processes: int = 1
-    """Processes that compute in each; a CPU for each of them, and an accelerator where it has one."""
+    """Processes in each node or replica; each gets a CPU, and an accelerator if `device` says so."""
     device: str = "auto"
-    """The device of [model]; `auto` is an accelerator where the cluster has some."""
+    """The device of [model]; `auto` is an accelerator if the cluster has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A process of a run."""
-
     name: str
-    """For people, and to tell the roles of a run apart."""
+    """Unique among the roles of a run."""
     command: Callable[[Place], Sequence[str]]
-    """Makes its command line for a place."""
+    """Makes the command line for a place."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of its machine."""
+    """Variables in addition to the machine's own."""
     log_file: Path | None = None
-    """Receives its stderr; None: this process's own."""
+    """Receives stderr; None: stderr of this process."""
     withheld: frozenset[str] = frozenset()
-    """Variables of this process that it does not get."""
+    """Variables of this process that a child does not get."""
     replica: int | None = None
-    """Its number in its group; None: it is on all nodes of the group, as one."""
+    """Index in its group; None: a single role on all nodes of the group."""
     resources: Resources | None = None
-    """None: it runs on this machine, whatever the launcher."""
+    """None: always on this machine."""
     has_ready_line: bool = True
-    """Whether it prints its address when it is ready; otherwise its stdout is a log too."""
+    """Whether it prints its address when it is ready; otherwise its stdout goes to the log."""
     descriptors: Sequence[int] = ()
     """Open files that a child inherits."""
     is_ours: bool = True
-    """Whether it ends by itself when its standard input closes; another program gets a guard."""
+    """Whether it ends when its standard input closes; other programs get a guard."""
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run."""
-
     async def start(self, role: Role) -> Process:
-        """Start the process of a role, where it has room; JobError: never; NotPlaced: it had none in time."""
+        """Start the process of a role; JobError: it can never be placed; NotPlaced: no place in time."""
 
     def key(self, variable: str) -> str:
-        """Return the key of a role that listens, which it reads from this variable."""
+        """Return the key that a listening role reads from this variable."""
 
 
 class LocalLauncher:
-    """Children of this process, on this machine."""
+    """Starts children of this process."""
 
     async def start(self, role: Role) -> Child:
         with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
@@ -109,7 +104,7 @@ LOCAL = LocalLauncher()
 
 
 class Elsewhere(Process):
-    """A process that others start, end, and start again; only its address is known."""
+    """A process that another system starts and ends; only its address is known."""
 
     pid = 0
 
@@ -125,18 +120,18 @@ class Elsewhere(Process):
             yield line
 
     async def ended(self) -> int:
-        await asyncio.Event().wait()  # its end shows in a failed call
+        await asyncio.Event().wait()  # a failed call shows its end
         raise AssertionError("the event is never set")
 
     def signal(self, number: int) -> None:
-        """Do nothing: it is not this run's to end."""
+        """Do nothing: this run does not control the process."""
 
     async def end(self, grace_s: float) -> bool:
         return False
 
 
 class ExternalLauncher:
-    """Addresses, by role, of processes that others start; the other roles are children of this process."""
+    """Knows the addresses of roles that another system starts; starts other roles as children."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
@@ -146,7 +141,7 @@ class ExternalLauncher:
         return await LOCAL.start(role) if url is None else Elsewhere(url)
 
     def key(self, variable: str) -> str:
-        """Return the key that both sides were given. A JobError says that there is none."""
+        """Return the key from the environment; JobError without one."""
         try:
             key = key_from_environ(os.environ, variable)
         except SettingsError as error:
@@ -160,7 +155,7 @@ class ExternalLauncher:
 
 
 class NotReady(Exception):
-    """A process that has no address. `code` is its exit code; None: it was not ready in time."""
+    """A process ended, with the exit code `code`, before it was ready; None: it was not ready in time."""
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
@@ -168,7 +163,7 @@ class NotReady(Exception):
 
 
 async def read_address(process: Process, log_file: Path, within_s: float) -> str:
-    """The address of a process once it is ready; NotReady: it has ended, or was not ready in time."""
+    """Return the address of a process once it is ready; raise NotReady if it ended or took too long."""
     try:
         async with asyncio.timeout(within_s):
             address = await process.address()

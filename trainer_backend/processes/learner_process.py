@@ -1,7 +1,6 @@
-"""The learner as a process of its own, and the orchestrator's side of it: calls over HTTP.
+"""The orchestrator's side of a learner process: start, calls over HTTP, and end.
 
-The launcher starts it with the run and ends it with the run, or has its address alone. Its log is
-RUN/learner.log.
+The launcher starts and ends it with the run, or only has its address. Its log is RUN/learner.log.
 """
 
 import asyncio
@@ -43,31 +42,31 @@ Tell = Callable[[int, int], None]
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
-# Ranks are ready once all have joined; one alone has its imports.
+# Several ranks are ready once all have joined; a single one after its imports.
 _START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
-# For the exit code of a process that has broken its connections.
+# Time for the exit code of a process that has broken its connections.
 _EXIT_S = 2.0
 _CONNECT_S = 10.0
-# Of a call whose connection breaks while the process lives.
+# Attempts of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
-# Calls that read a model, or fetch one from the hub, which has a pace of its own.
+# Calls that read a model, or fetch one from the hub, have a longer timeout.
 _LOADING = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed", "gradient_cosines"})
 _LOAD_S = 3600.0
 
 
 class LearnerConnection:
-    """Calls to a learner's process; they block, and one waits for the end of another.
+    """Makes blocking calls to a learner process, one at a time.
 
     Args:
-        silence_s: a process that says nothing for so long in a call is lost.
-        log_file: of the process, for errors; None: the log is where the process was started.
-        session: the name of this orchestrator; the process serves the first one alone.
-        wait_for_exit: returns the exit code of a process that no call reaches; None: it is not known.
+        silence_s: a process that is silent for so long in a call is lost.
+        log_file: the process's log, for errors; None: it is on another machine.
+        session: the name of this orchestrator; the process serves only the first session.
+        wait_for_exit: returns the exit code of an unreachable process; None if unknown.
 
     Raises (every call):
         LearnerLost: the process has ended, or is silent.
-        TrainerError: what the call itself raised, of its own class.
+        TrainerError: the error of the call itself.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class LearnerConnection:
             base_url=url,
             headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
             timeout=_CONNECT_S,
-            trust_env=False,  # no proxy: it is within the machine or the cluster
+            trust_env=False,  # no proxy within the machine or the cluster
         )
 
     def ask(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
         """Make a call and return its result.
 
-        A call whose connection breaks is repeated by its number: the process does it once, and answers twice.
+        A call whose connection breaks is repeated with its number, so that the process executes it only once.
 
         Args:
             tell: receives the progress; its error ends the call.
@@ -118,11 +117,11 @@ class LearnerConnection:
         raise self._lost(name, f"broke off {_ATTEMPTS} connections")
 
     def fault(self, run: str) -> str:
-        """Why the process cannot take a run yet, which may pass; empty: it can.
+        """Return a temporary reason why the process cannot take a run; empty if it can.
 
         Raises:
-            JobError: it is of another release.
-            LearnerFailed: it is no learner, or has another key.
+            JobError: the process is of another release.
+            LearnerFailed: the process is no learner, or has another key.
         """
         try:
             with self._client.stream("GET", "/about") as reply:
@@ -144,7 +143,7 @@ class LearnerConnection:
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
                 hint="Install the same release on all machines of a run.",
             )
-        # The run before has ended and left, but its last call may still be running.
+        # The last call of an ended run may still be running.
         is_busy = about.call and about.run in ("", run)
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
@@ -157,7 +156,7 @@ class LearnerConnection:
         self._client.close()
 
     def _tell(self, path: str, headers: Mapping[str, str]) -> None:
-        """Post a request whose reply holds nothing, and is not read."""
+        """Post a request whose reply is ignored."""
         with self._client.stream("POST", path, headers=headers):
             pass
 
@@ -191,19 +190,19 @@ class LearnerConnection:
 
 
 def _last_words(log_file: Path | None) -> str:
-    """The end of a sentence about a process that has ended; empty where its log is elsewhere."""
+    """Return the end of a sentence about an ended process; empty if its log is on another machine."""
     if log_file is None:
         return ""
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
 def remote_learner(ask: Callable[..., Any]) -> Learner:
-    """The learner of a process; `ask` is that of `LearnerConnection`."""
+    """Return a learner whose methods are calls by `LearnerConnection.ask`."""
     return cast(Learner, _Remote(ask))
 
 
 class _Remote:
-    """The methods of `parts.Learner`, each as the call of its name in the table."""
+    """Implements the methods of `parts.Learner` as calls with their names."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
@@ -223,11 +222,11 @@ class _Remote:
 
 
 def _plain(value: Any) -> Any:
-    """The same with lists and dicts, which the types of the table are."""
+    """Convert sequences and mappings to the lists and dicts of the table's types."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     match value:
-        case [*items]:  # no text
+        case [*items]:  # does not match a text
             return [_plain(item) for item in items]
     return value
 
@@ -236,20 +235,19 @@ class LearnerProcess:
     """Implements `parts.LearnerFactory` with a learner's process; an async context manager around it.
 
     Args:
-        job: as TOML, which the process is sent.
-        directory: of the run; the process must see it under the same path.
-        reporter: shows its process, and is told at once when it ends, also between two calls; the next call
-            raises LearnerLost.
-        device: the machine of it needs one.
-        wait_s: how long a learner that the run does not start may take to answer (cluster.wait_s).
+        job: TOML that the process receives.
+        directory: the run's directory, which the process must see under the same path.
+        reporter: shows the process, and its end at once; the next call raises LearnerLost.
+        device: the device that the process needs.
+        wait_s: the time for an external learner to answer (cluster.wait_s).
 
     Raises (on entry):
-        JobError: the device that the job names is not there, the process is of another release, or does not
-            see the run's directory.
-        LearnerFailed: the process did not start, or its address gave no answer in time.
-        LearnerBusy: it works for another run.
-        LearnerLost: a signal ended it, or it was silent.
-        NotPlaced: there was no room for it in time.
+        JobError: the job's device is missing, or the process is of another release or does not see the run's
+            directory.
+        LearnerFailed: the process did not start, or did not answer in time.
+        LearnerBusy: the process works for another run.
+        LearnerLost: a signal ended the process, or it was silent.
+        NotPlaced: there was no room for the process in time.
     """
 
     def __init__(
@@ -297,14 +295,14 @@ class LearnerProcess:
             session=f"{self._directory.run_id}/{secrets.token_hex(8)}",
             wait_for_exit=self._wait_for_exit,
         )  # fmt: skip
-        self._watch = asyncio.ensure_future(self._tell_of_its_end(self._process))
+        self._watch = asyncio.ensure_future(self._report_end(self._process))
         await self._meet(self._connection)
         await asyncio.to_thread(self._ask, "open", self._job)
         if self._launcher is not LOCAL:
             await self._refuse_other_disk()
 
     async def _meet(self, connection: LearnerConnection) -> None:
-        """Wait until a learner that runs elsewhere answers; refuse one of another release."""
+        """Wait until an external learner answers; refuse one of another release."""
         is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
         while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
@@ -324,7 +322,7 @@ class LearnerProcess:
             await asyncio.sleep(_LOOK_S)
 
     async def _refuse_other_disk(self) -> None:
-        """Have the process read a file of the run, since weights and checkpoints go from disk to disk."""
+        """Refuse a process that cannot read a file of the run, since weights and checkpoints are files."""
         mark, text = self._directory.path.absolute() / _MARK, secrets.token_hex(8)
         mark.write_text(text, encoding="utf-8")
         try:
@@ -373,12 +371,12 @@ class LearnerProcess:
         try:
             return await read_address(process, self._log_file, limit_s)
         except NotReady as error:
-            # One that a signal ended, the system short of memory, is worth another start.
+            # A process that a signal ended, perhaps for lack of memory, is worth another start.
             kind = LearnerLost if (error.code or 0) < 0 else LearnerFailed
             raise kind(f"the learner's process {error}", hint=f"Its log is {self._log_file}.") from error
 
-    async def _tell_of_its_end(self, process: Process) -> None:
-        """Read what libraries print, which is not needed and would block it, until it ends."""
+    async def _report_end(self, process: Process) -> None:
+        """Wait for the process's end, reading its output so that it does not block, and report the end."""
         code = await process.ended()
         self._exit_code.set_result(code)
         if not self._end_is_known:
@@ -388,7 +386,7 @@ class LearnerProcess:
             self._report("lost", line)
 
     def _wait_for_exit(self) -> int | None:
-        """The exit code, on the thread of a call, which learns of the end before the event loop does."""
+        """Return the exit code, on the thread of a call, which notices the end before the event loop."""
         with suppress(TimeoutError):
             return self._exit_code.result(_EXIT_S)
         return None
@@ -411,7 +409,7 @@ class LearnerProcess:
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """The content of a short reply, which is no result of a call."""
+    """Read a short reply that is no result of a call."""
     try:
         return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyFault as error:

@@ -1,6 +1,6 @@
-"""Policies behind the gateway, in this process: the learner's, and untrained ones from folders.
+"""Serves policies behind a gateway in this process: the learner's, and untrained ones from folders.
 
-Each engine and the server have threads of their own.
+Each engine and the server have their own threads.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Differences of log-probs that arithmetic explains, by the precision that serves.
+# Differences of log-probs that rounding explains, by the serving precision.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NO_POLICIES: Mapping[str, ServedPolicy] = MappingProxyType({})
 
@@ -91,21 +91,20 @@ class ActorServer:
         return await asyncio.to_thread(self._fixed.verify)
 
     async def totals(self) -> dict[str, float]:
-        """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
+        """Return the counters of the actor's engine, and the gateway's counters of its conversations."""
         return {**self._engine.totals(), **self._policy.figures.totals()}
 
 
 class PolicyServer:
-    """The gateway of a job: it serves the actor and the fixed policies behind one address and one key.
+    """Serves the actor and the fixed policies of a job behind one address and one key.
 
     Args:
-        job_name: policies are called after it: `{job}/actor`.
+        job_name: begins the policies' names: `{job}/actor`.
         table: [inference], with the threads of one engine.
-        key: what callers must know; None: a fresh one; "none": this machine asks without one.
-        directory: where versions are written for an engine that loads them; None: an engine of this process
-            copies them.
-        broadcasts: the learner sends versions, instead of writing them there.
-        tell: is given a line for each vLLM server that is lost or serves again.
+        key: the callers' key; None: a fresh one; "none": no key, on this machine.
+        directory: receives versions for engines that load them; None: an engine of this process copies them.
+        broadcasts: whether the learner sends versions instead of writing them.
+        tell: receives a line for each vLLM server that is lost or serves again.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class PolicyServer:
 
     @contextmanager
     def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NO_POLICIES) -> Iterator[None]:
-        """Serve policies until the context is left; it is not begun again."""
+        """Serve policies until the context is left. Call it only once."""
         configure_logs_from()
         served = {name_model(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
         gateway = create_gateway(served, key=self._key, limits=self._gateway_limits)
@@ -162,10 +161,10 @@ class PolicyServer:
                 await weights.close()
 
     def _engine(self, learner: LocalLearner) -> tuple[Engine, WeightFolders]:
-        """The servers that sample for the actor, or an engine of this process; and how versions get there."""
+        """Make the actor's vLLM servers or local engine, and the delivery of versions to it."""
         has_adapters = learner.config.lora is not None
         if self.table.engine == "vllm":
-            assert self._directory is not None, "they are given folders, or are sent the weights"
+            assert self._directory is not None, "vLLM servers need folders"
             weights, table = make_delivery(
                 learner, self.table, self._directory, self._tell,
                 broadcasts=self._broadcasts, has_adapters=has_adapters,
@@ -187,7 +186,7 @@ class PolicyServer:
 
 
 class FolderPolicy:
-    """The model of a folder as it is played, not trained: one copy, without optimizer or adapters."""
+    """Serves the model of a folder that is not trained: one copy, without optimizer or adapters."""
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
@@ -199,7 +198,7 @@ class FolderPolicy:
 
     @contextmanager
     def serving(self) -> Iterator[Inference]:
-        """Serve it as the actor until the context is left; it is not begun again."""
+        """Serve the model as the actor until the context is left. Call it only once."""
         with self._server.gateway(self._policy):
             yield self._server.inference
 
@@ -215,11 +214,7 @@ class FolderPolicy:
 async def first_breakdown(
     policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
 ) -> str:
-    """Wait until an engine can answer no request any more, or is not looked after; return the reason.
-
-    Args:
-        watches: look after engines; one that ends with an error leaves them alone.
-    """
+    """Wait until an engine stops, or a task in `watches`, which look after engines, fails; return why."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 
@@ -245,7 +240,7 @@ async def first_breakdown(
 def engine_of_folder(
     table: ModelTable, folder: Path, keys: EngineKeys, *, version: int = 0
 ) -> tuple[LocalEngine, Tokenizer]:
-    """An engine with the weights of a model folder, under this version, and the folder's tokenizer."""
+    """Make an engine with the weights of a model folder as this version; return it and the tokenizer."""
     model, tokenizer = load_named(in_folder(table, folder))
     refuse_unsupported(model, longest=keys.max_model_len)
     placement = place(table.device)
@@ -267,11 +262,11 @@ def make_servers(
     renew: Callable[[str], None] | None,
     ask: Callable[[], None],
 ) -> Servers:
-    """The replicas of inference.urls, none of which serves yet.
+    """Make the replicas of inference.urls, which do not serve yet.
 
     Args:
-        renew: starts the server of an address again; None: they are not the run's own.
-        ask: has the learner send its weights to a server that is about to ask for them.
+        renew: restarts the server of an address; None: the servers are not the run's own.
+        ask: lets the learner send its weights to a server that is about to ask for them.
     """
     engines = [
         VllmEngine(

@@ -1,7 +1,7 @@
-"""The local engine in a process of its own, so that no gateway's work holds up its steps.
+"""The local engine in a process of its own, so that the gateway's work does not delay its steps.
 
-With the gateway in the engine's process, each of the engine's thousand calls a second waits for Python's
-global lock while the gateway parses and renders.
+In the gateway's process, the engine's thousand calls a second would wait for Python's global lock while the
+gateway parses and renders.
 """
 
 import asyncio
@@ -25,17 +25,16 @@ from trainer_backend.processes.launching import LOCAL
 
 _STOP_S = 10.0
 _BEGIN_S = 600.0
-# Beyond the engine's own limit of a request, which its process keeps while it works at all.
+# Added to the engine's own limit of a request, which a working process keeps.
 _GRACE_S = 10.0
 
 
 class EngineLost(Exception):
-    """The process of an engine has ended by itself; another one may serve."""
+    """The process of an engine has ended unexpectedly; another process may serve."""
 
 
 class ProcessEngine(Engine):
-    """The `LocalEngine` of a child of this process. It belongs to one event loop. `begin` starts it, and its
-    memory is in the plan of the run."""
+    """The `LocalEngine` of a child process, in one event loop; `begin` starts it."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._version = setup, setup.version.number
@@ -57,16 +56,16 @@ class ProcessEngine(Engine):
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None before the start."""
+        """The id of the process; None before the start."""
         return None if self._child is None else self._child.pid
 
     async def begin(self) -> None:
         """Start the process, and wait until it serves.
 
         Raises:
-            EngineLost: it has ended before.
-            EngineTimeout: it did not serve in time.
-            TrainerError: it cannot serve the version.
+            EngineLost: the process has ended.
+            EngineTimeout: the process did not serve in time.
+            TrainerError: the process cannot serve the version.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -84,7 +83,7 @@ class ProcessEngine(Engine):
             await self.look_after()
 
     async def look_after(self) -> None:
-        """Wait for the end of the engine, which is its breakdown; EngineLost: its process has ended."""
+        """Wait for the breakdown of the engine; raise EngineLost if its process has ended."""
         assert self._end is not None and self._serving is not None, "it has begun"
         try:
             reason = await asyncio.shield(self._serving)
@@ -130,12 +129,11 @@ class ProcessEngine(Engine):
         return asdict(self.counters)
 
     def stop(self) -> None:
-        """Let go of the process, which ends then; unfinished requests get an EngineStopped."""
+        """Disconnect from the process, which then ends; unfinished requests get an EngineStopped."""
         self._is_closed = True
         self._caller.close()
 
     async def close(self) -> None:
-        """End the process."""
         self.stop()
         if self._child is not None:
             await self._child.end(_STOP_S)

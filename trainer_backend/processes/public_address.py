@@ -1,7 +1,7 @@
-"""The public address of a gateway: the same for the whole run, on any machine that its process moves to.
+"""The public address of a gateway, which stays the same for the whole run, wherever its process runs.
 
-Allow-lists of task apps, firewalls and the requests of running rollouts name it. So this address stays; every
-other role announces where it listens, and its callers take the new address.
+Allow-lists of task apps, firewalls and running rollouts name it. Other roles announce new addresses to their
+callers.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ class PublicAddress:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def lead_to(self, url: str) -> None:
-        """Pass connections on to this address."""
+        """Forward connections to this address."""
         self.hold()
         parts = urlsplit(url)
         accept = partial(self._pass_on, parts.hostname or "", parts.port or 0)
         self._server = await asyncio.start_server(accept, sock=self.socket.dup(), backlog=BACKLOG)
 
     def hold(self) -> None:
-        """Have new connections wait, and cut those that were passed on."""
+        """Let new connections wait, and close forwarded ones."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,11 +1,11 @@
-"""`[cluster] launcher = "ray"`: Ray says where a role runs, and that it is lost. Only this file imports it.
+"""`[cluster] launcher = "ray"`: Ray chooses nodes for roles, and detects lost ones. No other file imports it.
 
     orchestrator -- start, lines, end --> Host (an actor a node of a role) -- child process, as under "local"
           \\-- beat --> Supervisor (detached) -- owns the placement groups and the hosts
 
 Rollouts and weights never travel through Ray: roles listen on their node's address, and weights are files.
-The supervisor outlives an orchestrator that was killed by `LEASE_S`, so that the next start of the run has
-the same places; then it ends what runs, gives the places back, and ends itself.
+The supervisor outlives a killed orchestrator by `LEASE_S`, so that the next start of the run gets the same
+places; then it ends the processes, releases the places, and ends itself.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources
 Result = TypeVar("Result")
 
 NAMESPACE = "turnwise"
-# How long places are kept for an orchestrator that is gone; how often in that time one says that it is there.
+# How long places are kept without an orchestrator, and the number of its beats in that time.
 LEASE_S, _BEATS = 30.0, 15
 _LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
 _PACKAGE_FOLDER = Path(__file__).parents[1]
@@ -55,20 +55,18 @@ _LOST = -signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What an actor says of its node."""
-
     host: str
-    """The address by which other nodes reach it."""
+    """The address by which other nodes reach the node."""
     port: int
-    """One that is free there."""
+    """A free port of the node."""
     python: str
     folder: str
-    """The interpreter and the folder of the package there."""
+    """The interpreter and the package's folder on the node."""
     release: str
 
 
 class Host:
-    """Runs the process of one role on its node, one after another; an actor."""
+    """An actor that runs the processes of one role on its node, one after another."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -80,22 +78,23 @@ class Host:
         return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
     async def start(self, role: Role) -> int:
-        """Start a process in place of one that may still run; return its number.
+        """End the previous process, start a new one, and return its id.
 
-        OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
+        OSError: it cannot be run, or its log cannot be written; NotADirectoryError: the log's folder is
+        missing here.
         """
         await self.end(_STOP_S)
         if role.log_file is not None and not role.log_file.parent.is_dir():
             raise NotADirectoryError(f"does not see {role.log_file.parent}")
         try:
             self._child = await LOCAL.start(role)
-        except OSError as error:  # Ray's event loop and pickle leave its file out
+        except OSError as error:  # Ray's pickle drops the file name
             program, *_ = role.command(Place())
             raise OSError(f"{error.filename or program}: {error.strerror or error}") from error
         return self._child.pid
 
     async def line(self) -> str | None:
-        """Return the next line of its stdout; None at the end of it."""
+        """Return the next line of stdout; None at the end."""
         if self._child is None:
             return None
         async for line in self._child.lines():
@@ -122,7 +121,7 @@ class Host:
 
 
 class Supervisor:
-    """Owns the placement groups of a run and the hosts in them; a detached actor."""
+    """A detached actor that owns the placement groups of a run and the hosts in them."""
 
     def __init__(self, run: str, lease_s: float) -> None:
         self._run, self._lease_s = run, lease_s
@@ -135,21 +134,21 @@ class Supervisor:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """An orchestrator begins; what an earlier one has left running ends."""
+        """Take a new orchestrator, and end the processes of an earlier one."""
         await self.beat()
-        async with self._lease:  # so that no end which has begun ends what this one starts
+        async with self._lease:  # an end that has begun must not end the new processes
             await self._end_processes()
 
     async def beat(self) -> None:
-        """The orchestrator is there."""
+        """Note that the orchestrator lives."""
         self._heard = time.monotonic()
-        if self._watch is None:  # also where this actor was restarted
+        if self._watch is None:  # also after a restart of this actor
             self._watch = asyncio.ensure_future(self._end_without_orchestrator())
 
     async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
-        """Return an actor for each node or replica of a group, once all have a place."""
+        """Return a Host for each node or replica of a group, once all have a place."""
         name, need = resources.group, (resources, dict(bundle), strategy)
-        if self._needs.setdefault(name, need) != need:  # an earlier start of the run had other ones
+        if self._needs.setdefault(name, need) != need:  # an earlier start of the run had other needs
             self._give_back(name)
             self._needs[name] = need
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -173,7 +172,7 @@ class Supervisor:
         return self._hosts[name]
 
     async def close(self) -> None:
-        """End what runs, and give the places back."""
+        """End the processes, and release the places."""
         await self._end_processes()
         for name in list(self._needs):
             self._give_back(name)
@@ -188,8 +187,8 @@ class Supervisor:
 
     def _group(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> PlacementGroup:
         name, bundles = f"{self._run}/{resources.group}", [dict(bundle)] * resources.count
-        with suppress(ValueError):  # there is none
-            group: PlacementGroup = get_placement_group(name)  # of this supervisor before it was restarted
+        with suppress(ValueError):  # there is no such group
+            group: PlacementGroup = get_placement_group(name)  # from before a restart of this supervisor
             if group.bundle_specs == bundles:
                 return group
             remove_placement_group(group)
@@ -207,13 +206,13 @@ class Supervisor:
                 await asyncio.sleep(self._lease_s / _BEATS)
             async with self._lease:
                 await self.close()
-                if time.monotonic() - self._heard >= self._lease_s:  # no other one has begun in this time
+                if time.monotonic() - self._heard >= self._lease_s:  # no new orchestrator meanwhile
                     ray.kill(ray.get_runtime_context().current_actor)
                     return
 
 
 class RayProcess(Process):
-    """The process of a role on one node or several; it ends as the first of them ends."""
+    """The process of a role on one or several nodes; it ends with the first of them."""
 
     def __init__(self, hosts: Sequence[Any], pid: int) -> None:
         self._hosts, self._pid = list(hosts), pid
@@ -241,7 +240,7 @@ class RayProcess(Process):
             host.signal.remote(number)
 
     async def end(self, grace_s: float) -> bool:
-        # One that has ended with its node would answer only once its actor has another.
+        # An actor whose node was lost would answer only after its restart.
         alive = [host for number, host in enumerate(self._hosts) if number not in self._over]
         ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in alive]
         return True in await asyncio.gather(*ends, return_exceptions=True)
@@ -255,10 +254,10 @@ class RayProcess(Process):
 
 
 class RayLauncher:
-    """Starts roles with resources where Ray has room for them, and the others as children of this process.
+    """Starts roles with resources where Ray places them, and other roles as children of this process.
 
-    A place is waited for `wait_s`; `say` is given a line then. When this process is gone, places are kept for
-    the run for `lease_s`.
+    Waits up to `wait_s` for a place, and tells `say` about it. After the end of this process, places are kept
+    for the run for `lease_s`.
     """
 
     def __init__(self, run: str, wait_s: float, say: Callable[[str], None], lease_s: float = LEASE_S) -> None:
@@ -270,13 +269,13 @@ class RayLauncher:
         self._bundles: dict[str, dict[str, float]] = {}
 
     async def open(self, address: str) -> None:
-        """Connect to Ray, and take over what is left of an earlier start.
+        """Connect to Ray, and take over the places of an earlier start.
 
-        JobError: there is no Ray, or it is of another version. NotPlaced: it starts no actor.
+        JobError: there is no Ray, or another version. NotPlaced: Ray starts no actor.
         """
         await _refuse_silence(address)
         await asyncio.to_thread(_connect, address)
-        # Ray puts a handler of its own below this one, which prints a stack where the run is only to stop.
+        # Set again: Ray has installed its own handler, which prints a stack when the run should only stop.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         try:
             await self._begin()
@@ -289,7 +288,7 @@ class RayLauncher:
         self._heart.start()
 
     async def close(self) -> None:
-        """End all roles, and give their places back."""
+        """End all roles, and release their places."""
         self._closing.set()
         await asyncio.to_thread(self._heart.join)
         with suppress(RayError, TimeoutError):
@@ -304,7 +303,7 @@ class RayLauncher:
         if role.resources is None:
             return await LOCAL.start(role)
         group = role.resources.group
-        # Of the first start alone: a node that was lost may come back.
+        # Computed only at the first start, since a lost node may come back.
         bundle = self._bundles[group] = self._bundles.get(group) or make_bundle(role.resources)
         deadline, is_told = time.monotonic() + self._wait_s, False
         while True:
@@ -324,7 +323,7 @@ class RayLauncher:
                 await asyncio.sleep(_LOOK_S)
 
     async def _begin(self) -> None:
-        """Find the supervisor of the run, or start it; what an earlier orchestrator has left running ends."""
+        """Find or start the supervisor of the run, and end the processes of an earlier orchestrator."""
         options = {"name": self._run, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         deadline = time.monotonic() + _ANSWER_S
         while True:
@@ -333,7 +332,7 @@ class RayLauncher:
             try:
                 await answer(self._supervisor.begin.remote(), _ANSWER_S)
                 return
-            except ActorDiedError:  # its lease has run out, and its name is free in a moment
+            except ActorDiedError:  # its lease has ended, and its name will be free soon
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_LOOK_S)
@@ -346,7 +345,7 @@ class RayLauncher:
             )
         except ActorDiedError:  # this process was paused for longer than the lease
             async with self._beginning:
-                if self._supervisor is supervisor:  # and no other role has begun with the next one
+                if self._supervisor is supervisor:  # unless another role has replaced it
                     await self._begin()
             raise
         return hosts
@@ -359,7 +358,7 @@ class RayLauncher:
         nodes: list[Node] = await asyncio.gather(*(answer(host.node.remote(), _ANSWER_S) for host in hosts))
         refuse_other_release(nodes)
         log_file = role.log_file
-        assert log_file is not None, "what a process elsewhere says would be lost"
+        assert log_file is not None, "the output of a process elsewhere would be lost"
         meeting = (nodes[0].host, nodes[0].port)
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
@@ -383,7 +382,7 @@ class RayLauncher:
 
 
 async def _refuse_silence(address: str) -> None:
-    """Refuse an address at which nothing listens, which Ray itself would try for minutes."""
+    """Refuse an address without a listener, which Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"
         return
@@ -413,7 +412,7 @@ def _no_ray(address: str, error: Exception) -> JobError:
 
 
 def make_bundle(resources: Resources) -> dict[str, float]:
-    """What Ray is asked for, for one node or replica of a group; JobError: no nodes could ever have it."""
+    """Return the Ray resources of one node or replica of a group; JobError if they can never be placed."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)
     uses_gpus = resources.device == "cuda" or (resources.device == "auto" and has_gpus)
@@ -424,7 +423,7 @@ def make_bundle(resources: Resources) -> dict[str, float]:
 
 
 def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str | None:
-    """Why so many bundles do not fit these nodes even if they were empty; None: they do. Pure."""
+    """Say why `count` bundles do not fit these nodes even if they were empty; None if they do. Pure."""
     rooms = [min(int(node.get(name, 0) // need) for name, need in bundle.items()) for node in nodes]
     if sum(rooms) >= count:
         return None
@@ -434,12 +433,12 @@ def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float]
 
 
 def in_words(bundle: Mapping[str, float]) -> str:
-    """`{"CPU": 2.0}` is "2 CPU"."""
+    """Return "2 CPU" for `{"CPU": 2.0}`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
 
 
 def on_node(value: str, node: Node) -> str:
-    """The interpreter of this machine, or a file of the package, as it is on a node; else the value. Pure."""
+    """Translate the path of this interpreter, or of a file of the package, to the node's path. Pure."""
     if value == sys.executable:
         return node.python
     if value == str(_PACKAGE_FOLDER) or value.startswith(f"{_PACKAGE_FOLDER}{os.sep}"):
@@ -472,7 +471,6 @@ def _given(words: Sequence[str], place: Place) -> Sequence[str]:
 
 
 async def answer(reference: Any, within_s: float | None = None) -> Any:
-    """Wait for a result of an actor."""
     async with asyncio.timeout(within_s):
         return await asyncio.wrap_future(reference.future())
 

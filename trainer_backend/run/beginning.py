@@ -129,11 +129,11 @@ class Beginning:
         return Models(learner, fixed, progress, checkpoint)
 
     async def begin(self, models: Models) -> tuple[Learner, Progress]:
-        """Go on from the checkpoint, or play and imitate what comes before RL."""
+        """Continue from the checkpoint, or play the episodes and run the warm-up that come before RL."""
         learner, _, progress, checkpoint = models
         if checkpoint is not None:
             assert learner is not None, "a checkpoint was loaded"
-            self._go_on(progress, checkpoint)
+            self._continue_from(checkpoint, progress)
             return learner, progress
         teacher = self._planner.teacher
         if teacher is None:
@@ -148,7 +148,7 @@ class Beginning:
         return learner, progress
 
     async def _load_fresh(self) -> Models:
-        # First: the rows and the job of the start before, which this one replaces, tell what it has stored.
+        # First, because this start replaces the rows and the job, which describe what the last start stored.
         self._say_all([await asyncio.to_thread(self._keep_stored)])
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
@@ -161,10 +161,10 @@ class Beginning:
         return Models(learner, fixed, Progress())
 
     def _keep_stored(self) -> str | None:
-        """Bring what earlier starts have stored before RL into its spool: this one writes the file again.
+        """Copy rollouts that earlier starts stored before RL into the spool: this start rewrites their file.
 
-        Earlier versions left no spool, or one whose header names no single request. A file whose requests
-        are not known is set aside. Returns a sentence about it.
+        Earlier versions left no spool, or one whose header does not list the requests. A file whose requests
+        are unknown is set aside. Returns a sentence about it.
         """
         kind = "prompts" if self._planner.teacher is None else "teacher"
         path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
@@ -173,7 +173,7 @@ class Beginning:
         job = self._directory.job()
         source = self._planner.source
         data = source.data if isinstance(source, Rows) else None
-        requests = []  # nothing is known of a plan where only one of the two jobs has data
+        requests = []  # the earlier plan is unknown if only one of the two jobs has data
         if (job.data is None) == (data is None):
             planner = job_parts.planner(job, self._planner.run_id, data=data)
             requests = planner.warmup() if kind == "teacher" else planner.prompts(_PROMPT_EPISODES)
@@ -187,7 +187,7 @@ class Beginning:
         )
         return _spool_stored(path, spool, parts, requests if is_known else [])
 
-    def _go_on(self, progress: Progress, checkpoint: Path) -> None:
+    def _continue_from(self, checkpoint: Path, progress: Progress) -> None:
         version = progress.policy_version if self._planner.table.max_staleness else None
         self._directory.go_back_to(progress.iteration, self._reporter.say, policy_version=version)
         self._leave_spools(*_FILES)
@@ -197,7 +197,7 @@ class Beginning:
         self._say_all([missing, told_on_resume(advantage, checkpoint, critic=critic)])
 
     def _leave_spools(self, *kinds: str) -> None:
-        """Set aside what was collected for stages before RL that this start does not play."""
+        """Set aside the spools of stages before RL that this start does not play."""
         for kind in kinds:
             spool = self._directory.spool_file(_FILES[kind])
             if spool.exists():
@@ -217,7 +217,7 @@ class Beginning:
         return fixed
 
     async def _plan_memory(self, checkpoint: Path | None) -> None:
-        """Report what the run will need; refuse one that cannot fit, before the weights are read."""
+        """Report the memory that the run will need; refuse a run that cannot fit, before reading weights."""
         folders = list(self._setup.fixed.folders.values())
         lines = (await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders)).splitlines()
         for plan in lines[:1]:
@@ -233,11 +233,7 @@ class Beginning:
         return learner
 
     async def _measure_rows(self, learner: Learner) -> None:
-        """Tell which rows do not fit the model, as soon as there is a tokenizer.
-
-        Raises:
-            DataError: none of those that are trained or evaluated on fits.
-        """
+        """Report the rows that do not fit the model. Raises DataError if no row of a split fits."""
         prompts = FirstPrompts.of(self._planner)
         if prompts is None:
             return
@@ -247,7 +243,7 @@ class Beginning:
         self._say_all(lines)
 
     async def _on_thread(self, stage: str, work: Callable[[Tell], Result]) -> Result | None:
-        """The result of `work`, whose progress is reported; None where a stop came first."""
+        """Return the result of `work` and report its progress; None if a stop came first."""
         return await until_on_thread(self._stop, partial(self._reporter.stage, stage), work)
 
     def _say_all(self, lines: Iterable[str | None]) -> None:
@@ -276,11 +272,11 @@ class Beginning:
         if longest > most:
             self._reporter.say(
                 f"warm-up: the teacher's longest answer has {longest:.0f} tokens, and rollout.max_tokens "
-                f"({most}) cuts the policy's own short: what is cut calls no tool"
+                f"({most}) cuts the policy's own short: a cut answer calls no tool"
             )
 
     async def _play(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Play a plan and return its finished episodes; those of an interrupted start are reused."""
+        """Play a plan, reusing rollouts of an interrupted start, and return the finished episodes."""
         if not requests:
             return []
         started = time.monotonic()
@@ -308,12 +304,11 @@ class Beginning:
         return finished_trajectories(batch.rollouts, kind)
 
     async def _collect(self, kind: str, requests: Sequence[RolloutRequest]) -> Batch:
-        """Collect and store a plan's rollouts, and only then refuse it if none was finished.
+        """Collect and store a plan's rollouts; then refuse the plan if too many were lost.
 
-        Their spool stays until the policy that RL starts from is saved. A start before that plays only what
-        is not in it: lost rollouts, and those that a changed job adds.
+        The spool stays until RL's first policy is saved. Until then a new start plays only the rollouts that
+        the spool lacks: lost ones, and those that a changed job adds.
         """
-
         tell = partial(self._reporter.stage, f"collect {kind}")
         spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
@@ -322,7 +317,7 @@ class Beginning:
         batch = await collected(requests, self._dispatcher, spool=spool, tell=tell, stop=self._stop)
         if batch is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
-        spool.flush()  # first: the file says that all are there, and replaces those of an earlier plan
+        spool.flush()  # before the file, which declares the stage complete and replaces an earlier plan's
         write_rollouts(self._directory.rollouts_file(_FILES[kind]), batch.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(log, most, self._reporter.say, self._directory.append_last_stage)
@@ -333,9 +328,9 @@ class Beginning:
 
 
 def _names_all(parts: Sequence[Part], path: Path) -> bool:
-    """Whether a part of a spool has all rollouts of a stored stage: it is then where they came from.
+    """Return whether one part of the spool has all rollouts of the stored file.
 
-    Only ids are read: to parse the rollouts takes half a minute for 300 MB.
+    Reads ids only, since parsing 300 MB of rollouts takes half a minute.
     """
     held = [{plan_id(one.rollout_id) for one in part.rollouts} for part in parts]
     try:
@@ -348,11 +343,11 @@ def _names_all(parts: Sequence[Part], path: Path) -> bool:
 def _spool_stored(
     path: Path, spool: Path, parts: Sequence[Part], requests: Sequence[RolloutRequest]
 ) -> str | None:
-    """Append what a spool lacks of a stored stage, or set the file aside; return a sentence about it.
+    """Append stored rollouts that the spool lacks, or set the file aside; return a sentence about it.
 
     Args:
-        parts: of the spool.
-        requests: that the stored rollouts answer; empty where they are not known.
+        parts: the parts of the spool.
+        requests: the requests that the stored rollouts answer; empty if they are unknown.
     """
     try:
         missing = find_missing(parts, read_rollouts(path))
@@ -384,7 +379,7 @@ def _list_models(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
 
 
 def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
-    """A line for a person where the job has another critic than the checkpoint, or none; else None."""
+    """Describe a critic that differs between the job and the checkpoint; None if it is the same."""
     needed = estimator(advantage).needs_values
     there, has_own = (
         (checkpoint / TRAINING_FOLDER / name).exists() for name in (VALUE_HEAD_FILE, CRITIC_FILE)

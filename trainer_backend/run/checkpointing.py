@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is saved, which of them is the best, and which may go."""
+"""The checkpoints of a run: when to save one, which one is the best, and which ones to delete."""
 
 import asyncio
 import time
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 class Saving:
     """The checkpoints of one run.
 
-    One is written while the next iteration's rollouts are collected: nothing changes the learner's weights
-    then, so no copy of them is needed. A caller that is about to use the learner waits for `settled`.
+    A checkpoint is written while the next iteration's rollouts are collected. The learner's weights do not
+    change in that time, so they are not copied. A caller that is about to use the learner awaits `settled`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Saving:
         self.directory, self.learner = directory, learner
         self._spent_s = 0.0
         self._writing: asyncio.Task[None] | None = None
-        self._written = -1  # the iteration that `_writing` is of
+        self._written = -1  # the iteration whose checkpoint `_writing` writes
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -52,23 +52,23 @@ class Saving:
         return is_whole(self.folder(iteration))
 
     def will_be_saved(self, iteration: int) -> bool:
-        """Whether its checkpoint is on disk, or is being written."""
+        """Return whether the iteration's checkpoint is on disk or is being written."""
         return self.is_saved(iteration) or (self._writing is not None and self._written == iteration)
 
     def evaluation_due(self, progress: Progress) -> bool:
-        """Whether the evaluation after this iteration is still to be played."""
+        """Return whether the evaluation after this iteration must still be played."""
         if not self._evaluates(progress.iteration):
             return False
         rows = self.directory.metrics()
         return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
 
     def due(self, iteration: int) -> bool:
-        """Whether this iteration gets a checkpoint, if only until the next one."""
+        """Return whether this iteration gets a checkpoint, even one that the next checkpoint replaces."""
         every = self._training.recovery_every
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
-        """Begin to write this iteration's checkpoint, unless it is on disk; first wait for the one before."""
+        """Wait for the previous checkpoint, then begin to write this one unless it is on disk."""
         await self.settled()
         if not self.is_saved(progress.iteration):
             self._written = progress.iteration
@@ -86,7 +86,7 @@ class Saving:
                 self._writing = None
 
     async def while_written(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`, and end it where the checkpoint that is being written fails: raise its error."""
+        """Await `work`; if the checkpoint that is being written fails, cancel `work` and raise that error."""
         if (writing := self._writing) is None:
             return await work
         async with racing(work, writing) as (task, _):
@@ -95,9 +95,9 @@ class Saving:
             return cast(Result, await task)
 
     async def end(self) -> BaseException | None:
-        """Wait for the checkpoint that is being written, and return its error: a run ends by another one.
+        """Wait for the checkpoint that is being written, and return its error.
 
-        Its thread must not rename and remove folders of a run whose lock is free.
+        The writing thread must not rename or remove folders after the run's lock is released.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -106,14 +106,14 @@ class Saving:
         return writing.exception()
 
     def once_written(self, call: Callable[[], None]) -> None:
-        """Call this now, or once the checkpoint that is being written is on disk."""
+        """Call `call` once the checkpoint that is being written is on disk, or now if there is none."""
         if self._writing is None or self._writing.done():
             call()
         else:
             self._waiting.append(call)
 
     def write(self, progress: Progress) -> None:
-        """As `save`, on this thread; then remove what only the last checkpoint needed."""
+        """Write the checkpoint on this thread; then delete older checkpoints and spools."""
         started = time.monotonic()
         self.learner.save(self.folder(progress.iteration), progress)
         link_best(self.directory.checkpoints)
@@ -128,15 +128,15 @@ class Saving:
             del self._waiting[0]
 
     def take_seconds(self) -> float:
-        """Return the seconds that saving took since the last call."""
+        """Return the seconds spent on saving since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
     def mark_best(self) -> Mapping[int, str]:
-        """Point at the checkpoint with the best evaluation; see `find_best`, whose notes it returns.
+        """Mark the checkpoint with the best evaluation, and return the notes of `find_best`.
 
-        The mark is derived from rows and folders each time, so the next start repairs a mark that a kill left
-        behind. A mark whose row is lost stands until an evaluation is better.
+        The mark is derived from rows and folders each time, so the next start repairs a wrong mark after a
+        kill. A mark whose row is lost stays until an evaluation is better.
         """
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
         most = self._training.max_lost_share
@@ -159,7 +159,7 @@ class Saving:
         return read_outcomes(self.directory.rollouts_file(f"evaluation_{iteration}"))
 
     def _stays(self, iteration: int) -> bool:
-        """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""
+        """Return whether `keep_checkpoints` counts this checkpoint; the others only serve a resume."""
         return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
 
     def _evaluates(self, iteration: int) -> bool:

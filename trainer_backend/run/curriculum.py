@@ -1,8 +1,8 @@
-"""The snapshots of a run's own games that groups of later iterations start at, and their files.
+"""The pool of snapshots from a run's own games, at which groups of later iterations start, and its files.
 
-`curriculum/iteration_j.jsonl` of a run directory has what iteration j added: a line for each snapshot, and
-one for each finished game that began at one. The pool of iteration k follows from the files up to
-k - 1 - `max_staleness`, so a plan is the same in every start of the run.
+`curriculum/iteration_j.jsonl` has a line for each snapshot that iteration j added, and a line for each
+finished game of iteration j that began at a snapshot. The pool of iteration k is built from the files up to
+k - 1 - `max_staleness`, so every start of the run makes the same plan.
 """
 
 import time
@@ -37,7 +37,7 @@ Gain = tuple[str, bool]
 
 @dataclass(slots=True)
 class Curriculum:
-    """The pool of a run: `starts` plans from it, and `keep` adds what an iteration has reached."""
+    """The pool of a run: `starts` reads it to plan an iteration, and `keep` adds an iteration's snapshots."""
 
     keys: CurriculumKeys
     planner: Planner
@@ -50,7 +50,7 @@ class Curriculum:
     _folded: int = 0
 
     def starts(self, iteration: int) -> Starts:
-        """Where the groups of an iteration may start that begin at snapshots."""
+        """Return the snapshots at which groups of an iteration may start."""
         seed = self.planner.players.seed
         pool = self._pool_after(iteration - 1 - self.planner.table.max_staleness)
         return Starts(self.keys, start_rule(self.keys.rule).weights, pool, seed, self.reseedable)
@@ -58,7 +58,7 @@ class Curriculum:
     async def keep(
         self, iteration: int, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]
     ) -> dict[str, float]:
-        """Keep what the games of an iteration have reached, and return its metrics."""
+        """Add snapshots of an iteration's games to the pool and its file; return the pool's metrics."""
         started = time.monotonic()
         asked = {plan_id(request.rollout_id): request for request in requests}
         games = {plan_id(item.rollout_id): item for item in rollouts if item.trajectory is not None}
@@ -68,7 +68,7 @@ class Curriculum:
         moments = await self._moments(iteration, asked, games)
         rows: list[Mapping[str, Any]] = [asdict(item) for item in moments]
         rows += [{"from": key, "gained": gained} for key, gained in gains]
-        path = self._file(iteration)
+        path = self.directory.curriculum_file(iteration)
         path.parent.mkdir(exist_ok=True)
         replace_lines(path, rows, durable=True)
         if iteration <= self._folded:  # other rollouts than before, since the update rejected some
@@ -83,13 +83,15 @@ class Curriculum:
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        by_cell = {cell: float(count) for cell, count in sorted(pool.cells().items(), key=_by_size)[:_SHOWN]}
-        return metrics | {f"starts/{name_cell(cell)}/kept": count for cell, count in by_cell.items()}
+        largest = sorted(pool.cells().items(), key=lambda item: (-len(item[0]), item[0]))[:_SHOWN]
+        return metrics | {
+            f"starts/{'+'.join(cell) or 'nothing'}/kept": float(count) for cell, count in largest
+        }
 
     async def _moments(
         self, iteration: int, asked: Mapping[str, RolloutRequest], games: Mapping[str, Rollout]
     ) -> list[Moment]:
-        """The snapshots that an iteration adds; task apps play its games again up to them."""
+        """Choose an iteration's snapshots, and replay its games on task apps to take them."""
         seed = self.planner.players.seed
         found = [
             one
@@ -139,26 +141,23 @@ class Curriculum:
         )
 
     def _done(self, request: RolloutRequest) -> int:
-        """Decisions of the whole game before a rollout's first one."""
+        """Return the decisions of the whole game before the rollout's first one."""
         return self.planner.players.max_decisions - request.limits.max_decisions
 
     def _pool_after(self, iteration: int) -> Pool:
-        """The pool after an iteration, from the files of all up to it."""
+        """Build the pool from the files of all iterations up to this one."""
         if iteration < self._folded:
             self._pool, self._folded = Pool(), 0
         for number in range(self._folded + 1, iteration + 1):
-            self._pool = self._pool.after(*_read(self._file(number)), self.keys)
+            self._pool = self._pool.after(*_read(self.directory.curriculum_file(number)), self.keys)
             self._folded = number
         return self._pool
 
-    def _file(self, iteration: int) -> Path:
-        return self.directory.curriculum_file(iteration)
-
 
 def without_past(batch: Batch) -> Batch:
-    """The batch with outcomes that count only what games added to the snapshot where they began.
+    """Subtract the outcome before its snapshot from each episode that began at one.
 
-    What an operator's reward function says of them stays: it has judged their own decisions.
+    The reward of an operator's function stays, since it covers only the episode's own decisions.
     """
     return replace(batch, rollouts=tuple(map(_without_past, batch.rollouts)))
 
@@ -171,17 +170,8 @@ def _without_past(item: Rollout) -> Rollout:
     return item.model_copy(update={"trajectory": episode.model_copy(update=own)})
 
 
-def name_cell(cell: Cell) -> str:
-    """A set of achievements as a part of a metric's name."""
-    return "+".join(cell) or "nothing"
-
-
-# Sets of achievements that a row of metrics tells of, those with most in them.
+# A row of metrics reports this many sets of achievements, the largest first.
 _SHOWN = 12
-
-
-def _by_size(item: tuple[Cell, int]) -> tuple[int, Cell]:
-    return -len(item[0]), item[0]
 
 
 def _is_start(request: RolloutRequest) -> bool:
@@ -197,13 +187,13 @@ def _achieved(counts: Mapping[str, int]) -> Cell:
 
 
 def _cells(item: Rollout) -> list[Cell]:
-    """What was achieved before each decision of a game."""
+    """Return the set of achievements before each decision of a game."""
     assert item.trajectory is not None, "it was played"
     return [_achieved(step.observation_data.achievements_counts) for step in item.trajectory.steps]
 
 
 def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
-    """The moment where a game began, and whether it added an achievement or to its outcome."""
+    """Return the key of a game's start, and whether the game added an achievement or outcome reward."""
     start = request.start
     assert episode is not None and start.parent_rollout_id is not None and start.parent_turn is not None
     before = _achieved(episode.steps[0].observation_data.achievements_counts)
@@ -212,7 +202,7 @@ def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
 
 
 def _read(path: Path) -> tuple[list[Moment], list[Gain]]:
-    """What an iteration added; nothing where it has no file: the job had no [curriculum] then."""
+    """Read the snapshots and gains of an iteration; empty without a file (no [curriculum] at that time)."""
     moments, gains = [], []
     for row in each_line(path):
         if "from" in row:

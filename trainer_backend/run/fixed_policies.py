@@ -1,7 +1,7 @@
-"""The fixed policies of a job are loaded once, served next to the actor, and never trained.
+"""Loads the fixed policies of a job, which are served next to the actor and never trained.
 
-The job's gateway renders their prompts and reads their answers as it does for the actor. A policy with a
-local model has its own engine; a policy at a foreign server returns token ids from there.
+The gateway renders their prompts and parses their answers as for the actor. A policy with a local model has
+an engine of its own; a remote policy gets its token ids from a foreign server.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ class LocalPolicy:
     sampler_sha256: str
     """The fingerprint of the weights that sample, which may be rounded ones."""
     sampler: Callable[[], str]
-    """Takes that fingerprint again."""
+    """Computes the fingerprint again."""
     line: str
     """Describes it to a person."""
 
@@ -63,16 +63,20 @@ class RemotePolicy:
 
     @property
     def model(self) -> RemoteModel:
-        """What the run's record says of it."""
+        """The entry for the run's record."""
         assert self.table.model is not None and self.table.inference_url is not None, "it was validated"
         return RemoteModel(self.table.model, shown(self.table.inference_url))
 
     async def probe(self) -> str:
         """Check that the server's samples can be weighted; return a line that describes it."""
         try:
-            await self._refuse_other_tokens()
+            text, renderer = probe_text(self.policy.renderer), self.policy.renderer
+            ids = renderer.encode(text)
+            if difference := first_other_id(ids, await self.engine.text_ids(text)):
+                raise self._error(difference, "It serves a model of another family.")
+            await self.engine.generate(ids, Sampling(max_tokens=1), request_id="probe")
             if self.table.logprobs == "processed":
-                await self._refuse_raw()
+                await self._refuse_raw(ids)
         except InferenceError as error:
             raise self._error(f"what it samples could not be weighed: {error.detail}", error.hint) from error
         finally:
@@ -80,16 +84,8 @@ class RemotePolicy:
         source = self.table.source
         return f"fixed policy {self.table.name!r}: {source} returns exact tokens, which are the actor's"
 
-    async def _refuse_other_tokens(self) -> None:
-        text, renderer = probe_text(self.policy.renderer), self.policy.renderer
-        ids = renderer.encode(text)
-        if difference := first_other_id(ids, await self.engine.text_ids(text)):
-            raise self._error(difference, "It serves a model of another family.")
-        await self.engine.generate(ids, Sampling(max_tokens=1), request_id="probe")
-
-    async def _refuse_raw(self) -> None:
+    async def _refuse_raw(self, ids: Sequence[int]) -> None:
         """Refuse log-probs that ignore truncation: with top_k 1 each token is certain and has log-prob 0."""
-        ids = self.policy.renderer.encode(probe_text(self.policy.renderer))
         sampling = Sampling(top_k=1, temperature=0.5, max_tokens=_PROBE_TOKENS)
         generation = await self.engine.generate(
             ids, sampling, request_id="probe", extras=Extras(processed=True)
@@ -107,8 +103,6 @@ class RemotePolicy:
 
 
 class FixedPolicies:
-    """The fixed policies of a job; most jobs have none."""
-
     def __init__(self, local: Sequence[LocalPolicy] = (), remote: Sequence[RemotePolicy] = ()) -> None:
         self._local, self.remote = local, remote
 
@@ -120,10 +114,7 @@ class FixedPolicies:
         actor: PolicyFacts,
         keys: EngineKeys,
     ) -> "FixedPolicies":
-        """Load the local models, whose folders are given by name, and make clients for the remote ones.
-
-        Each must have the actor's tokens.
-        """
+        """Load the local models from their folders by name, and make clients for the remote ones."""
         return cls(
             [_load(name, path, actor, keys) for name, path in folders.items()],
             [_at_a_server(table, actor, keys) for table in tables if table.is_remote],
@@ -131,7 +122,7 @@ class FixedPolicies:
 
     @property
     def policies(self) -> dict[str, ServedPolicy]:
-        """By name, for the gateway."""
+        """Return the served policies by name."""
         return {
             **{item.name: item.policy for item in self._local},
             **{item.table.name: item.policy for item in self.remote},
@@ -139,7 +130,7 @@ class FixedPolicies:
 
     @property
     def models(self) -> dict[str, FixedModel]:
-        """The model of each, by name; a resumed run must find the same ones."""
+        """Return the models by name; a resumed run must find the same ones."""
         return {
             **{item.name: item.weights for item in self._local},
             **{item.table.name: item.model for item in self.remote},
@@ -156,7 +147,7 @@ class FixedPolicies:
                 tell(f"its key goes to {item.table.source} unencrypted; prefer https")
 
     async def release(self) -> None:
-        """Give the memory of the local engines' caches back to the device, as `LocalEngine` has it."""
+        """Free the device memory of the local engines' caches (`LocalEngine.release`)."""
         for item in self._local:
             with suppress(EngineStopped):  # the next caller of the engine gets the error
                 await item.engine.release()

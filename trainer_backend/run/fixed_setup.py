@@ -1,4 +1,4 @@
-"""Which fixed policies a job has. No torch here: this process loads them, with [cluster] the gateways."""
+"""The fixed policies of a job. No torch here, since with [cluster] the gateways load the policies."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ class FixedSetup:
     """Says whether they sample at the same time as the actor."""
 
     def share_threads(self, keys: Keys) -> Keys:
-        """The keys of each engine of a process: the actor's, and those of the policies with a local model.
+        """Return engine keys in which the actor and the local fixed policies share the job's threads.
 
-        Engines that may sample at the same time share the job's threads: more would take the task app's
-        cores. Where one policy samples a whole iteration, its engine has all of them.
+        More threads would take the task app's cores. If one policy samples a whole iteration, its engine has
+        all threads.
         """
         if self.schedule is None or self.schedule.unit == "iteration":
             return keys
@@ -44,7 +44,7 @@ class FixedSetup:
         *,
         probes: bool = True,
     ) -> "FixedPolicies":
-        """Load them within the limits of `inference`, describe them to a person, and try remote servers."""
+        """Load the policies within the limits of `inference`, describe them, and probe remote servers."""
         from trainer_backend.run.fixed_policies import FixedPolicies
 
         keys = self.share_threads(inference)

@@ -15,13 +15,13 @@ Forked = tuple[Rollout, tuple[int, ...]]
 async def plan_forks(
     run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured
 ) -> list[RolloutRequest]:
-    """Rollouts that play on from decisions of finished ones of the actor, as the job's rule chooses them.
+    """Plan rollouts that continue from decisions of the actor's finished rollouts; the job's rule chooses.
 
-    Where the rule reads samples, their world draws other numbers than their parent met, if it can: a decision
-    that was chosen for its luck would else be lucky again.
+    If the rule reads samples, continuations draw fresh random numbers where the environment can: otherwise
+    a decision that was chosen for its luck would be lucky again.
 
     Raises:
-        TaskAppError: an episode goes otherwise when it is replayed.
+        TaskAppError: a replayed episode differs from the stored one.
     """
     rule, apps = planner.fork_rule, run.dispatcher.task_apps
     chosen = choose_forks(run, planner, parents, measured)
@@ -48,7 +48,7 @@ async def plan_forks(
 
 
 def _taken(parent: Rollout, turns: Sequence[int]) -> dict[int, str]:
-    """The snapshots that were taken while it was played, by the number of decisions before them."""
+    """Return the snapshots taken during play, by the number of decisions before them."""
     episode = parent.trajectory
     assert episode is not None, "it finished"
     steps = [episode.steps[turn - 1] for turn in turns]
@@ -56,7 +56,7 @@ def _taken(parent: Rollout, turns: Sequence[int]) -> dict[int, str]:
 
 
 def choose_forks(run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured) -> list[Forked]:
-    """The decisions that are forked, by rollout; rollouts without any are left out."""
+    """Return the rollouts to fork, each with its chosen turns."""
     rule, credit = planner.fork_rule, run.credit
     reads_values = rule is not None and rule.needs_values
     chosen = [

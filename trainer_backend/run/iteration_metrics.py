@@ -1,9 +1,9 @@
-"""Metrics of an iteration: what was collected, who sampled it, when a fixed policy is refused. Pure."""
+"""Metrics of an iteration and of each policy in it, and checks of fixed policies and of the signal. Pure."""
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -57,16 +57,16 @@ class IterationResult:
 
     batch: Batch
     branches: Batch
-    """Rollouts that play on from decisions of the collected ones, to measure with, or to be trained too."""
+    """Rollouts that continue from decisions of the collected ones, for measurement or for training."""
     credited: Credited
     start: Moment
-    """When its rollouts were asked for."""
+    """When its rollouts were requested."""
     collect_spans: Sequence[Span]
     credit_spans: Sequence[Span]
     mixture: Mapping[str, float]
     """Metrics by policy (`metrics_by_policy`)."""
     refilled: int = 0
-    """Groups that were asked for beyond the plan, in place of flat ones."""
+    """Groups that were requested beyond the plan, to replace flat ones."""
     requests: Sequence[RolloutRequest] = ()
     """Of all rounds."""
 
@@ -74,10 +74,10 @@ class IterationResult:
 def iteration_metrics(
     policies: Policies, result: IterationResult, *, since: Moment, now: Moment
 ) -> dict[str, Any]:
-    """The metrics of an iteration, with the speed and the inference between two moments.
+    """Compute the metrics of an iteration; speed and inference are measured between two moments.
 
-    Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
-    of failures are of all. Episodes that began at a snapshot have other metrics of skill (`run.curriculum`).
+    Metrics of skill cover only the actor's rollouts, and are absent without any. Metrics of time and failures
+    cover all rollouts. Episodes that began at a snapshot have other metrics of skill (`run.curriculum`).
     """
     batch = result.batch
     collect_s = sum(span.seconds for span in result.collect_spans)
@@ -111,7 +111,7 @@ def iteration_metrics(
 
 
 def _is_whole(rollout: Rollout) -> bool:
-    """Whether it has no trajectory that began at a snapshot."""
+    """Return whether the episode, if there is one, began in its world and not at a snapshot."""
     return rollout.trajectory is None or not rollout.trajectory.is_continued
 
 
@@ -123,13 +123,13 @@ def metrics_by_policy(
     *,
     alpha: float | None,
 ) -> dict[str, float]:
-    """The share and the episodes of each policy in an iteration; empty without fixed policies.
+    """Compute the share and the results of each policy in an iteration; empty without fixed policies.
 
-        rollout/policy_choice           share of the rollouts that the actor was to sample
-        rollout/using_actor, …_fixed    1 where any was
-        mixture/alpha                   P(actor), as the schedule had it
+        rollout/policy_choice           share of the rollouts planned for the actor
+        rollout/using_actor, …_fixed    1 if any rollout was planned for the actor, for a fixed policy
+        mixture/alpha                   P(actor) of the schedule
         mixture/{policy}/episodes       finished rollouts; 0 too
-        mixture/{policy}/failed         the other rollouts that it was to sample
+        mixture/{policy}/failed         planned rollouts that did not finish
         mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
                                         mean of an episode; `reward` is the sum of r_t
 
@@ -163,7 +163,7 @@ def metrics_by_policy(
 
 
 def _reused_decisions(result: IterationResult) -> int:
-    """Count decisions that an earlier start collected: they must not enter the speed of this one."""
+    """Count decisions that an earlier start collected, which this start's speed must not include."""
     return sum(
         len(item.trajectory.steps)
         for part in (result.batch, result.branches)
@@ -173,7 +173,7 @@ def _reused_decisions(result: IterationResult) -> int:
 
 
 def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """95 % interval of the mean outcome, over groups; empty where there is only one group."""
+    """Return the 95 % interval of the mean outcome over groups; empty for fewer than two groups."""
     finished = [(item.group_id, item.trajectory) for item in rollouts if item.trajectory is not None]
     groups = [group_id for group_id, _ in finished]
     if len(set(groups)) < 2:
@@ -202,22 +202,19 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
 
 
 def branch_metrics(branches: Batch) -> dict[str, Any]:
-    """Return the metrics of branches, which play on from decisions; empty where no estimator needs them."""
+    """Return the metrics of branches, which continue from decisions; empty without branches."""
     if not branches.all:
         return {}
     decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
-    return {
-        **branches.losses.row(branches=True),
-        "branch/decisions": float(decisions),
-    }
+    return {**branches.losses.row(branches=True), "branch/decisions": float(decisions)}
 
 
 def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of inference between two readings of `InferenceServer.totals`. Pure.
+    """Compute the metrics of inference between two readings of `InferenceServer.totals`.
 
-    A step samples one token for every running request, so the mean number of running requests is the number
-    of tokens a step. `lost_mass`, the probability that truncation removed, is a mean over the tokens that
-    were sampled under truncation; absent without such tokens.
+    A step samples one token for every running request, so the tokens per step are the mean number of running
+    requests. `lost_mass` is the probability that truncation removed, as a mean over tokens sampled under
+    truncation; absent without such tokens.
     """
     used = {name: float(after[name] - before.get(name, 0.0)) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
@@ -230,22 +227,19 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     }
 
 
-# Codes of a task app for a model that does not answer, or answers wrongly, for example without log-probs.
+# A task app's codes for a model server that does not answer, or answers without the fields that it must send.
 _SILENT = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
-# A policy of whose decisions at least this share is invalid is refused, once it has made this many.
+# A remote policy is refused once it has made _ENOUGH decisions and this share of them is invalid.
 _NEARLY_ALL = 0.95
 _ENOUGH = 20
 
 
 def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Refuse a round of rollouts in which a fixed policy did not play its part.
-
-    Nothing replaces a fixed policy, since that would change the job.
+    """Refuse a round in which a fixed policy failed: to play another policy instead would change the job.
 
     Raises:
-        NothingToLearnFrom: a fixed policy finished none of its rollouts, because it did not answer as it
-            must.
-        JobTeachesNothing: almost every decision of a remote one was invalid.
+        NothingToLearnFrom: a fixed policy finished no rollout, because its server failed.
+        JobTeachesNothing: almost every decision of a remote policy was invalid.
         SegmentError: a rollout names another policy than its request.
     """
     if policies.fixed:
@@ -270,8 +264,7 @@ def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest]
 
 
 def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
-    """A server may serve any model under a name. One that writes no calls teaches nothing, and an iteration
-    of its noops looks like one of bad luck."""
+    """Refuse a remote policy that almost never writes a valid call, which would look like bad luck."""
     for table in policies.fixed:
         if not table.is_remote:
             continue
@@ -294,24 +287,22 @@ def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
 
 
 def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Samples of a fixed policy are trained on differently from the actor's, so a rollout must name its
-    policy; a rollout without a name counts as the actor's."""
+    """Refuse a rollout of another policy than planned, since training treats policies differently."""
     samplers = _samplers(requests)
     for rollout in batch.rollouts:
         planned, sampler = samplers[plan_id(rollout.rollout_id)], policies.policy_by(rollout)
         if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
-                f"{planned!r} was asked to sample it, and its model is {model!r}, which is that of "
+                f"{planned!r} was asked to sample it, and its model is {model!r}, which is the model of "
                 f"{sampler!r}",
                 where=place(rollout.rollout_id),
-                hint=f"The policy {requests[0].policy.policy_name!r} must tell the model that its request "
-                "names.",
+                hint=f"The policy {requests[0].policy.policy_name!r} must report the model of its request.",
             )
 
 
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
-    """Means over one policy's episodes; empty where it has none."""
+    """Return means over one policy's episodes; empty without episodes."""
     played = [pair for pair in played if _is_whole(pair[0])]
     episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
     if not episodes:
@@ -332,25 +323,25 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
     return {plan_id(request.rollout_id): name_sampler(request) for request in requests}
 
 
-_TOLD_AGAIN = 25
+_TOLD_AGAIN = 25  # iterations between two warnings
 
 
 def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
-    """Whether an iteration had something to learn from, as `nothing_to_learn` counts it."""
+    """Return whether an iteration had a signal, as `nothing_to_learn` defines it."""
     return not (_is_flat(row) or (not compares_siblings and _is_unpaid(row)))
 
 
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """A warning if the last iterations had no signal: after two of them, and after every 25.
+    """Return a warning if the last iterations had no signal: after two of them, and after every 25.
 
-    An iteration has none where the advantages of all groups are 0. A critic's are never quite 0, so there
-    it also has none where no decision earned anything.
+    An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
+    0, so with a critic an iteration in which no decision earned anything has no signal either.
 
     Args:
         rows: of all iterations, oldest first; a row that lacks the counts had a signal.
-        compares_siblings: whether the estimator does, and so has advantages of 0 for equal episodes.
+        compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
     """
-    unpaid, flat = _count_since(rows, _is_unpaid), _count_since(rows, _is_flat)
+    unpaid, flat = (sum(1 for _ in takewhile(test, reversed(rows))) for test in (_is_unpaid, _is_flat))
     count = flat if compares_siblings else max(unpaid, flat)
     if count < 2 or (count != 2 and count % _TOLD_AGAIN):
         return None
@@ -374,8 +365,3 @@ def _is_flat(row: Mapping[str, Any]) -> bool:
     groups, flat = ("group/count", "forks/count"), ("group/flat", "forks/flat")
     count = sum(row.get(name, 0.0) for name in groups)
     return bool(0 < count <= sum(row.get(name, 0.0) for name in flat))
-
-
-def _count_since(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
-    """How many rows at the end pass."""
-    return sum(1 for _ in takewhile(test, reversed(rows)))

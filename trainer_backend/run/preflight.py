@@ -1,7 +1,4 @@
-"""Checks before a run starts anything: doubtful settings, and whether the fixed policies fit the actor.
-
-They read config.json and the tokenizer, not the weights.
-"""
+"""Checks before a run starts whether the fixed policies fit the actor. Reads no weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +19,9 @@ from trainer_backend.rundir.checkpoint_paths import model_in
 def checked_folders(
     tables: Sequence[RolloutOnlyTable], model: ModelTable, checkpoint: Path | None = None
 ) -> dict[str, Path]:
-    """By name, the model folder of each fixed policy that is served from this machine.
+    """Check the fixed policies that are served from this machine, and return their model folders by name.
 
-    The actor is that of the checkpoint, where its run continues, or else the model of [model].
+    The actor is the checkpoint's if there is one, otherwise the model of [model].
     """
     folders = {table.name: _folder(table) for table in tables if not table.is_remote}
     for table in tables:
@@ -43,7 +40,7 @@ def checked_folders(
 
 
 def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
-    """Refuse a fixed policy whose samples the actor cannot weigh; name the first difference."""
+    """Refuse a fixed policy with another tokenizer than the actor: its samples have no importance weight."""
     difference = first_difference(actors, own)
     if difference is not None:
         raise JobError(
@@ -55,14 +52,14 @@ def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
 
 
 def server_key(table: RolloutOnlyTable) -> SecretStr | None:
-    """The key of a remote policy's server, if the job names a variable for it."""
+    """Read the key of a remote policy's server from the variable that the job names, if any."""
     if table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where=f"{place(table.name)}: api_key_env")
 
 
 def place(name: str) -> str:
-    """The place of a fixed policy in the job, as error messages name it."""
+    """Name a fixed policy's table in error messages."""
     return f"[rollout_only] {name!r}"
 
 
@@ -85,7 +82,7 @@ def _folder(table: RolloutOnlyTable) -> Path:
 
 
 def actors_tokenizer(table: ModelTable, checkpoint: Path | None = None) -> Tokenizer | None:
-    """The actor's tokenizer; None for a preset, and for a model of the hub that is not in the cache yet."""
+    """Load the actor's tokenizer; None for a preset, and for a hub model that is not in the cache yet."""
     if checkpoint is not None:
         return tokenizer_in(checkpoint, table)
     if table.preset is not None:

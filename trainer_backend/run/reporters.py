@@ -1,4 +1,4 @@
-"""Reporters write run.log and state.json and pass rows of metrics to sinks; none of them can end a run."""
+"""Reporters that write run.log and state.json and pass metrics to sinks; their errors do not end a run."""
 
 import os
 import threading
@@ -29,8 +29,8 @@ from trainer_backend.rundir.state import (
 )
 from trainer_backend.sinks import OpenSink, Sink, SinkRun, SinksTable
 
-# The progress of a stage, and words of processes, are written at most this often; another stage, and another
-# state of a process, are written at once.
+# Progress within a stage and words of processes are written at most this often; a new stage, or a new state
+# of a process, is written at once.
 _EVERY_S = 1.0
 _CRASHED = "crashed"
 
@@ -46,8 +46,8 @@ class RecordingReporter:
         self._failed: set[str] = set()
         self._written_s = clock()
         before = read_state(directory.path) or RunState("starting", 0, starts=0)
-        # The run id of the start before, for which task apps may still work; or empty. It stands in the state
-        # until `runs_as`: a start that fails before it has aborted those rollouts leaves them to the next.
+        # The previous start's run id, for which task apps may still play; or empty. The state keeps this id
+        # until `runs_as`, so that after a failed start the next one still aborts those rollouts.
         self.left_behind = before.run_id
         starts = before.starts + 1
         self._state = RunState(
@@ -58,7 +58,7 @@ class RecordingReporter:
     @classmethod
     @contextmanager
     def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
-        """Record how the block ends as the last state, unless `end` has recorded it."""
+        """Record the end of the block as the last state, unless `end` already has."""
         recording = cls(directory, reporter)
         try:
             yield recording
@@ -74,7 +74,6 @@ class RecordingReporter:
 
     @property
     def resumes(self) -> int:
-        """How often the run was continued so far."""
         return self._state.starts - 1
 
     def runs_as(self, run_id: str) -> None:
@@ -83,14 +82,14 @@ class RecordingReporter:
             self._change(run_id=run_id)
 
     def starts_again(self) -> None:
-        """Record another start by this process: it counts as a resume, and has left rollouts behind."""
+        """Record another start by this process, which counts as a resume and leaves rollouts behind."""
         with self._lock:
             self.left_behind = self._state.run_id
             starts = self._state.starts + 1
             self._change(state="starting", stage="", done=0, total=0, starts=starts, processes=(), notes=())
 
     def goes_on_from(self, iteration: int) -> None:
-        """Record the iteration of the checkpoint that a resumed run begins with."""
+        """Record the iteration of the checkpoint from which a resumed run continues."""
         with self._lock:
             self._change(iteration=iteration)
 
@@ -140,10 +139,10 @@ class RecordingReporter:
             self._change(is_small=state == before.state, processes=tuple(records.values()))
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
-        """Record the last state, and in run.log why it came to that; a later call changes nothing.
+        """Record the last state, and its reason in run.log; a later call changes nothing.
 
         Args:
-            detail: that reason; empty: the caller knows more of a run that did what it was asked for.
+            detail: the reason; empty for a run that finished.
         """
         with self._lock:
             if self._state.state in FINAL:
@@ -153,7 +152,7 @@ class RecordingReporter:
                 self.log(f"failed: {detail}" if state == "failed" else detail)
 
     def _change(self, *, is_small: bool = False, **values: Any) -> None:
-        """Change the state and write it; a small change at once only where none was written for a while."""
+        """Change the state and write it; a small change is written only every `_EVERY_S` seconds."""
         before = self._state
         self._state = replace(before, **values)
         if self._state.state != before.state:
@@ -166,7 +165,7 @@ class RecordingReporter:
         self._tolerantly("state.json", lambda: write_state(self._folder, self._state))
 
     def _tolerantly(self, name: str, call: Callable[[], None]) -> None:
-        # A full disk ends the run where checkpoints and metrics are written; a lost log line does not.
+        # A lost log line must not end the run; on a full disk, writing checkpoints and metrics ends it.
         try:
             call()
         except RunDirectoryError as error:
@@ -176,14 +175,13 @@ class RecordingReporter:
 
 
 class SinkReporter:
-    """A `parts.Reporter` around another one, which also passes rows to the job's sinks.
+    """A `parts.Reporter` around another one, which also passes rows to the job's sinks; a context manager.
 
-    Use it as a context manager. With the first row the sinks get all of metrics.jsonl: rows written earlier
-    and, in a resumed run, rows that replace those an earlier start had sent. A sink that cannot be opened is
-    a JobError: the job names it, so nothing is trained without it.
+    With the first row the sinks get all of metrics.jsonl, also rows of earlier starts. A sink that cannot be
+    opened raises a JobError: a run does not train without the sinks that its job names.
 
     Args:
-        job: the whole job as plain values, without its keys.
+        job: the whole job as plain values, without secrets.
     """
 
     def __init__(
@@ -229,7 +227,7 @@ class SinkReporter:
         self._sinks = {}
 
     def _tolerantly(self, name: str, call: Callable[[], object]) -> None:
-        # A library, a network, a disk: whatever it is, the run is worth more.
+        # A failure of a library, a network or a disk must not end the run.
         try:
             with Boundary(f"sinks.{name}", TrainerError):
                 call()

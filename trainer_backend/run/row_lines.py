@@ -1,4 +1,4 @@
-"""Rows of metrics in words: the lines that a terminal prints of a run and run.log keeps."""
+"""Describes rows of metrics in the lines that the terminal and run.log show."""
 
 import re
 import time
@@ -35,11 +35,7 @@ _TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s
 
 
 class Pace:
-    """How far a run is, and how long its iterations have taken so far.
-
-    Args:
-        clock: seconds, from any moment on.
-    """
+    """Counts a run's iterations and estimates the time that is left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,20 +43,17 @@ class Pace:
         self._last, self._iterations = 0, 0
 
     def finish(self, iteration: int, iterations: int | None) -> None:
-        """Count an iteration that has just ended, of so many; None: unknown."""
+        """Count an iteration that has just ended; `iterations` is the total, None if unknown."""
         self._ends_s.append(self._clock())
         self._last, self._iterations = iteration, iterations or 0
 
     def count(self) -> str:
-        """The last iteration, and how many there will be; empty before the first."""
-        if not self._ends_s:
-            return ""
-        return (
-            f"iteration {self._last} of {self._iterations}" if self._iterations else f"iteration {self._last}"
-        )
+        """Return the last iteration and the total; empty before the first."""
+        total = f" of {self._iterations}" if self._iterations else ""
+        return f"iteration {self._last}{total}" if self._ends_s else ""
 
     def left(self) -> str:
-        """How long the rest will take at the pace of the iterations so far; empty if unknown."""
+        """Estimate the remaining time at the mean pace so far; empty if unknown."""
         rest = self._iterations - self._last
         if rest <= 0 or len(self._ends_s) < 2:
             return ""
@@ -69,7 +62,7 @@ class Pace:
 
 
 def word_iteration(row: Row, pace: Pace) -> str:
-    """Describe an iteration, which the pace has just counted, with its figures."""
+    """Describe an iteration with its figures; `pace` has just counted it."""
     cells = "  ".join(f"{title} {form.format(row[key])}" for key, title, form in columns_for(row)[1:])
     return "  ".join(filter(None, (pace.count(), cells, pace.left())))
 
@@ -83,12 +76,12 @@ def word_evaluation(row: Row) -> str:
 
 
 def word_episodes(row: Row) -> str:
-    """The part of an evaluation's line that comes after its result."""
+    """Return the number of worlds, to follow an evaluation's result."""
     return f", {count_worlds(row)}"
 
 
 def word_outcome(row: Row) -> str:
-    """Describe the mean outcome of an evaluation, with its interval, and what else sums the episodes up."""
+    """Describe an evaluation's mean outcome with its interval, and its score and progress if it has them."""
     return f"{outcome_interval(row).word()} {outcome_name(row)}{_score_and_progress(row)}"
 
 
@@ -106,7 +99,7 @@ def columns_for(row: Row) -> list[tuple[str, str, str]]:
 
 
 def _score_and_progress(row: Row) -> str:
-    """Empty without achievements, and in rows of earlier versions."""
+    """Describe the Crafter score and progress; empty without achievements and in rows of earlier versions."""
     if "eval/progress" not in row:
         return ""
     score = row.get("eval/crafter_score")

@@ -23,14 +23,12 @@ from trainer_backend.rundir.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a running job."""
-
     planner: Planner
     credit: CreditAssignment
     dispatcher: Dispatcher
     server: InferenceServer
     saving: Saving
-    """Its checkpoints, with the learner and the run directory."""
+    """The checkpoints, with the learner and the run directory."""
     reporter: Reporter
     resumes: int = 0
     """How often the run was continued so far."""
@@ -55,7 +53,7 @@ class Run:
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     def planner_of_iteration(self, number: int) -> Planner:
-        """The planner of an iteration; its schedule and starts may depend on finished iterations."""
+        """Return the planner of an iteration, whose schedule and starts may depend on finished iterations."""
         planner, allocation = self.planner, self.planner.allocation
         if allocation.looks_back:
             planner = replace(planner, allocation=allocation.after(self.directory.metrics()))
@@ -64,9 +62,9 @@ class Run:
         return planner
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
-        """The spool of a stage, with the rollouts of these requests that an earlier start has left there.
+        """Open the spool of a stage, with the rollouts of these requests from an earlier start.
 
-        It begins once the checkpoint that is being written is on disk: until then no start could use it.
+        Writing begins once the pending checkpoint is on disk: until then no start could use the spool.
         """
         spool = Spool.open(
             self.directory.spool_file(stage), requests,
@@ -79,10 +77,10 @@ class Run:
     def iteration_spool(
         self, number: int, requests: Sequence[RolloutRequest], progress: Progress
     ) -> Spool | None:
-        """The spool of an iteration that begins now; None where no later start could use its rollouts.
+        """Open the spool of an iteration that begins now; None if no later start could use its rollouts.
 
-        With `max_staleness` 0 it could not where these weights are in no checkpoint. Otherwise they may get
-        into one while the iteration waits to be learned from.
+        With `max_staleness` 0 a later start needs a checkpoint of these weights. With more, that checkpoint
+        may still be written while the iteration waits for its update.
         """
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
         if not staleness and not self.saving.will_be_saved(progress.iteration):
@@ -102,10 +100,10 @@ class Run:
         stop: asyncio.Event,
         shown: Callable[[], bool] = lambda: True,
     ) -> Batch | None:
-        """Collect the rollouts of a stage; None where a stop came first.
+        """Collect the rollouts of a stage; None if a stop came first.
 
         Args:
-            shown: whether it is what the run waits for, and what is reported as its stage.
+            shown: whether the run waits for this stage, so that its progress is reported.
         """
         if not requests:
             return Batch(())
@@ -144,17 +142,15 @@ async def collected(
     stop: asyncio.Event,
     resume: Callable[[], Awaitable[None]] | None = None,
 ) -> Batch | None:
-    """Collect a plan's rollouts: reuse those that an earlier start spooled, and ask task apps for the rest.
-
-    With a spool, a kill loses no finished rollout.
+    """Collect a plan's rollouts: reuse those that an earlier start spooled, and request the rest.
 
     Args:
-        spool: of the stage; None: a later start could not use these rollouts.
-        tell: is called with how many rollouts have ended, and of how many.
-        resume: has the policy served; None: it is.
+        spool: keeps finished rollouts across a kill; None if a later start could not use them.
+        tell: receives the number of ended rollouts, and the total.
+        resume: makes the policy available for sampling; None if it already is.
 
     Returns:
-        None when `stop` came first.
+        The rollouts; None if `stop` came first.
     """
     reused = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in reused]

@@ -1,4 +1,4 @@
-"""Stopping in order: Ctrl-C, SIGTERM and SIGHUP set an event, and every wait ends with that event too."""
+"""Graceful stops: Ctrl-C, SIGTERM and SIGHUP set an event, which also ends every wait."""
 
 import asyncio
 import os
@@ -23,24 +23,22 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stop(asyncio.Event):
-    """Set once a stop is asked for."""
-
     by = ""
-    """The name of the signal that asked for it; empty before."""
+    """The name of the signal that requested the stop; empty before."""
 
 
 class Halted(Exception):
-    """Raised inside work on a thread, between two of its steps, to end it; see `until_on_thread`."""
+    """Raised between two steps of work on a thread, to end the work; see `until_on_thread`."""
 
 
 async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Result | None:
-    """The result of `work`, or None if `stop` came first; `work` is then cancelled and has ended."""
+    """Return the result of `work`; if `stop` comes first, cancel `work`, await its end and return None."""
     async with racing(work, stop.wait()) as (task, _):
         return cast(Result, task.result()) if task.done() else None
 
 
 async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which has ended in any case.
+    """Return the result of `work`, which has ended in any case.
 
     Raises:
         EngineStopped: an engine ended by itself first; `work` would wait for it forever.
@@ -52,46 +50,40 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
 
 
 async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:
-    """The result of `work(tell)` on a thread, or None if `stop` came first; the thread has then ended.
+    """Return the result of `work(tell)` on a thread; None if `stop` came first, once the thread has ended.
 
-    A thread cannot be cancelled: an abandoned one would keep working, and the interpreter would wait for it
-    at exit. So `work` reports its progress between its steps, and that raises Halted once `stop` is set.
+    A thread cannot be cancelled, and the interpreter would wait for it at exit. So `work` reports progress
+    between its steps, and that call raises Halted once `stop` is set.
     """
-    halt = threading.Event()
+    is_abandoned = threading.Event()
 
     def tell_unless_halted(done: int, total: int) -> None:
-        if halt.is_set():
+        if stop.is_set() or is_abandoned.is_set():
             raise Halted
         tell(done, total)
 
-    async def pass_on() -> None:
-        await stop.wait()
-        halt.set()
-
-    passing_on = asyncio.ensure_future(pass_on())
     try:
         return await asyncio.to_thread(work, tell_unless_halted)
     except Halted:
         return None
     finally:
-        halt.set()  # also when it is this wait that is cancelled
-        passing_on.cancel()
+        is_abandoned.set()  # this wait may have been cancelled
 
 
 @contextmanager
 def stop_on_signals(tell: Callable[[str], None], log: Callable[[str], None]) -> Iterator[Stop]:
-    """An event that the first SIGINT, SIGTERM or SIGHUP sets; another one of the first two ends the process.
+    """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process.
 
-    That is at once: without waiting for a step on a thread and without saving. Files are written aside and
+    The second signal neither waits for a thread nor saves. Files stay whole, since they are written aside and
     renamed, and an embedded task app ends when its standard input closes.
 
-    A terminal that closes sends SIGHUP, often twice: by the kernel and by its shell. So a second one is no
-    second request, also after the context. Where SIGHUP is ignored at the start, by `nohup`, it stays so.
+    A closing terminal often sends SIGHUP twice, from the kernel and from the shell. So a second SIGHUP is
+    ignored, also after the context. If SIGHUP is ignored at the start, as by `nohup`, it stays ignored.
 
     Args:
-        tell: is given a line for the person who sent the first signal, on the event loop, when it comes. The
-            stop itself may take the minutes of an update.
-        log: is given the last line of a process that ends at once. It must not wait, as a terminal may.
+        tell: receives a line for the user at the first signal, since the stop may take the minutes of an
+            update. Called on the event loop.
+        log: receives the last line of a process that ends at once. It must not block, as a terminal may.
     """
     loop = asyncio.get_running_loop()
     stop = Stop()

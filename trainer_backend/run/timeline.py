@@ -1,4 +1,4 @@
-"""When rollouts were collected and when the learner worked: who waited for whom."""
+"""Measures when rollouts were collected, when the learner worked, and how long each waited for the other."""
 
 import time
 from collections import deque
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Lane = Literal["collect", "learn"]
-_KEPT = 64  # spans of a lane, several times as many as are under way at a time
-# Metrics that begin so are times of day, which make no curve.
+_KEPT = 64  # ended spans of a lane, several times as many as run at a time
+# Metrics with this prefix are times of day, which make no curve.
 PREFIX = "timeline/"
 
 
@@ -42,10 +42,10 @@ class Timeline:
 
     @contextmanager
     def working(self, lane: Lane) -> Iterator[Span]:
-        """The lane works until the context is left.
+        """Count the lane as working until the context is left.
 
-        If earlier work of the lane was still running at its start, the span begins when that work ends, since
-        it had to wait for it. If it ends before that, the span begins at its own start.
+        If earlier work of the lane is still running and ends first, the span begins at that end, since this
+        work had to wait.
         """
         span = Span(self._count())
         self._running[lane] += 1
@@ -59,7 +59,7 @@ class Timeline:
             self._ended[lane].append(Span(begin, span.end))
 
     def waits(self) -> dict[str, float]:
-        """The waits since the last call.
+        """Return the waits since the last call, and reset them.
 
         time/wait_collect_s     seconds in which the learner waited for rollouts
         time/wait_learner_s     seconds in which the learner worked and nothing was collected

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run, and which of them is the best. Paths only, without torch."""
+"""The checkpoint folders of a run, and the mark of the best one. Without torch."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import NO_LINKS, replace_text, write_errors
 
 STATE_FILE = "state.json"
-# The checkpoint that RL started from: adapters are over its model, and a KL pulls towards it.
+# The checkpoint that RL started from: the base of adapters, and the reference of a KL term.
 STARTED_FROM = "iteration_0"
 BEST, _MARK = "best", "best.json"
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
@@ -55,7 +55,7 @@ def best_mark(checkpoints: Path) -> BestMark | None:
         if (checkpoints / _MARK).exists():
             stored = json.loads((checkpoints / _MARK).read_bytes())
             name, score = str(stored["checkpoint"]), stored["outcome_reward"]
-        else:  # of a run from before the link, whose name a text had
+        else:  # in older runs `best` is a text file
             name, score = (checkpoints / BEST).read_text(encoding="utf-8").split()
         mark = BestMark(checkpoints / name, float(score))
     except (OSError, ValueError, TypeError, KeyError):
@@ -64,15 +64,15 @@ def best_mark(checkpoints: Path) -> BestMark | None:
 
 
 def find_run(folder: Path) -> Path | None:
-    """Return the run directory that this folder is, or that holds this checkpoint."""
+    """Return the run directory if `folder` is one, or is a checkpoint inside one."""
     candidates = (folder, folder.parent.parent)
     return next((path for path in candidates if (path / "run.json").exists()), None)
 
 
 def model_in(folder: Path) -> Path:
-    """Return the model that a user means by a folder: a run's best checkpoint, or the folder itself."""
+    """Return the model folder for a path from a user: a run's best checkpoint, or the folder itself."""
     if find_run(folder) != folder:
-        # Under its own name: errors and files tell which iteration it is of.
+        # Resolved, so that errors and files name the iteration.
         return folder.parent / os.readlink(folder) if folder.name == BEST and folder.is_symlink() else folder
     best = best_checkpoint(folder / "checkpoints")
     if best is None:
@@ -81,16 +81,16 @@ def model_in(folder: Path) -> Path:
 
 
 def mark_best(mark: BestMark) -> None:
-    """Mark a checkpoint as the best. The file holds the score too, because rows of metrics can be lost."""
+    """Mark a checkpoint as the best. The file also has the score, because rows of metrics can be lost."""
     stored = {"checkpoint": mark.folder.name, "outcome_reward": mark.score}
     replace_text(mark.folder.parent / _MARK, json.dumps(stored) + "\n")
     link_best(mark.folder.parent)
 
 
 def link_best(checkpoints: Path) -> None:
-    """Let the link `best` lead to the best checkpoint, so that other programs load it by this name.
+    """Point the link `best` at the best checkpoint, for other programs.
 
-    No command of ours needs the link; a disk without links, such as a bucket, has best.json alone.
+    Turnwise itself reads best.json, which also works on a disk without links, such as a bucket.
     """
     best, link = best_checkpoint(checkpoints), checkpoints / BEST
     if best is None or (link.is_symlink() and os.readlink(link) == best.name):
@@ -112,7 +112,7 @@ def link_best(checkpoints: Path) -> None:
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
     """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
-    A checkpoint counts for `keep` where `stays` says so of its iteration; others exist only for a resume.
+    `stays(iteration)` says whether a checkpoint counts for `keep`; others exist only for a resume.
     """
     folders = _folders(checkpoints)
     rest = [folder for folder in folders if stays(read_iteration(folder))][-keep:]
@@ -133,7 +133,7 @@ def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def _folders(checkpoints: Path) -> list[Path]:
-    """List the folders, oldest first. A user's copy (iteration_5_backup) is never counted or deleted."""
+    """List the checkpoint folders, oldest first, without a user's copies (iteration_5_backup)."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
     return sorted(ours, key=read_iteration)
 

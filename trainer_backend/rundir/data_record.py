@@ -1,7 +1,7 @@
-"""RUN/data.parquet: the rows that a run trains and is evaluated on, and those that it trained on earlier.
+"""RUN/data.parquet: the rows that a run trains on and is evaluated on, and its earlier training rows.
 
-A resume compares them with the rows of its files now. A row that was once a training row stays in the record:
-a row that asks the same can no longer be held out in this run.
+A resume compares the record with the current rows. Earlier training rows stay in the record, since held-out
+rows with the same question are leaks.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.rundir.files import replacement
 from trainer_backend.rundir.layout import DATA_RECORD, RunDirectory
 
-# Whether ids are positions, which they are in runs from before 2026-11-28. Such a run keeps them.
+# Whether ids are positions, as in runs from before 2026-11-28.
 _BY_POSITION = b"turnwise.by_position"
 # The last iteration that may have played an earlier row; null for current rows.
 _UNTIL = "until"
@@ -28,24 +28,22 @@ _DIFFERENT = "held-out rows of one id have different content"
 
 
 class Earlier(NamedTuple):
-    """A training row of earlier starts that is gone, changed, or held out since."""
-
     row: RowIdentity
     until: int
-    """The last iteration that may have played it."""
+    """The last iteration that may have played the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
     rows: tuple[RowIdentity, ...]
-    """Those of its last start, training rows first."""
+    """The rows of the last start, training rows first."""
     by_position: bool
     """Whether ids are positions, so that equal ids of two runs may be different rows."""
     earlier: tuple[Earlier, ...] = ()
-    """The other rows that it trained on."""
+    """Training rows of earlier starts that are gone, changed, or held out since."""
 
     def followed_by(self, rows: Sequence[RowIdentity], iteration: int) -> "DataRecord":
-        """The record once these rows are accepted, after an iteration."""
+        """Return the record after these rows replace the current ones at the end of an iteration."""
         stays = {(row.id, row.content) for row in _on_side("training", rows)}
         before = [*self.earlier, *(Earlier(row, iteration) for row in _on_side("training", self.rows))]
         trained = {(item.row.id, item.row.content): item for item in before}
@@ -53,7 +51,7 @@ class DataRecord:
         return replace(self, rows=tuple(rows), earlier=earlier)
 
     def find_replaced(self, iteration: int) -> set[str]:
-        """Find the ids of training rows that were there in an iteration and are gone or changed since."""
+        """Return the ids of an iteration's training rows that are gone or changed since."""
         return {item.row.id for item in self.earlier if iteration <= item.until}
 
     @property
@@ -62,9 +60,9 @@ class DataRecord:
         return [*(item.row for item in self.earlier), *_on_side("training", self.rows)]
 
     def describe_leaks(self, rows: Sequence[RowIdentity] | None = None) -> str:
-        """Say how many held-out rows ask what the run trained on; empty if none does.
+        """Say how many held-out rows have the question of a training row; empty if none has.
 
-        `rows` are those of today; None: those of the record.
+        `rows` are the current rows; None: the rows of the record.
         """
         trained = {row.task for row in self.trained}
         held_out = _on_side("held-out", self.rows if rows is None else rows)
@@ -79,10 +77,9 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
 def accept_rows(
     record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
 ) -> DataSet | None:
-    """Compare the rows of a run that continues with its record; `record_rows` takes both before it plays.
+    """Refuse a data set that changed since the run began, unless `accept_changes`.
 
-    A DataError says that they are not those that the run began with; with `accept_changes` they are taken as
-    they are, and the notes of the data set tell what changed.
+    Accepted changes, and leaks, are added to the notes of the data set. `record_rows` stores the new rows.
     """
     if data is None or record is None or table is None:
         return data
@@ -102,7 +99,7 @@ def accept_rows(
 
 
 def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | None, iteration: int) -> None:
-    """Record the rows of a start that is about to play, after an iteration; see `accept_rows`."""
+    """Record the rows of a start that continues after an iteration, before it plays; see `accept_rows`."""
     if data is None:
         return
     if record is None:
@@ -112,9 +109,9 @@ def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | No
 
 
 def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> tuple[str, str]:
-    """Say what changed since the record, and which held-out rows leak; each is empty if there is nothing.
+    """Describe the changes since the record, and the held-out rows that leak; empty texts for none.
 
-    The order counts where training follows it (data.shuffle = false).
+    A changed order counts only with data.shuffle = false.
     """
     changes = _changes(record.rows, data.identities, in_order=not table.shuffle)
     return "; ".join(changes), record.describe_leaks(data.identities)
@@ -154,7 +151,7 @@ def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:
 
 
 def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
-    """Say why held-out rows of two runs cannot be compared, or not as equals; empty if they can."""
+    """List the reasons why held-out rows of two runs cannot be compared, or not fairly."""
     ids = [{row.id for row in _on_side("held-out", record.rows)} for record in (first, other)]
     differ, shared = find_other_rows(first, other), ids[0] & ids[1]
     cannot = first.by_position != other.by_position and not shared - differ
@@ -167,13 +164,13 @@ def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
 
 
 def _count_leaked(first: DataRecord, other: DataRecord) -> int:
-    """Count the held-out rows of one run that only the other one trained on."""
+    """Count the held-out rows of `other` on whose questions only `first` trained."""
     trained = {row.task for row in first.trained} - {row.task for row in other.trained}
     return sum(row.task in trained for row in _on_side("held-out", other.rows))
 
 
 def read_record(run: RunDirectory) -> DataRecord | None:
-    """Read the rows of a run; None if it has no [data], is from before 2026-11-28, or has played nothing."""
+    """Read a run's record; None without [data], in runs from before 2026-11-28, and before any rollout."""
     path = run.path / DATA_RECORD
     if not path.exists() or not run.has_played():
         return None

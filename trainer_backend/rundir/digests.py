@@ -1,8 +1,7 @@
-"""Digests that show whether a checkpoint's files are still as they were written.
+"""Digests that show whether a checkpoint's files have changed since they were written.
 
-They detect disks and copies that change or lose bytes, not attackers: crc32 notices every flipped bit at a
-fraction of the cost of a cryptographic digest. Threads digest each file in pieces while the next file is
-being written, so a large model's digests take no longer than the disk needs for its weights anyway.
+They detect disks and copies that change or lose bytes, not attackers, so crc32 is enough and costs little.
+Threads digest each file in pieces while the next file is written, so digests take no extra time.
 """
 
 import json
@@ -52,7 +51,7 @@ class Digests:
 
 
 def read_digest(checkpoint: Path) -> str | None:
-    """Return one number for all weights of a checkpoint's model and adapters; None if it has no digests."""
+    """Return one digest of all weights of a checkpoint's model and adapters; None if it has no digests."""
     try:
         crc32 = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["crc32"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -111,7 +110,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def _as_text(pieces: Sequence[str]) -> str:
-    """Return one number for many pieces."""
+    """Return one digest of all pieces of a file."""
     return pieces[0] if len(pieces) == 1 else f"{zlib.crc32(''.join(pieces).encode()):08x}"
 
 

@@ -11,20 +11,17 @@ from typing import Any
 
 from trainer_backend.errors import RunNotWritten
 
-# Of a disk that knows no links, hard or symbolic.
+# Errors of a disk without hard or symbolic links.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
-    """Append one line, all of it or nothing.
-
-    Unless `durable`, which flushes it to disk, a power cut may lose it; a kill of the process cannot.
-    """
+    """Append a whole line or nothing. It survives a kill, and if `durable` (flushed) a power cut."""
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
 
 def append_text(path: Path, line: str, *, durable: bool) -> None:
-    """Append a line that is JSON already, see `append_line`."""
+    """Append a line of JSON; see `append_line`."""
     data = f"{line}\n".encode()
     with write_errors(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -80,14 +77,11 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-# A replaced file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.
-
-
 @contextmanager
 def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end of the context; `also` as in `write_errors`.
 
-    Unless `durable`, which flushes it to disk, a power cut may leave an empty file; a kill cannot.
+    `path` is whole after a kill, and if `durable` (flushed) after a power cut.
     """
     with write_errors(path, *also):
         aside = path.with_name(f".{path.name}.tmp")
@@ -130,9 +124,6 @@ def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-# Wall-clock times are stored for display only; no decision depends on them.
-
-
 def now() -> str:
-    """Return the time in UTC, ISO 8601, in milliseconds."""
+    """Return the time in UTC, ISO 8601, in milliseconds, for display only."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""RUN/fixed_policies.json: the fixed policies that sampled for a run; a resume refuses others."""
+"""RUN/fixed_policies.json: the fixed policies that sampled for a run; a resume refuses changed ones."""
 
 import fcntl
 import json
@@ -12,9 +12,7 @@ from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
-    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`, which two models of one
-    name must have in common.
-    """
+    """The folder of a fixed policy, and the `fingerprint` of its weights, which alone decides equality."""
 
     folder: str = field(compare=False)
     sha256: str
@@ -25,9 +23,9 @@ class FixedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """The model name of a fixed policy at a foreign server, whose weights cannot be known, and the server.
+    """A fixed policy at a foreign server: its model name, which alone decides equality, and its URL.
 
-    The URL has no query. A server may move, so two models with one name are equal; a move is reported.
+    The weights are unknown. The URL has no query; a change of it is reported.
     """
 
     model: str
@@ -41,10 +39,7 @@ FixedModel = FixedWeights | RemoteModel
 
 
 def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
-    """Record, by name, the models that a run begins with, so that a resume refuses others.
-
-    A run without fixed policies has no such file.
-    """
+    """Record the models of a new run by name; without fixed policies there is no file."""
     path = run.path / FIXED_RECORD
     if not models:
         path.unlink(missing_ok=True)
@@ -57,13 +52,13 @@ def _write(models: Mapping[str, FixedModel]) -> str:
 
 
 def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
-    """Check the policies against the run's record: known ones must be unchanged, new ones are added to it.
+    """Refuse policies that differ from the run's record, and add new ones to the record.
 
-    Return a line for each model that answers at another URL now.
+    Returns a line for each model whose URL has changed.
     """
     if not models:
         return []
-    path = run.path / "run.json"  # of every run, and never replaced
+    path = run.path / "run.json"  # every run has it, and it is never replaced
     with write_errors(path):
         lock = path.open("r+b")
     with lock:

@@ -1,4 +1,4 @@
-"""The paths of everything in a run directory."""
+"""The files of a run directory: their paths, and how a run is created, opened and rewound."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ from trainer_backend.rundir.files import (
 from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, read_stage, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
-# A job's schema takes a third of the start of a command that only reads what a run has stored; the methods
-# that read or write a job import it.
+# Importing the job's schema takes a third of the start of a command that only reads a run. So only methods
+# that use a job import it.
 if TYPE_CHECKING:
     from trainer_backend.job.load import LoadedJob
     from trainer_backend.job.schema import JobConfig
 
-# The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
+# The kind of the row of a stage that ended the run. A resumed run drops the row and repeats the stage.
 _ENDED_RUN = "lost"
 
 # The mode of a run directory: other users of the machine must not read its jobs and rollouts.
@@ -58,36 +58,34 @@ class _Inside:
 class RunDirectory:
     path: Path
     run_id: str
-    """The run's name at task apps; unlike the folder's name it is never used twice."""
+    """The run's name at task apps; unlike the folder's name it is unique."""
 
     metrics_file = _Inside("metrics.jsonl")
     checkpoints = _Inside("checkpoints")
     weights = _Inside("weights")
-    """Versions of the policy as model folders, for servers that load them; the newest two."""
+    """The two newest versions of the policy as model folders, for servers that load them."""
     task_app_log = _Inside("task_app.log")
-    """The log of a task app that this run starts itself; of several, the first one's."""
+    """The log of the run's own task app; with several, of the first one."""
     learner_log = _Inside("learner.log")
     report = _Inside("report")
     recredit = _Inside("recredit")
-    """What `turnwise recredit` writes, unless another folder is named."""
+    """The default folder of `turnwise recredit`."""
     rollouts = _Inside("rollouts")
 
     def gateway_log(self, number: int) -> Path:
         return self.path / f"gateway_{number}.log"
 
     def vllm_log(self, number: int) -> Path:
-        """The log of a vLLM server that this run starts itself, counted from 0."""
         return self.path / f"vllm_{number}.log"
 
     def rejected_file(self, stage: str) -> Path:
-        """The rollouts of a stage that its credit or update rejected, a line each."""
+        """The rollouts of a stage that credit or update rejected, one per line."""
         return self.rollouts / f"{stage}.rejected.jsonl"
 
     def rollouts_file(self, name: str) -> Path:
         return self.rollouts / f"{name}.parquet"
 
     def curriculum_file(self, iteration: int) -> Path:
-        """The snapshots that an iteration of training adds to the starts of later ones."""
         return self.path / "curriculum" / f"iteration_{iteration}.jsonl"
 
     def iteration_files(self) -> list[Path]:
@@ -95,12 +93,12 @@ class RunDirectory:
         return list(self.rollouts.glob("iteration_*.parquet"))
 
     def iterations(self) -> dict[int, Path]:
-        """The stored rollouts of training by the number of their iteration, in order."""
+        """List the stored rollouts of training iterations by iteration, in order."""
         files = {int(path.stem.removeprefix("iteration_")): path for path in self.iteration_files()}
         return dict(sorted(files.items()))
 
     def remove_spools(self, iteration: int) -> None:
-        """Delete the spools of what the weights of an iteration have learned from, before RL too."""
+        """Delete the spools of the iterations up to this one, and of the stages before RL."""
         for path in self.rollouts.glob(f"*{SPOOL_ENDING}"):
             stage, number = read_stage(path)
             if not stage or (stage == "iteration" and 0 <= number <= iteration):
@@ -112,17 +110,17 @@ class RunDirectory:
         return self.rollouts / f"{name}{SPOOL_ENDING}"
 
     def has_played(self) -> bool:
-        """Whether any rollout or checkpoint is stored."""
+        """Return whether any rollout or checkpoint is stored."""
         return any(self.rollouts.glob("*")) or any(self.checkpoints.glob("*"))
 
     def job(self) -> "JobConfig":
-        """Read the resolved job of this run; no code that the job names runs, as a reader needs none."""
+        """Read the resolved job of this run, without running code that the job names."""
         from trainer_backend.job.load import load_job
 
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with some keys changed, to play on with all its code: a resume, the truth."""
+        """Read the job with overrides and all its code, to play more rollouts."""
         from trainer_backend.job.code_files import with_known_files
 
         if (self.path / _IMPORTED).exists():
@@ -132,7 +130,7 @@ class RunDirectory:
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the same to credit stored rollouts, without a task app that has its files."""
+        """Read the job with overrides to credit stored rollouts, without the files that task apps need."""
         from trainer_backend.job.load import load_job
 
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
@@ -144,7 +142,7 @@ class RunDirectory:
         return loaded
 
     def mark_as_imported(self) -> None:
-        """Keep a resume from training over rollouts that no job of this run has collected."""
+        """Mark the run as imported, so that no resume trains over its rollouts."""
         replace_text(self.path / _IMPORTED, "")
 
     def replace_job(self, job: "JobConfig") -> None:
@@ -156,15 +154,15 @@ class RunDirectory:
         append_line(self.metrics_file, row, durable=True)
 
     def append_last_stage(self, row: dict[str, Any]) -> None:
-        """Append the row of a stage that ends the run, for its page and report; see `forget_after`."""
+        """Append the row of a stage that ends the run; `forget_after` drops the row."""
         self.append_metrics({"kind": _ENDED_RUN, **row})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read all rows, oldest first. A line that a crash cut short is skipped."""
+        """Read all rows, oldest first; skip a line that a crash cut short."""
         return read_lines(self.metrics_file)
 
     def is_finished(self, iterations: int) -> bool:
-        """Whether it has ended with so many iterations: a start would find nothing to do."""
+        """Return whether the run has ended after `iterations`, so that a start has nothing to do."""
         status, newest = state.read_status(self.path), latest_checkpoint(self.checkpoints)
         if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
             return False
@@ -172,7 +170,7 @@ class RunDirectory:
         return read_iteration(newest) >= iterations and read_iteration(newest) in evaluations
 
     def missing_rows(self, iteration: int) -> str | None:
-        """Describe missing rows up to an iteration; each row was written before its checkpoint."""
+        """Describe lost rows up to an iteration of which there is a checkpoint; None if there are none."""
         present = {row.get("iteration") for row in self.metrics() if row.get("kind") == "iteration"}
         missing = [number for number in range(1, iteration + 1) if number not in present]
         if not missing:
@@ -188,7 +186,7 @@ class RunDirectory:
     ) -> None:
         """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
-        `policy_version` is that of `tidy_spools`.
+        For `policy_version` see `tidy_spools`.
         """
         self.forget_after(iteration)
         for path in self.path.glob("curriculum/iteration_*.jsonl"):
@@ -198,7 +196,7 @@ class RunDirectory:
         tidy_spools(self.rollouts, iteration, tell, policy_version=policy_version)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the rows of later iterations from metrics and ledger, and of a stage that ended the run."""
+        """Drop later iterations, and the stage that ended the run, from metrics and ledger."""
         rows = self.metrics()
         rest = [row for row in rows if row.get("iteration", 0) <= iteration and row.get("kind") != _ENDED_RUN]
         if len(rest) < len(rows):
@@ -206,9 +204,9 @@ class RunDirectory:
         cut_ledger(self.path, iteration)
 
     def remove_if_unused(self, *, with_log: bool) -> bool:
-        """Delete the folder if it holds only what `create_run` made; return whether it is gone.
+        """Delete the folder if it has only the files of `create_run`; return whether it is gone.
 
-        Logs of child processes go too if `with_log`; they may explain a failure.
+        With `with_log`, logs of child processes are deleted too; they may explain a failure.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False
@@ -229,7 +227,7 @@ class RunDirectory:
 def create_run(job: "JobConfig", path: Path | None = None) -> RunDirectory:
     """Create a run directory: `path`, or runs_dir/name (name-2, name-3 ... if taken).
 
-    A folder that a killed process left without run.json is no run; `path` may be such a folder.
+    `path` may be a folder that a killed process left without run.json.
     """
     from trainer_backend.job.code_files import with_files_of_now
 
@@ -254,7 +252,7 @@ def create_run(job: "JobConfig", path: Path | None = None) -> RunDirectory:
 
 
 def _free_folder(base: Path) -> Path:
-    """Create `base`, or base-2, base-3 ... if taken; two runs that start together get one folder each."""
+    """Create `base`, or base-2, base-3 ... if taken; runs that start together get different folders."""
     with write_errors(base):
         for number in count(1):
             path = base if number == 1 else base.with_name(f"{base.name}-{number}")

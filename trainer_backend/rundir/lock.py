@@ -1,8 +1,7 @@
-"""One trainer per run directory: a lock that ends with the process that holds it, however that ends.
+"""The lock of a run directory, which admits one trainer and ends with its process.
 
-Not `filelock`: its locks are exclusive, and `holder` looks with a shared one. Its version 3, which packages
-may bring, empties the file that names the holder at each try, and version 4 falls back to a lock file, which
-outlives a killed process.
+Not `filelock`: its locks are exclusive, and `holder` needs a shared one. Its version 3 empties the file that
+names the holder at each try, and version 4 falls back to a lock file, which outlives a killed process.
 """
 
 import fcntl
@@ -28,7 +27,7 @@ class Holder:
     """The process that trains a run."""
 
     pid: int
-    """The process on `host`; 0: it has just started and has not written its name yet."""
+    """The process on `host`; 0: it has just started and has not written this yet."""
     host: str
     since: str
     """UTC, ISO 8601."""

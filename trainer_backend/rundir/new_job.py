@@ -1,4 +1,4 @@
-"""The job of a run that is to begin: the models, files and libraries that it names must be there."""
+"""Loads the job of a new run, whose models, files and libraries must exist."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,10 +16,9 @@ from trainer_backend.sinks import refuse_missing_libraries
 
 
 def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
-    """`load_job` for a new run: everything that the job names must exist.
+    """Load the job of a new run, and refuse missing parts.
 
-    The job of an existing run is read with `load_job`: the run has checkpoints of its own, and the folder
-    that it began from may be gone.
+    An existing run uses `load_job`, since it has checkpoints and its first model folder may be gone.
     """
     loaded = load_job(paths, overrides)
     refuse_missing_parts(loaded)
@@ -27,9 +26,7 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
 
 
 def refuse_missing_parts(loaded: LoadedJob) -> None:
-    """Refuse a job that lacks a model folder, a file of interactions, plug-ins or MCP servers, a Python, or
-    the library of a sink.
-    """
+    """Refuse a job whose model folders, files, Python interpreters or libraries of sinks are missing."""
     config, places = loaded.config, loaded.places
     _refuse_no_model(config.model, config.fixed_policies, places)
     interactions = config.multi_turn.interaction_config_path

@@ -1,7 +1,7 @@
 """Rollouts as Parquet: one row per episode, readable by pandas, DuckDB and `datasets`.
 
-The flat columns and `decisions` are for people and queries. `rollout` holds the whole record as JSON, so that
-segments, rewards and advantages can be computed again from it exactly (`read_rollouts`).
+The flat columns and `decisions` are for people and queries. `rollout` has the whole record as JSON, so that
+segments, rewards and advantages can be recomputed exactly (`read_rollouts`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.garbage import while_a_batch_grows
 from trainer_backend.rundir.files import replace_text, replacement
 
-# A part with a column of its own: the critic's values are read again (`read_values`).
+# Parts with a column of their own: `read_values` reads the critic's values.
 _OWN_COLUMNS = ("value",)
 _TEXT, _INT, _LONG, _BOOL, _FLOAT = pa.string(), pa.int32(), pa.int64(), pa.bool_(), pa.float64()
 _TEXTS, _FLOATS = pa.list_(_TEXT), pa.list_(_FLOAT)
@@ -44,7 +44,7 @@ _SCHEMA = pa.schema([
     ("failure_code", _TEXT), ("value_after", _FLOAT), ("estimator", _TEXT),
     ("decisions", pa.list_(_DECISION)), ("rollout", _TEXT),
 ])  # fmt: skip
-# Rollouts of a row group. A page that shows one reads as many; each group costs 4 ms to write.
+# Rollouts per row group. A page reads a whole group to show one rollout; each group costs 4 ms to write.
 _AT_ONCE = 256
 # Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
@@ -54,7 +54,7 @@ episodes of its evaluations. `warmup.parquet`, where there is one, holds the tea
 """
 # A snapshot is eight incompressible kilobytes. The record's world and actions reproduce it.
 _WITHOUT_SNAPSHOTS: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True}}}}
-# The experts of tokens are for the update alone, and much larger than the tokens.
+# Only the update needs the experts of tokens, which are much larger than the tokens.
 _UNTRAINED: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True, "policy_logprobs": {"experts"}}}}}
 
 
@@ -63,11 +63,11 @@ class Credit:
     """The credit of one episode in training, decision by decision; each list is [T].
 
     rewards_T: r_t.
-    advantages_T: the advantages of the update; if they differ by token, their means.
+    advantages_T: the advantages of the update; if they differ by token, the decision's means.
     returns_T: G_t, the discounted sum of r from t on; with a critic advantage plus value (of a decision's
         first token); empty if not computed.
-    estimator: its name, `algorithm.advantage`.
-    parts: what the advantages were made of, by the names of `core.advantages.derivation.PARTS`.
+    estimator: `algorithm.advantage`.
+    parts: the terms of the advantages, by the names of `core.advantages.derivation.PARTS`.
     state_keys_T: the states that were compared; empty without a comparison.
     branch_returns_T: the returns of the branches that start before each decision; empty without branches.
     token_advantages, token_values: values by sampled token, where the estimator distinguishes tokens.
@@ -106,9 +106,9 @@ def write_rollouts(
     credits: Sequence[Credit] | None = None,
     scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
 ) -> None:
-    """Write all rollouts of a stage, failed ones too, and flush them: afterwards a task app forgets them.
+    """Write all rollouts of a stage, also failed ones, and flush them, since task apps then forget them.
 
-    `scored` holds log-probabilities of tokens by policy and reference, by rollout id.
+    `scored` has log-probabilities of tokens by policy and reference, by rollout id.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
@@ -129,8 +129,8 @@ def write_rollouts(
 def _write_card(folder: Path) -> None:
     """Write the card that tells `datasets.load_dataset` which files belong to which split.
 
-    Without a card, it loads only the evaluation's files, as split test. It refuses a folder whose card names
-    a split without files.
+    Without a card, `load_dataset` loads only the evaluation's files, as split test. It refuses a card that
+    names a split without files.
     """
     splits = [
         f"  - split: {split}\n    path: {stage}_*.parquet\n"
@@ -156,16 +156,14 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{path} cannot be read: {message}") from error
 
 
-# `pq.read_table` reads the same by pyarrow.dataset, whose import costs as much as that of pyarrow.
-
-
 def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    # Not pq.read_table, which imports pyarrow.dataset: that takes as long as the import of pyarrow.
     with pq.ParquetFile(path) as file:
         return file.read(columns=list(columns))
 
 
 def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
-    """Read these columns of one rollout: a table of one row. Raises LookupError without it."""
+    """Read these columns of one rollout as a table of one row; raise LookupError if it is not there."""
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
             ids = file.read_row_group(group, columns=["rollout_id"]).column("rollout_id").to_pylist()
@@ -178,7 +176,7 @@ def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read the rollouts of a file as they were collected, without the snapshots of branches.
 
-    Those that have no credit, such as an evaluation's, are without the experts of their tokens too.
+    Rollouts without credit, such as an evaluation's, also lack the experts of their tokens.
     """
     with _read_errors(path), while_a_batch_grows():
         column = _read_columns(path, ["rollout"]).column("rollout")
@@ -186,24 +184,20 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:
-    """Read one rollout of a file, which must hold it."""
     with _read_errors(path):
         table = _read_row(path, rollout_id, ["rollout"])
         return Rollout.model_validate_json(table.column("rollout")[0].as_py())
 
 
 def rollout_ids(path: Path) -> list[str]:
-    """Return the ids of all rollouts of a file, failed ones too."""
+    """Return the ids of all rollouts of a file, also failed ones."""
     with _read_errors(path):
         ids: list[str] = _read_columns(path, ["rollout_id"]).column("rollout_id").to_pylist()
         return ids
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """Return the columns of each decision of one rollout, which the file must hold; none for a failed one.
-
-    With them stands `estimator`, which is a column of the rollout; files of an earlier version lack it.
-    """
+    """Return the columns of each decision of a rollout, and its `estimator`; empty for a failed rollout."""
     with _read_errors(path):
         columns = [name for name in ("decisions", "estimator") if name in pq.read_schema(path).names]
         table = _read_row(path, rollout_id, columns)
@@ -212,10 +206,7 @@ def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
 
 
 def read_values(path: Path) -> dict[str, OfEpisode]:
-    """Read the critic's values used for credit, by rollout id.
-
-    Rollouts and old files without them are absent.
-    """
+    """Read the critic's values that credit used, by rollout id; rollouts without values are absent."""
     found: dict[str, OfEpisode] = {}
     for name, decisions in _decisions_with(path, "value"):
         found[name] = [decision["value"] for decision in decisions]
@@ -234,7 +225,7 @@ def read_values_after(path: Path) -> dict[str, float] | None:
 
 
 def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield each finished rollout whose decisions all have a column, which earlier versions did not write."""
+    """Yield each finished rollout whose decisions all have a column, which old files may lack."""
     with _read_errors(path):
         there = {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
     for row in finished_rows(path, ["rollout_id", "decisions"]) if column in there else ():
@@ -254,7 +245,7 @@ def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
 
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return these columns of the finished episodes, one dict per episode."""
+    """Return these columns of each finished episode."""
     with _read_errors(path):
         table = _read_columns(path, [*columns, "status"])
         return [row for row in table.to_pylist() if row["status"] == "finished"]

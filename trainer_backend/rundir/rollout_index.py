@@ -1,4 +1,4 @@
-"""Columns of stored rollouts, without records and tokens: those of lists, and those of decisions' credit."""
+"""Reads columns of stored rollouts, and of their decisions' credit, without records and tokens."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -40,11 +40,11 @@ class RolloutFile:
     """0 for a stage without iterations."""
     size: int
     modified_ns: int
-    """Nanoseconds since 1970; together with the size it shows a rewrite."""
+    """Nanoseconds since 1970; a change of this or of the size shows a rewrite."""
 
 
 def rollout_files(run: Path) -> list[RolloutFile]:
-    """List the files of a run by iteration; none if its folder is gone."""
+    """List the files of a run's rollouts by iteration; empty if the folder is gone."""
     files = []
     for path in (run / "rollouts").glob("*.parquet"):
         match = _NAME.fullmatch(path.stem)
@@ -61,9 +61,9 @@ def rollout_files(run: Path) -> list[RolloutFile]:
 
 
 def read_index(path: Path) -> list[dict[str, Any]]:
-    """Read one dict per rollout: its flat columns, and `reward`, the sum of its decisions' rewards.
+    """Read the flat columns of each rollout, and `reward`, the sum of its decisions' rewards.
 
-    `reward` is None where a decision has none, or where there is no decision.
+    `reward` is None without decisions, or if a decision has no reward.
     """
     with _opened(path) as file:
         table = file.read(columns=[*_ROLLOUT, _REWARD], use_threads=False)
@@ -78,9 +78,9 @@ def read_index(path: Path) -> list[dict[str, Any]]:
 
 
 def read_credits(path: Path, places: Collection[int] | None = None) -> list[list[dict[str, Any]]]:
-    """Read the columns of the decisions of some rollouts, given by their places in the file; None: of all.
+    """Read the credit of the decisions of rollouts at these places in the file; None: of all rollouts.
 
-    Only the row groups that hold them are read.
+    Only row groups with these places are read.
     """
     with _opened(path) as file:
         names = [file.schema.column(number).path for number in range(len(file.schema))]
@@ -91,7 +91,7 @@ def read_credits(path: Path, places: Collection[int] | None = None) -> list[list
         else:
             for table, rows in _row_groups(file, sorted(places), columns):
                 decisions += table.column("decisions").take(rows).to_pylist()
-    return [[{**_NOT_WRITTEN, **decision} for decision in of or ()] for of in decisions]
+    return [[{**_NOT_WRITTEN, **decision} for decision in rollout or ()] for rollout in decisions]
 
 
 def _row_groups(
@@ -109,7 +109,7 @@ def _row_groups(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a file of rollouts; one error for all that a damaged file, or one of others, may raise."""
+    """Open a file of rollouts; raise RunDirectoryError for a damaged or foreign file."""
     try:
         with pq.ParquetFile(path) as file:
             if not any(file.schema.column(i).path == _TURN for i in range(len(file.schema))):

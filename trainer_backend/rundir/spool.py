@@ -1,10 +1,10 @@
 """The spool: finished rollouts of a stage on disk, before the task app forgets them.
 
-    rollouts/iteration_n.spool.jsonl     a header, then a rollout a line; then those of a changed plan
+    rollouts/iteration_n.spool.jsonl     a header, then one rollout per line; then the same for a changed plan
 
-After a kill, the next start reuses those whose requests it sends again to the same weights; the header above
-them identifies both. The others stay, for a later start with the plan that they were played for. Failed
-rollouts are not in the spool; they are requested again.
+The header identifies the requests and the weights. After a kill, the next start reuses rollouts with its own
+requests and weights. Other rollouts stay for a later start with their plan. Failed rollouts are not in the
+spool; they are requested again.
 """
 
 import json
@@ -38,14 +38,14 @@ class Part(NamedTuple):
     """A header of a spool, and the rollouts below it."""
 
     header: Mapping[str, Any]
-    """`requests`, the digests of the first requests of a stage by plan id, and `policy_version`. In spools of
-    an earlier version, `plan` is one digest of all these requests."""
+    """`requests` (digests of the stage's first requests by plan id) and `policy_version`. Spools of an
+    earlier version have `plan`, one digest of all these requests."""
     rollouts: list[Rollout]
 
     def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
-        """The rollouts that answer requests of the plan of another header.
+        """Return the rollouts that answer requests of another header's plan.
 
-        Later requests of a stage follow from its first ones: where these are the same, so are those.
+        Later requests of a stage follow from the first ones: if these are equal, all rollouts are usable.
         """
         mine, asked = self.header.get("requests"), header["requests"]
         if mine == asked:
@@ -77,10 +77,10 @@ class Spool:
         """Open the spool of a stage, with the rollouts that earlier starts of the same stage left.
 
         Args:
-            requests: the stage's first requests, which identify it.
-            versions: those that may have sampled its tokens; the last one samples now.
+            requests: the stage's first requests, which identify the stage.
+            versions: policy versions that may have sampled its tokens; the last one samples now.
             gateway_urls: addresses of the gateways, which differ in every start.
-            tell: receives a sentence about rollouts of earlier starts. Those of other weights are set aside.
+            tell: receives a sentence about rollouts of earlier starts, and about a spool that is set aside.
         """
         header = {"requests": request_digests(requests, gateway_urls), "policy_version": versions[-1]}
         parts = name_requests(path, requests, gateway_urls)
@@ -103,9 +103,9 @@ class Spool:
         return cls(path, last if is_begun else header, by_plan, is_begun=is_begun)
 
     def rollouts_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
-        """Return rollouts of an earlier start by the id of the request that each answers, under its new ids.
+        """Return rollouts of an earlier start by the id of the request that they answer, with the new ids.
 
-        The task app has logged them under the ids of that start, which differ only in the run's id.
+        Task apps logged them under the earlier ids, which differ only in the run's id.
         """
         pairs = ((request, self._rollouts.get(plan_id(request.rollout_id))) for request in requests)
         return {request.rollout_id: _replace_ids(old, request) for request, old in pairs if old is not None}
@@ -116,7 +116,7 @@ class Spool:
 
     def _append(self, rollout: Rollout) -> None:
         if not self._is_begun and self.path.exists():
-            # Flushed: without it, what comes would answer the requests of the header above.
+            # Flushed: without this header, the next rollouts would belong to the header above.
             append_line(self.path, self._header, durable=True)
         elif not self._is_begun:
             replace_lines(self.path, [self._header], durable=False)
@@ -124,18 +124,18 @@ class Spool:
         append_text(self.path, _dump_rollout(rollout), durable=False)
 
     def hold(self) -> None:
-        """Keep what comes in memory: of weights that no checkpoint holds yet it is of no use on disk."""
+        """Keep new rollouts in memory: they are useless on disk until a checkpoint has the weights."""
         self._held = []
 
     def release(self) -> None:
-        """Write what was held, and then each rollout at once; RunNotWritten: the rest is still held."""
+        """Write the held rollouts, and from now on each one at once. After an error the rest stays held."""
         while self._held:
             self._append(self._held[0])
             del self._held[0]
         self._held = None
 
     def reject(self, rollouts: Sequence[Rollout]) -> None:
-        """Take rollouts out, so that the next start asks for them again; see `append_rejected`."""
+        """Remove rollouts, so that the next start requests them again; see `append_rejected`."""
         plans = {plan_id(rollout.rollout_id) for rollout in rollouts}
         self._rollouts = {name: one for name, one in self._rollouts.items() if name not in plans}
         if self._held is not None:
@@ -147,7 +147,7 @@ class Spool:
             replace_text(self.path, _dump_parts(rest), durable=True)
 
     def flush(self) -> None:
-        """Write it through to disk, so that no power cut leaves less of it than of a file written later."""
+        """Flush the spool to disk before a later file that relies on it."""
         if self.path.exists():
             with write_errors(self.path):
                 flush(self.path)
@@ -160,7 +160,7 @@ class Spool:
 
 
 def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: Sequence[str]) -> list[Part]:
-    """Read a spool, and name these requests in a header of an earlier version that was written for them."""
+    """Read a spool, and update a header of an earlier version if it was written for these requests."""
     parts = _read_parts(path)
     before = parts[0].header if parts else {}  # an earlier version wrote one header, at the top
     if "plan" in before and before["plan"] == plan_digest(requests, gateway_urls):
@@ -172,7 +172,7 @@ def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: 
 
 
 def find_missing(parts: Iterable[Part], rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Return those of the finished rollouts that a spool holds for no plan."""
+    """Return the finished rollouts that are in no part of a spool."""
     held: dict[str, list[Trajectory | None]] = {}
     for part in parts:
         for one in part.rollouts:
@@ -182,7 +182,7 @@ def find_missing(parts: Iterable[Part], rollouts: Iterable[Rollout]) -> list[Rol
 
 
 def add_stored(path: Path, requests: Sequence[RolloutRequest], rollouts: Iterable[Rollout]) -> None:
-    """Append rollouts that answer requests of these to the spool of a stage before RL, and flush them."""
+    """Append rollouts that answer `requests` to the spool of a stage before RL, and flush the spool."""
     spool = Spool(path, {"requests": request_digests(requests, ()), "policy_version": 0}, {})
     for rollout in rollouts:
         spool.keep(rollout)
@@ -190,16 +190,15 @@ def add_stored(path: Path, requests: Sequence[RolloutRequest], rollouts: Iterabl
 
 
 def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
-    """Keep a rollout that cannot be learned from, with the reason, for a person alone."""
+    """Keep a rollout that cannot be learned from, with the reason, for users to read."""
     # Pydantic writes null for the NaN that may be the reason, and json would refuse it.
     append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_dump_rollout(rollout)}}}', durable=True)
 
 
 def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
-    """Return the digest by which spools of an earlier version name all their requests together. Pure."""
+    """Return one digest of all requests, equal in every start and at any gateway. Pure."""
     digest = blake2b(digest_size=16)
     for request in requests:
-        # Without the parts that differ in every start.
         wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
         wire["rollout_id"], config = plan_id(request.rollout_id), wire["policy"]["config"]
         if config.get("inference_url") in gateway_urls:
@@ -209,19 +208,19 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str])
 
 
 def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> dict[str, str]:
-    """Return digests by plan id: equal for equal requests of any start and any gateways. Pure."""
+    """Return the digest of each request by plan id; see `plan_digest`."""
     return {plan_id(request.rollout_id): plan_digest([request], gateway_urls) for request in requests}
 
 
 def tidy_spools(
     folder: Path, iteration: int, tell: Callable[[str], None], *, policy_version: int | None = None
 ) -> None:
-    """Remove spools that cannot be used when a run continues from the end of an iteration.
+    """Remove spools that a run cannot use when it continues from the end of an iteration.
 
-    That iteration's evaluation and the next iteration match the weights of the checkpoint. Of it and later
-    ones what no later weights have sampled than the checkpoint's `policy_version` may be of use: they were
-    collected ahead, or the updates between have taken no step. None: later iterations have nothing of use.
-    With iteration -1 the run begins again.
+    The spools of the iteration's evaluation and of the next iteration match the checkpoint's weights. With
+    `policy_version`, the checkpoint's version, rollouts of the next and later iterations stay unless a later
+    version sampled them: they were collected ahead, or updates have taken no step. Without it, spools of
+    later iterations are set aside. With iteration -1 the run starts over.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = read_stage(path)
@@ -241,7 +240,7 @@ def tidy_spools(
 
 
 def read_stage(path: Path) -> tuple[str, int]:
-    """Return the stage of a spool and its iteration, -1 without one."""
+    """Return the stage and the iteration of a spool; -1 for a stage without iterations."""
     stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
     return stage, int(digits) if digits.isdecimal() else -1
 
@@ -253,7 +252,7 @@ def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
 
 
 def rename_aside(path: Path) -> Path:
-    """Give a file that cannot be used a name under which no start reads it, and return that name."""
+    """Rename a file that cannot be used, so that no start reads it, and return the new path."""
     aside = _name_aside(path)
     with write_errors(path):
         path.rename(aside)
@@ -261,11 +260,11 @@ def rename_aside(path: Path) -> Path:
 
 
 def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
-    """Before a spool is deleted, copy those of its rollouts that are not among these."""
+    """Copy the rollouts of a spool that were not used to another file, before the spool is deleted."""
     parts = _read_parts(path)
     if _count(parts) <= len(used):
         return  # all of them are used
-    # To compare each with each takes hours for thousands.
+    # Comparing all pairs of thousands takes hours.
     texts = {trajectory.model_dump_json() for trajectory in used}
     rest = _filter(parts, lambda one: one.trajectory is None or one.trajectory.model_dump_json() not in texts)
     if _count(rest):
@@ -279,7 +278,7 @@ def _copy_aside(path: Path, parts: Sequence[Part], tell: Callable[[str], None], 
 
 
 def _name_aside(path: Path) -> Path:
-    """A free name for a file that cannot be used: iteration_1.unused-1.jsonl, warmup.parquet.unused-1."""
+    """Return a free name for an unusable file: iteration_1.unused-1.jsonl, warmup.parquet.unused-1."""
     stem, is_spool, _ = path.name.partition(SPOOL_ENDING)
     number, ending = 1, ".jsonl" if is_spool else ""
     while (aside := path.with_name(f"{stem}.unused-{number}{ending}")).exists():
@@ -292,7 +291,7 @@ def _left(count: int, path: Path, aside: Path, why: str) -> str:
 
 
 def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
-    """Return the rollout under the ids of this request, so that sorting by ids is as in an unbroken run."""
+    """Return the rollout with the ids of this request, so that it sorts as in an uninterrupted run."""
     attempt = f":{rollout.attempt}" if rollout.attempt else ""
     parent, trajectory = request.start.parent_rollout_id, rollout.trajectory
     if parent is not None and trajectory is not None:
@@ -308,11 +307,11 @@ def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 
 def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
-    """Leave out of a spool what later versions sampled: other weights will get the numbers of those."""
+    """Remove rollouts that later versions sampled, since other weights will get these versions."""
     parts = _read_parts(path)
     rest = _filter(parts, lambda one: _newest_version(one) > newest)
     if _count(rest):
-        # First: a kill must lose none.
+        # First, so that a kill loses no rollout.
         _copy_aside(path, rest, tell, why="by weights that no checkpoint holds")
         usable = _filter(parts, lambda one: _newest_version(one) <= newest)
         replace_text(path, _dump_parts(usable))
@@ -336,14 +335,14 @@ def _dump_rollout(rollout: Rollout) -> str:
 
 
 def _newest_version(rollout: Rollout) -> int:
-    """The newest policy version that sampled one of its tokens; 0 where none is known."""
+    """Return the newest policy version that sampled a token of the rollout; 0 if unknown."""
     steps = () if rollout.trajectory is None else rollout.trajectory.steps
     calls = [step.policy_logprobs for step in steps if isinstance(step.policy_logprobs, PolicyLogprobs)]
     return max((version for call in calls for _, version in call.versions), default=0)
 
 
 def _read_parts(path: Path) -> list[Part]:
-    """Read a spool. An unreadable line is skipped; its rollout is requested again."""
+    """Read a spool, and skip unreadable lines, whose rollouts are requested again."""
     parts: list[Part] = []
     for line in read_texts(path):
         try:
@@ -366,17 +365,17 @@ LEDGER_FILE = "ledger.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """The rollouts that one iteration's update learned from; none if every group was flat."""
+    """The rollouts that one iteration's update learned from; empty if every group was flat."""
 
     iteration: int
     policy_version: int
     """The version after the update."""
     rollout_ids: tuple[str, ...]
-    """The episodes in the update: without omitted flat groups, and without branches that only measure."""
+    """The episodes of the update, without flat groups and without branches that only measure."""
 
 
 def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:
-    """Append and flush an entry; refuse a rollout that occurs twice, as it would be learned from twice.
+    """Append and flush an entry; refuse a rollout that the ledger already has.
 
     Every line is checked: 3 ms per hundred lines of 64 rollouts each.
     """
@@ -399,7 +398,6 @@ def plan_id(rollout_id: str) -> str:
 
 
 def duplicate_error(plan: str, first: int, second: int) -> RunDirectoryError:
-    """Return the error for a rollout in two entries, which no trainer accepts."""
     return RunDirectoryError(
         f"{LEDGER_FILE}: rollout {plan} was learned from in iterations {first} and {second}"
     )
@@ -411,7 +409,7 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
 
 
 def find_in_ledger(folder: Path, rollout_id: str) -> int | None:
-    """Return the iteration whose update learned from a rollout; None where none did, or without a ledger."""
+    """Return the iteration whose update learned from a rollout, or None."""
     try:
         with (folder / LEDGER_FILE).open("rb") as file:
             lines = file.read()

@@ -1,7 +1,6 @@
 """The state of a run on disk: state.json, run.log, and the exit codes of its process.
 
-The training process writes these files for others; the run itself does not read them. The lock next to them
-shows whether the process is alive.
+The training process writes these files for other processes. The lock shows whether the process is alive.
 """
 
 import errno
@@ -24,7 +23,7 @@ FINAL: frozenset[StateName] = frozenset({"ended", "stopped", "failed"})
 
 
 ProcessRole = Literal["gateway", "learner", "replica", "task app"]
-# A process that is in this state is not shown any more.
+# A process in this state is no longer shown.
 GONE = "gone"
 
 
@@ -34,15 +33,15 @@ class ProcessRecord:
 
     role: ProcessRole
     name: str
-    """No other process with its role has this name."""
+    """Unique among processes with the same role."""
     host: str
-    """Where it is, if its name does not say it."""
+    """The host, if the name does not tell it."""
     state: str
     """A replica's is `starting`, `stale`, `serving`, `lost` and the like."""
     version: int | None
-    """Version of the policy that it has; None: it has none, or it is unknown."""
+    """Version of its policy; None: it has none, or the version is unknown."""
     word: str
-    """The last thing that it said, or that was said about it; may be empty."""
+    """The last message from the process or about it; may be empty."""
     since: str
     """When `state` last changed; UTC, ISO 8601."""
 
@@ -53,26 +52,26 @@ class RunState:
 
     state: StateName
     pid: int
-    """The process that wrote it."""
+    """The process that wrote the file."""
     iteration: int = 0
-    """The last finished one; 0 before the first."""
+    """The last finished iteration; 0 before the first."""
     stage: str = ""
     """The current stage as the terminal names it, such as `collect 3`; empty between stages."""
     done: int = 0
     total: int = 0
     code: str = ""
-    """The code of the error after a failure, else empty; so is `detail`."""
+    """The code of the error after a failure; otherwise empty, like `detail`."""
     detail: str = ""
     since: str = ""
     """When `state` last changed; UTC, ISO 8601."""
     starts: int = 1
     """How often the run was started or resumed, this start included."""
     run_id: str = ""
-    """The id of this start at task apps; before its first request, that of the start before, if any."""
+    """The id of this start at task apps; before its first request, the id of the previous start, if any."""
     processes: tuple[ProcessRecord, ...] = ()
-    """Those of this start that were reported, in the order of their first report."""
+    """The reported processes of this start, in the order of their first report."""
     notes: tuple[str, ...] = ()
-    """What this start does more slowly than it could, and why: a sentence each."""
+    """Sentences about avoidable slowness of this start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +81,11 @@ class RunStatus:
     state: RunState | None
     """The last written state; None: a version without state files."""
     holder: Holder | None
-    """The process that trains it now, or None."""
+    """The process that trains the run now, or None."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether its process ended without a final state: it was killed, or the machine went down."""
+        """Whether the process ended without a final state: it was killed, or the machine went down."""
         return self.holder is None and self.state is not None and self.state.state not in FINAL
 
 
@@ -96,7 +95,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def read_state(folder: Path) -> RunState | None:
-    """Read the last written state; None if there is none, or it cannot be read."""
+    """Read the last written state; None if it is missing or unreadable."""
     try:
         stored = {"notes": [], **json.loads((folder / STATE_FILE).read_bytes())}  # older versions wrote none
         values = {field.name: stored[field.name] for field in fields(RunState)}
@@ -113,7 +112,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_place(state: RunState | None) -> str:
-    """Say, in a sentence about the end of its process, how far a run was; empty where that is not known."""
+    """Return the end of a sentence about how far an ended run was; empty if unknown."""
     if state is None or state.state in FINAL:
         return ""
     if state.stage:
@@ -122,13 +121,13 @@ def describe_place(state: RunState | None) -> str:
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    # Written every second for observers: not worth a flush.
+    # Not flushed, since it is written every second for observers.
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
 
 
 # terminal/job_process.py exits with these codes; jobs/ reads them.
 
-# Prefix of the last line after an error.
+# Prefix of the last line of a process that ended with an error.
 ERROR = "error: "
 
 DONE = 0
@@ -138,10 +137,10 @@ FAILED = 1
 REFUSED = 2
 # Stopped by request; everything finished is saved.
 STOPPED = 3
-# An error of the job's data or of code. It may depend on what was sampled, so one more start is worth a try.
+# An error of the job's data or of code. It may depend on sampled tokens, so one more start is worth a try.
 FAULTY = 4
 
-# As FAILED, of a disk without room: the code alone may say so, since all other words need room.
+# Like FAILED, but the disk is full: only the exit code can report it, since messages need room.
 FULL = 5
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -159,7 +158,6 @@ def is_final(error: ServiceError) -> bool:
 
 
 def choose_exit_code(error: Exception) -> int:
-    """Return the exit code of a process that this error ended."""
     cause = error.__cause__ if isinstance(error, ServiceError) else error
     if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
         return FULL
@@ -167,7 +165,7 @@ def choose_exit_code(error: Exception) -> int:
         if is_final(error):
             return REFUSED
         return FAULTY if isinstance(error, TrainerError) and error.recurs else FAILED
-    # Of the machine, or a network: these may pass. All else is an error in code, ours or a plug-in's.
+    # Errors of the machine or a network may pass. All others are errors in Turnwise's code or a plug-in's.
     return FAILED if isinstance(error, OSError | MemoryError) else FAULTY
 
 

@@ -1,4 +1,4 @@
-"""The file of `turnwise truth`: what was measured, then a line for each measured decision."""
+"""The file of `turnwise truth`: the setting, then a line for each measured decision."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +18,11 @@ _TRUTH = TypeAdapter(TrueAdvantage)
 
 
 def locate_truth(run: Path) -> Path:
-    """The file of a run, unless another one is named."""
+    """Return the default file of a run."""
     return run / "truth.jsonl"
 
 
-# What of [rollout] decides what a policy sees and does; the rest is about speed.
+# The keys of [rollout] that affect what a policy sees and does; the others affect speed.
 _PLAY = frozenset(
     {"env_name", "env_config", "policy_name", "policy_config", "max_turns", *SAMPLING_KEYS}
     | LimitKeys.model_fields.keys() - {"timeout_s"}
@@ -30,51 +30,51 @@ _PLAY = frozenset(
 
 
 class TruthSetting(BaseModel):
-    """What the measured advantages depend on, in addition to the rollouts."""
+    """The settings that affect the measured advantages, in addition to the rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
-    """Id of the run that stored them."""
+    """Id of the run that stored the rollouts."""
     iteration: int
     checkpoint: str
-    """Name of the run's checkpoint that plays on, or the path of another one."""
+    """The policy that continues: the name of a checkpoint of the run, or a path."""
     digest: str | None = None
-    """Digest of its weights; None: it has none (a model folder, or a file of an earlier version)."""
+    """Digest of the checkpoint's weights; None for a model folder, or in a file of an earlier version."""
     gamma: float
     """Discount per decision."""
     continuations: int
     """Pairs of continuations for each decision."""
     horizon: int | None
-    """Decisions that a continuation may take; None: as many as its episode has left."""
+    """The most decisions of a continuation; None: to the end of the episode."""
     fresh_draws: bool
-    """Whether each pair of continuations draws its own random numbers of the world; if not, all have those
-    that the stored episode met."""
+    """Whether each pair of continuations has its own random numbers of the world; if not, all have the
+    stored episode's."""
     seed: int
     rewards: dict[str, Any]
-    """What r_t depends on in [training]."""
+    """Keys of [training] that affect r_t."""
     play: dict[str, Any]
-    """What the policy sees and may do by [rollout]."""
+    """Keys of [rollout] that affect what the policy sees and does."""
 
     @field_validator("play")
     @classmethod
-    def _of_earlier_files(cls, play: dict[str, Any]) -> dict[str, Any]:
+    def _fill_in_new_keys(cls, play: dict[str, Any]) -> dict[str, Any]:
         return CostKeys().model_dump() | play
 
 
 def select_rewards(table: TrainingTable) -> dict[str, Any]:
-    """What r_t depends on."""
+    """Return the keys of [training] that affect r_t."""
     switches = table.step_rewards.model_dump(mode="json")
     return {**switches, "horizon": table.step_rewards_horizon, "kl_reward_coef": table.kl_reward_coef}
 
 
 def select_play(table: RolloutTable) -> dict[str, Any]:
-    """What the policy sees and may do."""
+    """Return the keys of [rollout] that affect what the policy sees and does."""
     return table.model_dump(mode="json", include=set(_PLAY))
 
 
 class TruthFile:
-    """Measured decisions, each of which is on disk once it is added: a kill loses those that are open."""
+    """Measured decisions; `add` stores each one on disk, so a kill loses only unfinished ones."""
 
     def __init__(self, path: Path, setting: TruthSetting, truths: list[TrueAdvantage]) -> None:
         self.path, self.setting = path, setting
@@ -82,7 +82,7 @@ class TruthFile:
 
     @classmethod
     def read(cls, path: Path, run: RunDirectory) -> Self:
-        """Read the file of a run; RunDirectoryError: it is not there, is no truth, or that of another run."""
+        """Read the file of a run; raise RunDirectoryError if it is missing, invalid or of another run."""
         file = cls._parse(path)
         if file is None:
             raise RunDirectoryError(f"{path}: no truth is measured; `turnwise truth {run.path}` measures it")
@@ -94,9 +94,9 @@ class TruthFile:
 
     @classmethod
     def open(cls, path: Path, setting: TruthSetting) -> Self:
-        """The file to continue, or a new one, which is written with its first decision.
+        """Open a file to continue it, or a new one, which is written with the first decision.
 
-        RunDirectoryError: the file was measured with another setting.
+        Raises RunDirectoryError if the file was measured with another setting.
         """
         file = cls._parse(path)
         if file is None:
@@ -122,7 +122,7 @@ class TruthFile:
 
     @classmethod
     def _parse(cls, path: Path) -> Self | None:
-        """None where nothing is measured: there is no file, or no decision in it."""
+        """Read a file; None if there is no file or no decision in it."""
         if not path.exists():
             return None
         try:

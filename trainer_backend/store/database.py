@@ -1,4 +1,4 @@
-"""Access to the database: address, transactions, migrations, and one sentence for each of its errors."""
+"""Access to the database: address, transactions, migrations, and errors."""
 
 import os
 import sqlite3
@@ -131,9 +131,7 @@ class Store:
 
 
 def open_store(url: str, *, clock: Callable[[], datetime] = utc_now) -> Store:
-    """Connect to sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE, and migrate
-    the tables to this version.
-    """
+    """Open and migrate sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE."""
     address = _address(url)
     # Neither the password nor the query, which may hold one too.
     shown = address.set(drivername=address.drivername.partition("+")[0], query={})
@@ -200,10 +198,10 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Switch the file to write-ahead logging, which lasts, also when others open it at the same time.
+    """Switch the file permanently to write-ahead logging.
 
-    The switch takes the whole file, and SQLite refuses it at once where another connection reads or writes.
-    Beginning to write waits for that connection, up to `_BUSY_S`; after it the switch is tried again.
+    SQLite refuses the switch at once while another connection reads or writes. BEGIN IMMEDIATE waits for that
+    connection, up to `_BUSY_S`; then the switch is tried again.
     """
     until = time.monotonic() + _BUSY_S
     while True:
@@ -247,7 +245,7 @@ def migrate(connection: Connection, shown: str, revision: str = "head", *, lock_
 
     Args:
         revision: a version of migrations/versions, "head", or "base" (no tables).
-        lock_s: how long to wait for others who use or migrate the tables of a PostgreSQL.
+        lock_s: PostgreSQL: how long to wait for other users of the tables.
     """
     with _ONE_AT_A_TIME, _lock_errors(shown, lock_s):
         if connection.dialect.name == "postgresql":

@@ -21,7 +21,7 @@ from trainer_backend.store.database import (
 from trainer_backend.store.rows import ENDED, Job, JobState, Origin, Page, Wanted, named_in
 from trainer_backend.store.tables import JOBS, fits
 
-# Fields of a job that a new row is not given: the store counts, and progress comes from the run directory.
+# Fields that a new row does not set: the store assigns the number, and progress is not stored.
 _NOT_GIVEN = {"number", "progress"}
 
 
@@ -80,7 +80,6 @@ def _of_key(connection: Connection, home: str, key: str | None, body_hash: str |
 
 
 def get(store: Store, job_id: str) -> Job:
-    """Read one job."""
     with store.read() as connection:
         return _one(connection, job_id)
 
@@ -130,9 +129,9 @@ def transition(store: Store, job: Job, **changes: Unpack[Changes]) -> Job:
     """Change a job unless it has changed since `job` was read (compare-and-set on its version).
 
     Raises:
-        JobChanged: it has; read it again and decide again.
-        JobConflict: its state cannot be followed by the new one (`_AFTER`).
-        UnknownJob: it was deleted.
+        JobChanged: the job has changed; read it again and decide again.
+        JobConflict: the new state cannot follow the current one (`_AFTER`).
+        UnknownJob: the job was deleted.
     """
     with store.write() as connection:
         return _compare_and_set(connection, job, changes)
@@ -204,7 +203,6 @@ def _one(connection: Connection, job_id: str, *, lock: bool = False) -> Job:
 
 
 def job_row(row: Row[Any]) -> Job:
-    """Return a database row of `jobs` as a job."""
     return Job.model_validate(row._asdict())
 
 
@@ -226,7 +224,7 @@ _GONE = "its process was killed, or had no room on its disk to write why it ende
 
 
 def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
-    """Return state, code and detail of a run outside any service, from its lock and its last state file."""
+    """Return state, code and detail of a run that no service started, from its lock and its state file."""
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
@@ -259,10 +257,10 @@ def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
 
 
 def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
-    """Put jobs into a store in their order, for a service; return what `finish` does.
+    """Insert jobs into the store for a service, in order, and return the result of `finish`.
 
-    `finish` is called before the rows are committed; if it raises, none is there. A store that has one of
-    them raises a JobError.
+    `finish` is called before the rows are committed: if it raises, no row is stored. Raises JobError if the
+    store already has one of the jobs.
     """
     with store.write() as connection:
         known = set(connection.scalars(select(JOBS.c.id)))

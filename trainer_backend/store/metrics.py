@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run: its rows and curves, kept in memory, of which each look reads only what is new."""
+"""Keeps the rows and curves of metrics.jsonl files in memory; each look reads only new lines."""
 
 import hashlib
 import math
@@ -22,9 +22,9 @@ from trainer_backend.store.rows import Curve, MetricLine
 METRICS_FILE = "metrics.jsonl"
 Row = Mapping[str, Any]
 Key = TypeVar("Key")
-# A digest of the last bytes before the mark: if it is equal, the file has only grown.
+# Bytes before a mark that are digested: if the digest is equal, the file has only grown.
 _TAIL = 256
-# Of all files in memory together. A row of a hundred numbers has some 3 kB, and its points as much again.
+# Bound of all files in memory. A row of a hundred numbers has some 3 kB, and its points as much again.
 _MOST_BYTES = 128 << 20
 
 
@@ -64,14 +64,14 @@ class Points:
 
 @dataclass(slots=True)
 class _Kind:
-    """The rows of a kind by iteration: each one's place in the file, and the curves of their numbers."""
+    """The rows of one kind: the place of each row by iteration, and the curves of their numbers."""
 
     places: dict[int, int] = field(default_factory=dict)
     last: int | None = None  # the last iteration
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, row: Row) -> bool:
-        """Add the numbers of a row; return False, and do nothing, where it does not follow the last one."""
+        """Add the numbers of a row; return False, without adding, if the iteration is not after the last."""
         if self.last is not None and iteration <= self.last:
             return False
         self.last = iteration
@@ -88,9 +88,9 @@ _NO_ROWS = _Kind()
 
 
 class MetricsFile:
-    """The rows of one metrics.jsonl, in memory. `MetricsFiles.open` brings it up to the file, and holds it.
+    """The rows of one metrics.jsonl in memory; `MetricsFiles.open` updates them from the file and locks them.
 
-    Of two rows of one kind and iteration the later one stands, as for every reader of these files.
+    Of two rows of the same kind and iteration the later one counts, as for every reader of these files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class MetricsFile:
         return self._seen[1]
 
     def read(self) -> None:
-        """Read what is new; all of it where the file was rewritten. A missing file has no rows."""
+        """Read new lines, or the whole file if it was rewritten. A missing file has no rows."""
         try:
             facts = self.path.stat()
             if (facts.st_size, facts.st_mtime_ns) == self._seen:
@@ -133,7 +133,7 @@ class MetricsFile:
         self._add(data[self.size - begin : data.rfind(b"\n") + 1])
 
     def _add(self, data: bytes) -> None:
-        """Take in whole lines; what a crash cut short, or is no row, is skipped."""
+        """Add whole lines; skip lines that are no rows, such as one that a crash cut short."""
         begin = self.size
         self._data += data
         disordered: set[str] = set()  # kinds with a row of an iteration that was there
@@ -159,7 +159,7 @@ class MetricsFile:
         return parse_object(bytes(self._data[begin:end])) or {}
 
     def next_mark(self, mark: Mark) -> Mark:
-        """Return the mark of the file as it is, after an earlier mark of it."""
+        """Return the mark of the file's current state, which follows the earlier `mark`."""
         same = mark.size <= self.size and mark.digest == self._digest(mark.size)
         base = mark.base if same else mark.base + mark.rows
         return Mark(self.size, self._digest(self.size), base, len(self._spans))
@@ -172,7 +172,7 @@ class MetricsFile:
     ) -> tuple[MetricLine, ...]:
         """Return the first `limit` rows with a number above `after`, in the file's order."""
         kinds = self._kinds.values() if kind is None else (self._kinds.get(kind, _NO_ROWS),)
-        places = sorted(place for of in kinds for place in of.places.values() if base + place + 1 > after)
+        places = sorted(p for rows in kinds for p in rows.places.values() if base + p + 1 > after)
         return self._lines(base, places[:limit])
 
     def newest(self, base: int, kind: str, limit: int) -> tuple[MetricLine, ...]:
@@ -199,7 +199,6 @@ class MetricsFile:
         )
 
     def last_iteration(self, kind: str) -> int | None:
-        """Return the last iteration of a kind; None without rows."""
         return self._kinds.get(kind, _NO_ROWS).last
 
     @property
@@ -213,13 +212,13 @@ class MetricsFile:
         return Points(curve.iterations[:], curve.values[:])
 
     def last_numbers(self, kind: str, names: Iterable[str]) -> dict[str, float]:
-        """Return the named numbers of the last row of a kind; those that it lacks are absent."""
-        of = self._kinds.get(kind, _NO_ROWS)
-        curves = {name: of.curves[name] for name in names if name in of.curves}
-        return {name: it.values[-1] for name, it in curves.items() if it.iterations[-1] == of.last}
+        """Return the named numbers of the last row of a kind; numbers that the row lacks are absent."""
+        rows = self._kinds.get(kind, _NO_ROWS)
+        curves = {name: rows.curves[name] for name in names if name in rows.curves}
+        return {name: it.values[-1] for name, it in curves.items() if it.iterations[-1] == rows.last}
 
     def sums(self, names: Iterable[str]) -> dict[str, float]:
-        """Sum the named numbers over all rows of every kind; those without a row are absent."""
+        """Sum the named numbers over all rows of every kind; numbers in no row are absent."""
         found = {
             name: [kind.curves[name].values for kind in self._kinds.values() if name in kind.curves]
             for name in names
@@ -244,7 +243,7 @@ def thin(curve: Points, stride: int) -> Curve:
 
 
 def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Curve]:
-    """Reduce curves to `points` or fewer by the same intervals, so that they can be laid over one another."""
+    """Reduce curves to at most `points` points at the same intervals, so that they can be overlaid."""
     last = max((curve.iterations[-1] for curve in curves.values()), default=0)
     return {key: thin(curve, last // max(points, 1) + 1) for key, curve in curves.items()}
 
@@ -254,7 +253,7 @@ _SPARK_POINTS = 60
 
 
 def summarise(file: MetricsFile) -> dict[str, Any]:
-    """Return the columns of a job that its metrics determine, but for `finished`."""
+    """Return the columns of a job that its metrics determine, except `finished`."""
     held_out = file.last_numbers("evaluation", (_EVALUATION, f"{_EVALUATION}_low", f"{_EVALUATION}_high"))
     spark = None
     if ("iteration", _OUTCOME) in file.curves:
@@ -269,7 +268,7 @@ def summarise(file: MetricsFile) -> dict[str, Any]:
 
 
 class MetricsFiles:
-    """The files that were read last, up to so many bytes together."""
+    """The most recently read files, up to `most_bytes` in total."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._files: OrderedDict[Path, MetricsFile] = OrderedDict()
@@ -277,7 +276,7 @@ class MetricsFiles:
 
     @contextmanager
     def open(self, run_dir: str | None) -> Iterator[MetricsFile]:
-        """Hold the file of a run directory, read to its end; without a directory it has no rows."""
+        """Yield the file of a run directory, read to its end and locked; empty without a directory."""
         path = Path(run_dir or os.devnull, METRICS_FILE)
         with self._lock:
             file = self._files.setdefault(path, MetricsFile(path))

@@ -1,7 +1,4 @@
-"""Pages of a sorted list: after the last row of the previous page come those with the next values.
-
-Rows without the value come last in both directions; among equal values the number decides.
-"""
+"""Pages of a sorted list. Rows without the sort value come last in both directions; numbers break ties."""
 
 import base64
 import json
@@ -26,9 +23,9 @@ def sort_page(
     cursor: str | None,
     limit: int,
 ) -> Select[Any]:
-    """Return the query of a page, with one row more than `limit` where another page follows.
+    """Return the query of a page; it finds one row more than `limit` if another page follows.
 
-    `number` is the key of the table, `cursor` that of the previous page, for the same filter and order.
+    `number` is the key of the table. `cursor` comes from the previous page, for the same filter and order.
     """
     if cursor is not None:
         query = query.where(_beyond(by, number, *_read_cursor(cursor, by), descending=descending))
@@ -37,7 +34,7 @@ def sort_page(
 
 
 def make_page(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
-    """Return the rows of a query of `sort_page` as a page; each has the sort column and its number."""
+    """Make a page from the rows of a `sort_page` query; each row has the sort column and a number."""
     if len(rows) <= limit:
         return Page(tuple(rows), None)
     end = rows[limit - 1]
@@ -70,7 +67,7 @@ def _read_cursor(cursor: str, by: Column[Any]) -> tuple[Any, int]:
 
 
 def _read_value(value: Any, by: Column[Any]) -> tuple[Any, bool]:
-    """Return a sort value as its column has it, and whether the column can hold it."""
+    """Return a sort value with its column's type, and whether the column can hold it."""
     if isinstance(by.type, UtcDateTime):
         moment = datetime.fromisoformat(value)
         return moment, moment.tzinfo is not None

@@ -1,6 +1,6 @@
-"""Reads of a run's metrics for pages and the API: a query tells where runs lie, the rest is in their files.
+"""Reads the metrics of runs for pages and the API: a query finds the run directories, which have the rows.
 
-Reads of rollouts and decisions: reads_rollouts.py.
+reads_rollouts.py reads rollouts and decisions.
 """
 
 import json
@@ -41,9 +41,9 @@ class RunFilter:
 def _look(
     store: Store, job_ids: Sequence[str], look: Callable[[MetricsFile, int], Found]
 ) -> dict[str, Found]:
-    """Return what `look` finds in the metrics of runs, by job id in the order of the ids.
+    """Return the result of `look` for the metrics of each run, by job id in the order of the ids.
 
-    `look` is given a file, and the number before that of its first row.
+    `look` receives the file, and the number before the number of the file's first row.
     """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
     query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)
@@ -62,7 +62,7 @@ def _look(
 
 
 def refresh(store: Store, jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs with what their metrics say now; the last sync may have seen less."""
+    """Return jobs with the current values of their metrics, which may be newer than the last sync."""
     found = _look(store, [job.id for job in jobs], lambda file, _: summarise(file))
     return [job.model_copy(update=found[job.id]) for job in jobs]
 
@@ -97,8 +97,8 @@ def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
             yield column == value
     for name, value in where.tags.items():
         pair = f"{json.dumps(name)}: {json.dumps(value)}"
-        # `replace` compares exactly in both databases. SQLite's LIKE ignores case, and its paths in JSON know
-        # no name with a quotation mark.
+        # `replace` compares exactly in both databases. SQLite's LIKE ignores case, and its JSON paths cannot
+        # express a name with a quotation mark.
         yield or_(*(func.replace(_TAGS, f"{start}{pair}", "") != _TAGS for start in ("{", ", ")))
 
 
@@ -134,9 +134,9 @@ def series(
 ) -> dict[str, dict[str, Curve]]:
     """Return curves by job id, then by name. Names without a curve are absent.
 
-    A name that ends in `/*` stands for all that begin so (`eval/success_rates/*`). A curve of more than
-    `points` is reduced to means of intervals, with their bounds; all by the same intervals, so that those of
-    several runs can be laid over one another.
+    A name that ends in `/*` matches all names with that prefix (`eval/success_rates/*`). Curves with more
+    than `points` points are reduced to means of intervals, with bounds. All curves have the same intervals,
+    so that several runs can be overlaid.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
 
@@ -156,9 +156,8 @@ def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
     """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
-    return _look(store, [job_id], lambda file, base: file.lines(base, after=after, kind=kind, limit=limit))[
-        job_id
-    ]
+    found = _look(store, [job_id], lambda file, base: file.lines(base, after=after, kind=kind, limit=limit))
+    return found[job_id]
 
 
 def lines_above_zero(

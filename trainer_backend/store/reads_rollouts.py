@@ -20,7 +20,7 @@ from trainer_backend.store.rows import AnchorRow, Page, RolloutRow
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
-# Rollouts that a filter by numbers or text counts at most, so that its page costs the same in a longer run.
+# A filter by numbers or text counts at most this many rollouts, so its page costs the same in a longer run.
 MOST_COUNTED = 10_000
 _COLUMNS: list[Any] = [
     SYNCED_FILES.c.name if name == "file" else ROLLOUTS.c[name] for name in RolloutRow.__slots__
@@ -39,12 +39,12 @@ class RolloutFilter:
     failure_code: str | None = None
     stop_reason: str | None = None
     min_reward: float | None = None
-    """Bounds of the outcome reward, `max_reward` included; the same of the number of decisions."""
+    """Bounds of the outcome reward and, below, of the number of decisions; both ends are included."""
     max_reward: float | None = None
     min_decisions: int | None = None
     max_decisions: int | None = None
     lost: bool | None = None
-    """True: only those that failed, and those of training that no update was given."""
+    """True: only failed rollouts, and training rollouts that no update used."""
     text: str | None = None
     """Part of the rollout id, case-insensitive."""
 
@@ -59,10 +59,7 @@ def rollouts(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[RolloutRow]:
-    """Return a page of rollouts; those without the sort value come last in both directions.
-
-    `cursor` is that of the previous page, for the same filter and order.
-    """
+    """Return a page of rollouts; see `sort_page`."""
     column = "number" if sort == "newest" else sort
     with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
@@ -73,9 +70,9 @@ def rollouts(
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> tuple[int, bool]:
-    """Count the rollouts on all pages; False says that there are more, of which `MOST_COUNTED` were counted.
+    """Count the rollouts on all pages, and return whether the count is exact or stopped at `MOST_COUNTED`.
 
-    By what facets name the count is exact, and adds the counts of the files.
+    A filter by `COUNTED` columns alone is exact: it adds the counts of the files.
     """
     if replace(where, **dict.fromkeys(COUNTED)) == RolloutFilter():
         wanted = [getattr(where, name) for name in COUNTED]
@@ -124,7 +121,7 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
         if high is not None:
             conditions.append(column <= high)
     if where.lost:
-        # What is trained on has rewards. By them the index of `reward` finds the few that have none.
+        # Trained rollouts have rewards. So the index of `reward` finds the few rollouts without one.
         failed_or_unused = or_(ROLLOUTS.c.status != "finished", ROLLOUTS.c.stage == "train")
         conditions += [ROLLOUTS.c.reward.is_(None), failed_or_unused]
     if where.text:
@@ -205,7 +202,7 @@ def anchors(
 ) -> tuple[AnchorRow, ...]:
     """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn.
 
-    They are read from the files of the run; there are none where those are gone.
+    They are read from the run's files; decisions of deleted files are missing.
     """
     group = siblings(store, job_id, row)
     found = []
@@ -216,7 +213,7 @@ def anchors(
         except FileNotFoundError:
             continue
         found += [
-            AnchorRow(one.rollout_id, one.sibling, *(decision[name] for name in _OF_DECISION))
+            AnchorRow(one.rollout_id, one.sibling, *(decision[name] for name in AnchorRow.__slots__[2:]))
             for one, decisions in zip(rows, credits, strict=True)
             for decision in decisions
             if decision["state_key"] == state_key
@@ -224,11 +221,8 @@ def anchors(
     return tuple(sorted(found, key=lambda anchor: (anchor.sibling, anchor.turn))[:limit])
 
 
-_OF_DECISION = AnchorRow.__slots__[2:]
-
-
 def _run_dir(store: Store, job_id: str) -> Path:
-    """Return the run directory of a job; without one a folder that has no file."""
+    """Return the run directory of a job; without one, a path at which no file exists."""
     with store.read() as connection:
         run_dir = connection.scalar(
             select(JOBS.c.run_dir).where(JOBS.c.number == job_number(connection, job_id))
@@ -237,5 +231,5 @@ def _run_dir(store: Store, job_id: str) -> Path:
 
 
 def learning_iteration(store: Store, job_id: str, rollout_id: str) -> int | None:
-    """Return the iteration whose update learned from this rollout, or None; the run's ledger says it."""
+    """Return the iteration whose update learned from this rollout, or None, from the run's ledger."""
     return find_in_ledger(_run_dir(store, job_id), rollout_id)

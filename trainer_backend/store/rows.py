@@ -1,4 +1,4 @@
-"""Rows of the store, of whose fields its tables are made; without SQLAlchemy. Times are aware, in UTC."""
+"""The classes of the store's rows, which define its tables; without SQLAlchemy. Times are in UTC."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class JobView(Body):
     progress: Progress | None = None
 
 
-# Of a job that has not been stored yet.
+# `created` of a job that has not been stored yet.
 _NEVER = datetime(1, 1, 1, tzinfo=UTC)
 
 
@@ -100,8 +100,7 @@ class Job(JobView):
     idempotency_key: str | None = None  # the client's key for its request to that service
     body_hash: str | None = None  # a digest of that request's body
 
-    # What the list of runs shows, sorts and filters by: of the config, and of the run by the sync, whose
-    # writes are no changes of the job.
+    # For the list of runs: from the config, and from the run by the sync, which does not change `version`.
     environment: str = ""
     model: str = ""
     iteration: int = 0  # the last finished one; 0 before the first
@@ -187,7 +186,7 @@ class CheckpointRow:
 
 @lru_cache(maxsize=256)
 def parse_tables(config: str) -> Mapping[str, Any]:
-    """Parse a job's TOML; return nothing if it cannot be parsed any more."""
+    """Parse a job's TOML; return an empty mapping if it cannot be parsed."""
     try:
         return tomli.loads(config)
     except tomli.TOMLDecodeError:
@@ -195,7 +194,7 @@ def parse_tables(config: str) -> Mapping[str, Any]:
 
 
 def named_in(config: str) -> dict[str, str]:
-    """Return the environment and the model that a job names; an empty text for what is not known."""
+    """Return the environment and the model that a job names, or empty texts."""
     tables = parse_tables(config)
     rollout, model = (tables.get(name, {}) for name in ("rollout", "model"))
     named = next((model[key] for key in ("preset", "path", "name") if model.get(key)), "")

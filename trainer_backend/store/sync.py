@@ -23,7 +23,7 @@ from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import read_retention, remove_old_files
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
-# Rollouts that are stored in one transaction, which others wait for.
+# Rollouts per transaction, for which other writers wait.
 _AT_ONCE = 2_000
 
 Seen = Mapping[str, tuple[int, int]]  # by the name of a file, its size and time
@@ -32,8 +32,8 @@ Seen = Mapping[str, tuple[int, int]]  # by the name of a file, its size and time
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
     """Index a run directory, and apply [retention] to it; return whether anything was new.
 
-    After an interruption the next sync does the rest. A file that cannot be read does not hold up the others.
-    `tidies`: old files are deleted, which a service that only shows runs leaves.
+    After an interruption the next sync does the rest. An unreadable file does not block the others.
+    `tidies`: whether old files are deleted; a service that only shows runs keeps them.
     """
     with store.read() as connection:
         query = select(SYNCED_FILES.c.name, SYNCED_FILES.c.size, SYNCED_FILES.c.modified_ns)
@@ -55,11 +55,11 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
 
 
 def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
-    """Note how far metrics.jsonl has grown, and what the list of runs shows of it."""
+    """Store how far metrics.jsonl has grown, and its values for the list of runs."""
     try:
         facts = (run / METRICS_FILE).stat()
         if seen.get(METRICS_FILE) == (facts.st_size, facts.st_mtime_ns):
-            return False  # without a look into the file: there may be hundreds of old runs
+            return False  # without opening the file, since there may be hundreds of old runs
     except FileNotFoundError:
         if METRICS_FILE not in seen:
             return False
@@ -74,7 +74,7 @@ def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
         iteration = connection.scalar(select(JOBS.c.iteration).where(JOBS.c.number == job))
         with store.metrics.open(str(run)) as file:
             mark, summary = file.next_mark(before), summarise(file)
-            if summary["iteration"] != iteration:  # one has ended when the file was written last
+            if summary["iteration"] != iteration:  # an iteration has ended at the last write of the file
                 ended = datetime.fromtimestamp(file.modified_ns / 1e9, UTC)
                 summary["finished"] = ended if summary["iteration"] else None
             seen_now = {"job": job, "name": METRICS_FILE, "modified_ns": file.modified_ns, **asdict(mark)}
@@ -121,14 +121,14 @@ def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: 
 
 
 def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict[str, Any]]]]) -> None:
-    """Store the index of some files in place of what was stored of them."""
+    """Replace the stored index of some files."""
     with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         _remove(connection, job, [file.name for file, _ in files])
-        indexed = [(file, [_rollout(file, row) for row in rows]) for file, rows in files]
+        indexed = [(file, [_rollout_values(file, row) for row in rows]) for file, rows in files]
         marks = [
             {"job": job, "name": file.name, "size": file.size, "modified_ns": file.modified_ns}
-            | {"digest": None, "base": 0, "rows": len(rows), "counts": _count(rows)}
+            | {"digest": None, "base": 0, "rows": len(rows), "counts": _count_combinations(rows)}
             for file, rows in indexed
         ]
         numbers = connection.scalars(
@@ -143,13 +143,13 @@ def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict
             connection.execute(insert(ROLLOUTS), values)
 
 
-def _rollout(file: RolloutFile, row: dict[str, Any]) -> dict[str, Any]:
+def _rollout_values(file: RolloutFile, row: dict[str, Any]) -> dict[str, Any]:
     row |= {"stage": file.stage, "iteration": file.iteration, "decisions": row.pop("decision_count") or 0}
     row["policy"] = name_player(row.pop("model"), row.pop("policy_name") or "")
     return row
 
 
-def _count(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def _count_combinations(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return [[*values, count] for values, count in Counter(map(itemgetter(*COUNTED), rows)).items()]
 
 

@@ -30,16 +30,13 @@ from sqlalchemy import (
 from trainer_backend.store.database import UnknownJob
 from trainer_backend.store.rows import Job, RolloutRow
 
-# Column types that behave alike in both databases. Migrations use them too, so existing ones never change.
+# Column types that behave alike in both databases. Migrations use them too, so they must never change.
 
 _WHOLE_NUMBERS = range(-(2**31), 2**31)  # the integers of a PostgreSQL column; SQLite's are longer
 
 
 def fits(number: int) -> bool:
-    """Return whether an integer column can hold the number.
-
-    Never query for one it cannot: both databases fail.
-    """
+    """Return whether an integer column can hold the number; a query with a larger one fails."""
     return number in _WHOLE_NUMBERS
 
 
@@ -89,10 +86,7 @@ _TYPES: Mapping[Any, Any] = {int: Integer, float: Double, str: AnyText, datetime
 
 
 def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterator[Column[Any]]:
-    """Yield a column for each field of a row's class but `without`; one that may be None is nullable.
-
-    `options` are further arguments of a column, by its name.
-    """
+    """Yield a column for each field of a row's class except `without`, with further `options` by name."""
     for name, hint in get_type_hints(row).items():
         if name == without or name.startswith("_") or get_origin(hint) is ClassVar:
             continue
@@ -103,7 +97,7 @@ def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterat
 
 
 def _refer(name: str, table: str) -> Column[int]:
-    """Return a column that refers to a row of a table; deleting that row deletes this one."""
+    """Return a column that refers to a row of `table`, and whose row is deleted with that row."""
     return Column(name, ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
 
 
@@ -122,8 +116,8 @@ JOBS = Table(
     sqlite_autoincrement=True,  # a number is never used again, even after a deletion
 )
 
-# The part of a run directory's file that the store has seen. Of metrics.jsonl `size` bytes of whole lines
-# (metrics.Mark). A Parquet file of rollouts was indexed at this size and time.
+# The files of run directories that the store has indexed. For metrics.jsonl, `size` counts bytes of whole
+# lines (metrics.Mark); a Parquet file of rollouts was indexed at this size and time.
 SYNCED_FILES = Table(
     "synced_files",
     METADATA,
@@ -135,7 +129,7 @@ SYNCED_FILES = Table(
     Column("digest", AnyText),
     Column("base", BigInteger, nullable=False),
     Column("rows", Integer, nullable=False),
-    # Of a Parquet file: how many rollouts have each combination of values, as [*COUNTED, count].
+    # For a Parquet file: how many rollouts have each combination of values, as [*COUNTED, count].
     Column("counts", JSON, nullable=False, default=list),
     Index(None, "job", "name", unique=True),
 )
@@ -158,15 +152,12 @@ ROLLOUTS = Table(
     Index(None, "job", "unique_achievements"),
     Index(None, "job", "decisions"),
 )
-# What the page counts rollouts by. Pages add the files' counts, so no page reads every rollout of a run.
+# Columns by which pages count rollouts. Pages add the files' counts, so no page reads all rollouts of a run.
 COUNTED = ("stage", "policy", "status", "failure_code", "stop_reason", "iteration")
 
 
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
-    """Return the number that rows of a job refer to.
-
-    `lock` holds the job until the transaction ends, so that no second sync and no deletion interferes.
-    """
+    """Return the number of a job; `lock` locks the job until the transaction ends."""
     query = select(JOBS.c.number).where(JOBS.c.id == job_id)
     number: int | None = connection.scalar(query.with_for_update() if lock else query)
     if number is None:

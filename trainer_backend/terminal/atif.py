@@ -1,7 +1,7 @@
 """A stored rollout as a trajectory in ATIF, the Agent Trajectory Interchange Format. Pure.
 
-A step is a message (`source`: "system", "user" or "agent"), and each stands once. A decision is an agent step
-with the results of its calls, the exact tokens of its model call, and its rewards and credit in `extra`.
+A step is a message (`source`: "system", "user" or "agent") and occurs once. A decision is an agent step with
+the results of its calls, the exact tokens of its model call, and its rewards and credit in `extra`.
 
 Source: ATIF v1.7, https://harborframework.com/docs/trajectory-format, RFC 0001 of harbor-framework/harbor;
 field names after harbor 0.25.0, harbor/models/trajectories.
@@ -28,9 +28,9 @@ _CREDIT = ("reward", "return_to_go", "value", "advantage")
 
 
 def make_atif(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
-    """Return the trajectory of a rollout; None for a rollout that has none.
+    """Convert the trajectory of a rollout; None without one.
 
-    `credits` are the stored columns of each decision, as `read_credits` gives them.
+    `credits` are the stored columns of each decision, from `read_credits`.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -87,11 +87,11 @@ def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps:
 
 
 def _agents(trajectory: Trajectory) -> list[list[StepData]]:
-    """The decisions of each agent of an episode, that of the first decision first.
+    """Return the decisions of each agent of an episode, beginning with the agent of the first decision.
 
-    A captured agent may ask others. Calls are one agent's if their prompts begin with the same message: one
-    that retells or shortens its conversation keeps its system prompt. The steps come back with prompts
-    relative to the agent's own decision before. Every other episode has one agent.
+    A captured agent may call others. Calls whose prompts begin with the same message are of the same agent,
+    since an agent that shortens its conversation keeps the system prompt. The prompts of the returned steps
+    are relative to the agent's own previous decision. Other episodes have one agent.
     """
     if not (trajectory.env_name.startswith("agent:") or trajectory.env_name == "capture"):
         return [list(trajectory.steps)]
@@ -109,10 +109,10 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
 
 
 def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
-    """Put the other agents' documents into the first one's, and refer to them where their answers arrived.
+    """Put the other agents' documents into the first one, with references from the results of their answers.
 
-    An answer arrives as a result that a prompt shows after that agent's last decision, `ends`. So no two
-    documents refer to each other. What no prompt shows came last, and counts in the first document alone.
+    An answer is a result in a prompt after that agent's last decision (`ends`), so no two documents refer to
+    each other. Results in no prompt came last, and count only in the first document.
     """
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
@@ -153,7 +153,7 @@ def _decision(
 
 
 def _call(call: ToolCall) -> Json:
-    """Return a call; the text of arguments that are no JSON object stands in `extra`."""
+    """Convert a call; arguments that are no JSON object are kept as text in `extra`."""
     written = {"tool_call_id": call.id, "function_name": call.function.name}
     try:
         arguments = json.loads(call.function.arguments)
@@ -195,7 +195,7 @@ def _of_decision(step: StepData, credit: Mapping[str, Any]) -> Json:
 
 
 def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
-    """Yield the whole prompt of each decision as ids; None where they are unknown.
+    """Yield the whole prompt of each decision as ids; None if they are unknown.
 
     prompt_t = (prompt_{t-1} + response_{t-1})[:prompt_ids_reused], then prompt_token_ids
     """
@@ -212,25 +212,22 @@ def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
 
 @dataclass(slots=True)
 class _Story:
-    """The steps so far, and where each message of the last prompt stands among them."""
+    """The steps so far, and the steps of the last prompt's messages."""
 
     steps: list[Json] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     """step_id of each message of the last prompt."""
     known: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """step_id of each message that was told, by what it says."""
+    """step_id of each known message, by `_key`."""
     last_answer: int = 0
     """The step_id of the last decision."""
     turn: float = 0.0
-    """Number of the decision whose prompt is told; inf once all are."""
+    """Number of the decision whose prompt is being added; inf after the last."""
     results: list[tuple[float, Json]] = field(default_factory=list)
-    """Every result, with the turn whose prompt shows it first; inf: none does."""
+    """Every result, with the turn of the first prompt that shows it; inf: no prompt does."""
 
     def prompt(self, step: StepData) -> list[int] | None:
-        """Tell the messages of a prompt that were not told before.
-
-        Return the ids of the steps that the prompt consists of; None if these are all steps so far.
-        """
+        """Add the new messages of a prompt; return the ids of the prompt's steps, or None for all so far."""
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
         self.prompt_ids = self.prompt_ids[: observation.messages_reused]
@@ -246,7 +243,7 @@ class _Story:
         self.known[_key(read_answer(step))] = self.last_answer
 
     def end(self, steps: Sequence[StepData], history: Sequence[Message]) -> None:
-        """Tell what followed the last answer, and the results that no prompt shows."""
+        """Add the messages after the last answer, and the results that no prompt shows."""
         self.turn = inf
         if history:
             last = max(index for index, message in enumerate(history) if message.role == "assistant")
@@ -260,9 +257,9 @@ class _Story:
                 decision["observation"] = {"results": [self._noted(_result(sole, result))]}
 
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
-        """Tell the new messages of a prompt, of which those up to the last answer are context.
+        """Add the new messages of a prompt; messages up to the last answer are context.
 
-        If it `goes_on` from the last prompt, an answer at their front is that of the last decision.
+        If the prompt continues the last one (`goes_on`), an answer at the front is the last decision's.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:
@@ -274,7 +271,7 @@ class _Story:
             self.prompt_ids.append(self._told(message, is_context=index < context))
 
     def _told(self, message: Message, *, is_context: bool) -> int:
-        """The step_id of a message; one that was not told before becomes a step or a result."""
+        """Return the step_id of a message; add an unknown one as a step or a result."""
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
@@ -284,13 +281,13 @@ class _Story:
             source = {"assistant": "agent", "user": "user"}.get(message.role, "system")
             calls = [_call(call) for call in message.tool_calls or ()]
             fields: Json = {"message": message.content or "", "tool_calls": calls or None}
-            # Not sampled here: an example of the opening, an agent's summary, or an edited message.
+            # Not sampled in this episode: an example of the opening, a summary, or an edited message.
             fields["is_copied_context"] = True if source == "agent" else None
             self.known[key] = self._add(source, _present(fields))
         return self.known[key]
 
     def _as_result(self, message: Message) -> int:
-        """Give a result to the latest call of its id that has none yet; otherwise it is a step."""
+        """Add a result to the latest call with its id and no result, or else as a step."""
         for step in reversed(self.steps):
             if any(call["tool_call_id"] == message.tool_call_id for call in step.get("tool_calls", ())):
                 results = step.setdefault("observation", {"results": []})["results"]

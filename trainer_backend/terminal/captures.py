@@ -1,4 +1,4 @@
-"""`turnwise import`: saved captures as the rollouts of a run, to read and to credit; nothing is trained."""
+"""`turnwise import` stores saved captures as the rollouts of a run, to read and to credit, not to train."""
 
 import os
 from collections import Counter
@@ -21,12 +21,12 @@ from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.state import RunState, write_state
 
 ENV_NAME = "capture"
-# The iteration that they are stored as.
+# The iteration of imported rollouts.
 FIRST = 1
 
 
 def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
-    """The job of captures unless another is named: rewards by decision. Its model is never loaded."""
+    """Make the default job of captures, with rewards by decision. Its model is never loaded."""
     values = {
         "job": {"name": name},
         "model": {"preset": next(iter(PRESETS))},
@@ -39,17 +39,17 @@ def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
 def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDirectory:
     """Make a run of saved captures, each the JSON of GET /captures/{capture_id} or its `trajectory`.
 
-    Captures with one seed whose first prompts are equal are siblings of a group.
+    Captures with the same seed and the same first prompt are siblings of a group.
 
     Raises:
-        RunDirectoryError: a file holds no ended capture, or two hold the same one; nothing was written.
-        CreditError: of the job's rewards or estimator, by the place of a capture; nothing was written.
+        RunDirectoryError: a file has no ended capture, or two files have the same one; nothing was written.
+        CreditError: the job's rewards or estimator refuse a capture; nothing was written.
     """
     captures = [_read(file) for file in files]
     for number, file in enumerate(files):
         if (first := captures.index(captures[number])) < number:
             raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
-    # First, since it may refuse them; ids are not credited.
+    # First, since credit may refuse captures; it does not depend on ids.
     credits = job_parts.credit(job.config).credits(_rollouts(job.config.job.name, captures))
     run = create_run(job.config, path)
     run.mark_as_imported()

@@ -1,4 +1,4 @@
-"""`turnwise check`: what the job chooses, with the defaults, and a trial of it at its own task app."""
+"""`turnwise check` prints a job's own choices with their defaults, and tries the job at its own task app."""
 
 import asyncio
 import re
@@ -30,18 +30,18 @@ from trainer_backend.terminal.templates import toml_value
 _TABLE = re.compile(r"\[+([^\]]+)\]+")
 _KEY = re.compile(r"([\w-]+) = ")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) ?(GiB|GB)", re.IGNORECASE | re.ASCII)
-# The defaults stand right of lines up to this length, and behind longer ones.
+# The column of defaults is right of all lines up to this length.
 _COLUMN = 44
 
 
-# A line of TOML, and behind it the default that its value is not; empty: it is.
+# A line of TOML, and a comment with the default if the value differs from it.
 MarkedLine = tuple[str, str]
 
 
 def own_choices(job: JobConfig) -> list[MarkedLine]:
-    """Write what differs from the defaults as TOML, which is the same job where it is read again.
+    """Write the values that differ from the defaults as TOML, which is the same job.
 
-    Digests of files are a run's to note: in a job they would refuse the file that its author edits.
+    Without digests of files, which would refuse edited files in a job.
     """
     defaults = {key: text for key, text in _other_defaults(job) if key not in DIGESTS.values()}
     return _marked(_without_defaults(tomli.loads(dump_job(job)), defaults), defaults)
@@ -53,7 +53,7 @@ def whole_job(job: JobConfig) -> list[MarkedLine]:
 
 
 def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> dict[str, Any]:
-    """Leave out the keys that are not among `others`, and tables that are empty then and always there."""
+    """Keep only the keys and optional tables in `others`, and tables with such keys."""
     rest: dict[str, Any] = {}
     for name, table in document.items():
         if isinstance(table, list):
@@ -69,7 +69,7 @@ def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> di
 
 
 def _texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Write each table; tomli_w alone would write a list of short ones as one value above all others."""
+    """Write each table; tomli_w alone would write a list of short tables as one inline value."""
     for name, tables in document.items():
         if isinstance(tables, list):
             for table in tables:
@@ -79,7 +79,7 @@ def _texts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[MarkedLine]:
-    """Write TOML with the default behind each value that is another one, all in one column."""
+    """Write TOML with the defaults of changed values in one column."""
     table, marks, headers = "", list[tuple[str, str]](), Counter[str]()
     for line in "\n".join(_texts(document)).splitlines():
         if header := _TABLE.fullmatch(line):
@@ -90,7 +90,7 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
                 table = f"{name}.{headers[name] - 1}{dot}{inner}"
             dotted = table
         else:
-            key = _KEY.match(line)  # of an array on several lines, the first line alone has a key
+            key = _KEY.match(line)  # only the first line of a longer array has a key
             dotted = f"{table}.{key.group(1)}" if key else ""
         marks.append((line, f"  # default: {defaults[dotted]}" if dotted in defaults else ""))
     width = max((len(line) for line, mark in marks if mark and len(line) <= _COLUMN), default=0)
@@ -111,11 +111,11 @@ def card_bytes(text: str) -> int:
 
 
 def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) -> Iterator[str]:
-    """Check rows, fixed policies and offers of the own task app, and describe them to a person.
+    """Check rows, fixed policies, the model and the own task app, and yield lines about them.
 
-    Settings that bias the gradient are named too. A JobError says why the job cannot run as it is. A `trial`
-    starts the job's own task app for a moment, which runs the job's task_plugins. `card` are the bytes of a
-    GPU that the job's memory is planned for.
+    Also names settings that bias the gradient. Raises JobError if the job cannot run. A `trial` starts the
+    job's own task app, which runs the job's task_plugins. `card` is the memory of a GPU, in bytes, for which
+    the job's memory is planned.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()
@@ -145,7 +145,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) 
 
 
 def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
-    """The memory of a job on a CUDA GPU that need not be here; a JobError says why it cannot fit."""
+    """Plan the memory of a job on a CUDA GPU that need not be here; raise JobError if it cannot fit."""
     if job.model.device not in ("auto", "cuda"):
         yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
     from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
@@ -160,7 +160,7 @@ def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator
 
 
 def _refuse_unknown_to_model(job: JobConfig) -> None:
-    """Check what only the model knows, where it is on this machine: layers, and names that libraries skip."""
+    """Check layers and names against the model, if it is on this machine."""
     if job.lora is not None and not job.lora.adapts_all:
         from trainer_backend.learner.shapes import refuse_unknown_targets  # with torch
 
@@ -178,7 +178,7 @@ def _refuse_unknown_to_model(job: JobConfig) -> None:
 
 
 def _chat(job: JobConfig) -> Iterator[str]:
-    """How the model speaks, where its tokenizer is on this machine; a preset's is made by the run."""
+    """Describe the model's chat template, if its tokenizer is on this machine; presets have none yet."""
     if job.model.preset is not None:
         return
     from trainer_backend.inference.chat_check import describe_chat  # with torch
@@ -193,7 +193,7 @@ def _chat(job: JobConfig) -> Iterator[str]:
 
 
 def _slow_sampling(job: JobConfig) -> Iterator[str]:
-    """A sentence where this machine has a GPU on which Triton's kernels do not run."""
+    """Warn if this machine has a GPU on which Triton's kernels do not run."""
     if job.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     from trainer_backend.inference.paged_attention import why_no_kernels  # with torch
@@ -204,7 +204,7 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
 
 
 def _slow_layers(job: JobConfig) -> Iterator[str]:
-    """How a model is computed, and what of it is slow, where it is on this machine."""
+    """Describe how a model is computed, and its slow layers, if it is on this machine."""
     if job.model.preset is not None:
         return
     from trainer_backend.learner.device import place  # with torch
@@ -223,7 +223,7 @@ def _slow_layers(job: JobConfig) -> Iterator[str]:
 
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
-    """The rows that do not fit the model, where its tokenizer is on this machine."""
+    """Report rows that do not fit the model, if its tokenizer is on this machine."""
     prompts = FirstPrompts.of(job_parts.trial_planner(job, "check", data))
     if prompts is None:
         return []
@@ -249,10 +249,10 @@ async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str
 
 
 def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of each value that is not its default, and the default.
+    """Yield the dotted key of each value that differs from its default, and the default.
 
-    In a list of tables the key has the table's number: `rollout_only.0.weight`. A table that a job may lack
-    is a choice too: `warmup`.
+    In a list of tables the key has the table's number: `rollout_only.0.weight`. An optional table is also a
+    key: `warmup`.
     """
     for name, field in JobConfig.model_fields.items():
         tables = getattr(job, name)

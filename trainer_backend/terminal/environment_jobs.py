@@ -1,6 +1,6 @@
-"""What a job of each environment sets: the rewards that train, and what a fresh small model needs to learn.
+"""Values of a job for each environment: the rewards, and the settings with which a fresh small model learns.
 
-`turnwise init` writes these values. An installed package has no configs/, so they stand here too, and
+`turnwise init` writes these values. They repeat configs/, which an installed package does not have, and
 tests/trainer_backend/test_init_job.py compares the two.
 """
 
@@ -27,36 +27,36 @@ def union(*parts: Values) -> Values:
 @dataclass(frozen=True, slots=True)
 class EnvironmentJob:
     common: Values
-    """Values with every model: the source of r_t, and whether the environment is a conversation."""
+    """Values for every model: the source of r_t, and whether the environment is a conversation."""
     fresh: Values | None
-    """Values with a fresh small model, which knows nothing: a warm-up, short texts, and settings of RL with
-    which such a model learns. None: it cannot begin in this environment."""
+    """Values for a fresh small model: a warm-up, short texts, and settings of RL. None: a fresh model cannot
+    learn in this environment."""
     trained: Values = field(default_factory=dict)
-    """Values with a trained model, which reads and answers at length."""
+    """Values for a trained model, which reads and answers at length."""
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    """Examples that are written next to the job, by name."""
+    """Example files next to the job, by name."""
     of_files: Values = field(default_factory=dict)
-    """Values with every model that name these files."""
+    """Values for every model that name these files."""
 
 
 def environment_job(env: str) -> EnvironmentJob:
-    """Return the values of an environment, of its kind if the name has a prefix, or of a plug-in."""
+    """Return the values of an environment, of its kind (a prefix), or of a plug-in."""
     prefix, colon, _ = env.partition(":")
-    return JOBS.get(env) or JOBS.get(prefix + colon) or _of_a_plugin(env)
+    return JOBS.get(env) or JOBS.get(prefix + colon) or _plugin_job(env)
 
 
 # Achievements pay, each to the decision that earned it.
 _BY_ACHIEVEMENT: Values = {
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"},
 }
-# What the environment, or a conversation's interaction, pays for each decision.
+# The environment, or a conversation's interaction, pays each decision.
 _BY_ENVIRONMENT: Values = {
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
 }
 _CONVERSATION = union(_BY_ENVIRONMENT, {"multi_turn": {"enable": True}})
 
-# A warm-up on calls by chance teaches the form of a call. While rewards are rare, an entropy bonus would
-# unlearn it.
+# A warm-up on random calls teaches the form of a call. While rewards are rare, an entropy bonus would unlearn
+# it.
 _BY_CHANCE: Values = {
     "warmup": {
         "policy_name": "random", "episodes": 300, "epochs": 6, "batch_decisions": 32, "learning_rate": 3e-3,
@@ -72,7 +72,7 @@ _FOREIGN = union(
         "algorithm": {"advantage": "grpo", "gamma": 0.95},
     },
 )
-# A server's answers to all calls so far are a conversation; the last one alone fits a small model.
+# A server's answers to all calls form a conversation; only the last one fits a small model.
 _SERVER = EnvironmentJob(
     common=_BY_ENVIRONMENT,
     fresh=union(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
@@ -262,11 +262,11 @@ JOBS: Mapping[str, EnvironmentJob] = {
 }
 
 
-def _of_a_plugin(env: str) -> EnvironmentJob:
+def _plugin_job(env: str) -> EnvironmentJob:
     """Return values for the environment of an installed package.
 
-    A package of `turnwise new env` brings a teacher, which is found by its name. Whether the environment has
-    achievements is not known here; `turnwise check` warns where nothing would be paid.
+    A package of `turnwise new env` has a teacher with a fixed name. The environment may have no achievements;
+    then `turnwise check` warns that nothing is paid.
     """
     teacher = f"{env}_teacher"
     if teacher not in find_entry_points("turnwise.policies").names:

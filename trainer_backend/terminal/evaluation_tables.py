@@ -78,7 +78,7 @@ def _turns(result: EvaluationResult) -> Table:
 
 
 def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
-    """Return the rows of a data set with the lowest outcomes; the JSON holds all of them."""
+    """Return the rows of a data set with the lowest outcomes; the JSON has all rows."""
     if not result.rows:
         return []
     worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
@@ -92,7 +92,7 @@ def _counts(items: Iterable[tuple[str, int]]) -> str:
 
 
 def _bounds(interval: Interval, form: str) -> str:
-    """Return `6.88 to 7.96`, or nothing without bounds."""
+    """Return `6.88 to 7.96`, or an empty text without bounds."""
     if interval.low is None or interval.high is None:
         return ""
     return f"{form.format(interval.low)} to {form.format(interval.high)}"
@@ -111,9 +111,9 @@ def comparison_table(sides: Sequence[Story]) -> Group:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Fold cells in a narrow terminal instead of cutting them: only their ends may differ.
+    """Make a table whose cells are folded, not cut, in a narrow terminal, since only their ends may differ.
 
-    Cells are Text, because rich reads brackets in strings as markup. Empty names of columns make no header.
+    Cells are Text, because rich reads brackets in strings as markup. Without column names there is no header.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for column in columns:

@@ -43,7 +43,7 @@ class Choice:
     achievements: Sequence[str] = ()
     """The episode must have unlocked all of these."""
     policy: str | None = None
-    """Last part of its model, or the policy's name."""
+    """The last part of the model's name, or the policy's name."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.stages) - set(STAGES))
@@ -73,7 +73,7 @@ class ExportResult:
     skipped: Counter[str]
     """Excluded episodes by cause."""
     unit: str = "rows"
-    """The name of what is counted in `rows`."""
+    """The unit of `rows`."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())
@@ -110,7 +110,7 @@ Rows of messages from the run {run}, by `turnwise export`: {told}.
 """
 
 
-# Writes an episode with the columns of its decisions; returns its number of rows, 0 if it has none to write.
+# Writes an episode with the columns of its decisions, and returns the number of rows.
 Put = Callable[[Rollout, Sequence[Mapping[str, Any]]], int]
 
 
@@ -118,8 +118,8 @@ def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSA
     """Write the selected episodes of a run, in the memory of one iteration.
 
     Args:
-        to: for rows of messages x.jsonl, x.parquet, or a new folder, which `datasets.load_dataset` reads; for
-            ATIF a new folder.
+        to: for rows of messages x.jsonl, x.parquet, or a new folder for `datasets.load_dataset`; for ATIF a
+            new folder.
     """
     if to.exists():
         raise RunDirectoryError(f"{to} exists; nothing is replaced: name another --to, or remove it")
@@ -166,8 +166,8 @@ def _export(run: RunDirectory, choice: Choice, put: Put) -> ExportResult:
     skipped: Counter[str] = Counter()
     row_count = episodes = 0
     files = [file for file in rollout_files(run.path) if file.stage in choice.stages]
-    # In the order of the stages: readers of JSONL infer types from the first rows, and those of a warm-up
-    # have no reward.
+    # In the order of the stages: readers of JSONL infer types from the first rows, and rows of a warm-up have
+    # no reward.
     for file in sorted(files, key=lambda file: choice.stages.index(file.stage)):
         rollouts, credits = _read_file(file.path)
         for rollout in rollouts:
@@ -201,7 +201,7 @@ def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, An
 
 
 def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-    """Write a file for the rollout, named by its id with + for /, which no id holds."""
+    """Write a file for the rollout, named by its id with + for /, as no id contains +."""
     document = json.dumps(make_atif(rollout, credits), ensure_ascii=False, allow_nan=False)
     path = folder / f"{rollout.rollout_id.replace('/', '+')}.json"
     path.write_text(document + "\n", encoding="utf-8")

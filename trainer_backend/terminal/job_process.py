@@ -1,8 +1,8 @@
 """`python -m trainer_backend.terminal.job_process RUN_DIRECTORY`: train one job for a trainer service.
 
-It starts the run or continues it from the newest checkpoint. It has three ties to the service: standard
-input, a pipe whose end ends this process at once; SIGTERM, which makes it save finished work; and its exit
-code (rundir/state.py). All its messages are in the run directory.
+It starts the run or continues it from the newest checkpoint. The service controls it by standard input, a
+pipe whose end ends this process at once, and by SIGTERM, after which it saves finished work; it reports by
+its exit code (rundir/state.py) and by the files of the run directory.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ import traceback
 from service_kit.own_process import end_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports: if the service is killed meanwhile, this process must not survive it.
+    # Before the slow imports: this process must not survive a service that is killed meanwhile.
     end_with_parent()
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from trainer_backend.terminal.train_command import RunPlan, train_one
 
 def main(arguments: Sequence[str]) -> int:
     """Train, and return the exit code."""
-    faulthandler.enable()  # what ends Python, such as a SIGSEGV in a library, is told in process.log
-    # Wide, because logs show these lines, and table rows must not be folded there.
+    faulthandler.enable()  # reports a crash, such as a SIGSEGV in a library, in process.log
+    # Wide, because table rows in logs must not be folded.
     console = TextConsole(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
-        # Also for the first start: without a checkpoint a resume begins the run, and keeps a failure's log.
+        # Resume also at the first start: without a checkpoint it begins the run, and keeps a failure's log.
         plan = RunPlan(loaded, directory, resume=True)
         with LastingStreams.opened() as streams:
             finished = train_one(console, plan, streams, report=True)
@@ -55,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
 def _print_error(text: str) -> None:
     try:
         print(f"{ERROR}{text}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk: the exit code still says so, unless what waits in a buffer fails at exit
+    except OSError:  # a full disk, which the exit code reports unless a buffer fails to be written at exit
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    gc.freeze()  # otherwise the interpreter's end looks through all of torch: a second
+    gc.freeze()  # otherwise a last collection goes through all of torch: a second
     raise SystemExit(code)

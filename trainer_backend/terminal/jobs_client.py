@@ -31,7 +31,7 @@ DEFAULT_URL = "http://127.0.0.1:8100"
 _TIMEOUT_S = 30.0
 # Maximum silence of an event stream, which sends something every 15 s.
 _SILENCE_S = 60.0
-# A page of jobs is some 100 kB, and a job's TOML has at most the service's limit of a body, 1 MiB by default.
+# A page of jobs has some 100 kB, and a job's TOML at most the service's limit of a body, 1 MiB by default.
 _MOST_REPLY_BYTES = 32 << 20
 
 
@@ -52,8 +52,6 @@ class _Progress(StrictReply):
 
 
 class JobReply(StrictReply):
-    """What the terminal reads of a job."""
-
     id: str
     name: str
     state: str
@@ -64,21 +62,15 @@ class JobReply(StrictReply):
 
 
 class JobsReply(StrictReply):
-    """What the terminal reads of a page of jobs."""
-
     jobs: list[JobReply]
     next_cursor: str | None
 
 
 class CreatedReply(JobReply):
-    """A new job."""
-
     warnings: list[str]
 
 
 class ResolvedReply(StrictReply):
-    """A job with every default."""
-
     toml: str
     warnings: list[str]
 
@@ -89,8 +81,6 @@ class _Line(StrictReply):
 
 
 class LogReply(StrictReply):
-    """Lines of a log."""
-
     lines: list[_Line]
 
 
@@ -103,7 +93,6 @@ class _Warning(StrictReply):
     detail: str
 
 
-# By the name of the event.
 _EVENTS: dict[str, type[StrictReply]] = {
     "state": _StateChange,
     "end": _StateChange,
@@ -136,7 +125,7 @@ class JobsClient:
     most_reply_bytes: int = _MOST_REPLY_BYTES
 
     def get(self, path: str, kind: type[StrictReply] = StrictReply, **query: Any) -> Any:
-        """Return a reply as plain JSON, whose fields are those of the kind, and others."""
+        """Return a reply as plain JSON, which has at least the fields of `kind`."""
         return self._read(kind, self._ask("GET", path, params=query), path)
 
     def text(self, path: str) -> str:
@@ -151,7 +140,6 @@ class JobsClient:
         headers: Mapping[str, str] | None = None,
         **query: Any,
     ) -> Any:
-        """As `get`."""
         return self._read(kind, self._ask("POST", path, params=query, content=body, headers=headers), path)
 
     def delete(self, path: str, **query: Any) -> None:
@@ -186,7 +174,7 @@ class JobsClient:
 
     @contextmanager
     def _answer(self, timeout_s: float, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        """Send a request; errors of the connection, also while the answer is read, become ours."""
+        """Send a request; convert errors of the connection, also while the answer is read."""
         key = key_from_environ(self.environ, TRAINER_KEY)
         keys = {"X-API-Key": key.get_secret_value()} if key is not None else {}
         client = plain_client(base_url=self.url, timeout=timeout_s, headers=keys, verify=_certificates())
@@ -240,10 +228,10 @@ class JobsClient:
 
 @cache
 def _certificates() -> SSLContext:
-    """The certificates that are trusted, which take 20 ms to read."""
+    """Read the trusted certificates, which takes 20 ms."""
     return httpx.create_ssl_context()
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:
-    """Return a client for the service of --url, of TURNWISE_URL, or on this machine."""
+    """Return a client for the service at --url, TURNWISE_URL, or on this machine."""
     return JobsClient((url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/"), environ)

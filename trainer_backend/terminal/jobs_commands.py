@@ -203,8 +203,8 @@ def _iteration(job: dict[str, Any]) -> str:
     return f"{progress.get('iteration', 0)}" + (f"/{total}" if total else "")
 
 
-# Waits between attempts to reach a stopped service; then it is given up. Long enough for a service that
-# restarts and lets its jobs save before.
+# Waits between attempts to reach a stopped service. Long enough for a service that lets its jobs save and
+# restarts.
 _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 

@@ -1,4 +1,4 @@
-"""Output and arguments that several commands share; text is shown as it is, `[data]` included."""
+"""Output and arguments of several commands; text is shown literally, also `[data]`."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ class TextConsole(Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does, but escape all text; tables and live displays pass here too."""
+        """Render like rich, but escape all text, also of tables and live displays."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -43,22 +43,21 @@ class LiteralHelp(TyperGroup):
 
 
 def _escape_help(item: Any) -> None:
-    """Escape the help of a command or option, and of all below it."""
+    """Escape the help of a command or option, and of its parts."""
     item.help = getattr(item, "help", None) and escape(item.help)
     for part in (*getattr(item, "params", ()), *getattr(item, "commands", {}).values()):
         _escape_help(part)
 
 
 GONE = "the terminal is gone, or what read its lines: from here on they are in run.log alone"
-# A disk is full: there may be space for later lines.
+# A full disk may have space for later lines.
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class LastingStreams:
     """stdout and stderr of a command that continues when the terminal, or the reader of its pipe, is gone.
 
-    What is printed then is dropped: no line is worth a run. Any thread may print: a live table, a log, a
-    library.
+    Later output is dropped, since no line is worth a run. Any thread may print.
     """
 
     def __init__(self) -> None:
@@ -68,12 +67,12 @@ class LastingStreams:
     @classmethod
     @contextmanager
     def opened(cls) -> Iterator[Self]:
-        """Put them in the place of `sys.stdout` and `sys.stderr` inside the context."""
+        """Replace `sys.stdout` and `sys.stderr` inside the context."""
         streams, before = cls(), (sys.stdout, sys.stderr)
         with open(os.devnull, "w", encoding="utf-8") as nothing:
-            if None in before:  # closed before the start, as by `>&-`: Python has none then
+            if None in before:  # closed before the start, for example by `>&-`
                 streams.lose()
-                # No file of the run may get the number of a closed stream, which children inherit.
+                # No file of the run may get the descriptor of a closed stream, which children inherit.
                 for number in (1, 2):
                     try:
                         os.fstat(number)
@@ -88,7 +87,7 @@ class LastingStreams:
                 sys.stdout, sys.stderr = before
 
     def when_lost(self, call: Callable[[], object]) -> None:
-        """Call this once, when one of them is lost, or now if one is; no earlier call is made then."""
+        """Make this call, in place of an earlier one, once a stream is lost, or now if one is."""
         self._calls[:] = [call]
         if self._is_lost:
             self.lose()
@@ -100,7 +99,7 @@ class LastingStreams:
 
 
 class _LastingStream:
-    """A stream whose writes never fail; all else is the stream's own."""
+    """A stream whose writes never fail; other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO, nothing: TextIO, lose: Callable[[], None]) -> None:
         self._stream, self._nothing, self._lose = stream, nothing, lose
@@ -124,14 +123,14 @@ class _LastingStream:
     def _drop(self, error: OSError) -> None:
         if error.errno in _PASSING:
             return
-        # What is still in the stream's buffer would fail again at the interpreter's end, with exit code 120.
+        # The rest of the buffer would fail again at the interpreter's end, with exit code 120.
         with suppress(OSError):
             os.dup2(self._nothing.fileno(), self._stream.fileno())
         self._lose()
 
 
 def write(text: str) -> None:
-    """Write text unchanged to a file or pipe, and escaped to a terminal."""
+    """Write text to stdout: unchanged to a file or pipe, escaped to a terminal."""
     print(visible(text) if sys.stdout.isatty() else text, end="")
 
 
@@ -159,7 +158,7 @@ Overrides = Annotated[
         help="table.key=value, the value in TOML; {} removes a key or a table; may be repeated",
     ),
 ]
-# The commands of `trainer_commands`, whose module help does without.
+# Help of the commands in `trainer_commands`, which need not be imported for it.
 TRAINER_COMMANDS = {
     "trainer": "Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.",
     "backup": "Write a trainer service's jobs and all run directories to a tar file, also while it runs.",

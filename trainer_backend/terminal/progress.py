@@ -1,4 +1,4 @@
-"""The progress of a run: rows of a table above a live line in a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: in a terminal, rows of a table above a live line; elsewhere plain lines."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from trainer_backend.pages.story import Row, Story
 from trainer_backend.run.row_lines import Pace, columns_for, word_episodes, word_outcome
 from trainer_backend.rundir.state import ProcessRole
 
-_ROWS_A_HEAD = 20  # the titles are printed again, so that they are in sight
+_ROWS_A_HEAD = 20  # rows between two prints of the titles
 _LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
 
 
 class ConsoleReporter:
-    """A `protocols.Reporter` for a console; use it as a context manager. `clock` tells seconds."""
+    """A `parts.Reporter` for a console; use it as a context manager. `clock` returns seconds."""
 
     def __init__(
         self, console: Console, iterations: int | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class ConsoleReporter:
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
         host: str = "",
     ) -> None:  # fmt: skip
-        """Show nothing: a process that is lost, and comes back, is said too."""
+        """Show nothing, since `say` also reports lost processes."""
 
     def _print(self, line: Text) -> None:
         # Text instead of a string, because rich would read brackets as markup, drop them or raise.
@@ -115,10 +115,10 @@ class ConsoleReporter:
 
 
 def closing_lines(story: Story) -> list[str]:
-    """Summarise a run: the first and the last evaluation, their difference, the best checkpoint.
+    """Summarise a run: the first and the last evaluation, their difference, and the best checkpoint.
 
-    The last evaluation is the result. The best one is selected on its own worlds, which flatters its figure;
-    it comes last with a note.
+    The last evaluation is the result. The best one is selected on its own worlds, which biases its figure
+    upwards; it comes last, with a note.
     """
     evaluations, best = story.evaluations, story.best_evaluation
     if not evaluations:

@@ -1,9 +1,9 @@
 """Rows for supervised training: every answer that is worth imitating is in exactly one row. Pure.
 
-A row is the model's view at one moment, with its answer: `messages` as in chat completions. Decisions whose
-prompts continue one another share a row, that of the last of them; where a prompt starts afresh (each time in
-Crafter, after an edit in a conversation) a row begins. An assistant message has `weight` 1 if it is to be
-learned, as fine-tuning services read it, and 0 if another row has it or if it was refused.
+A row is a prompt of the model with its answer: `messages` as in chat completions. Decisions whose prompts
+continue one another share the last one's row; a fresh prompt (always in Crafter, after an edit in a
+conversation) begins a new row. An assistant message has `weight` 1 if it is to be learned, as fine-tuning
+services read it, and 0 if another row has it or if it was refused.
 
 Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 """
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _View:
-    """The material of a row: a growing prompt, and which of its messages are answers."""
+    """The material of a row: a growing prompt, and the decisions of its answers by index."""
 
     prompt: tuple[Message, ...]
     steps: list[StepData]
@@ -31,7 +31,7 @@ class _View:
 
 
 def make_rows(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
-    """Return the rows of a rollout; a failed one, or one without good decisions, has none.
+    """Return the rows of a rollout; empty for a failed one, or one without good decisions.
 
     `credits` are the stored columns of each decision.
     """

@@ -25,8 +25,8 @@ _LONGEST = 8192
 def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, Path]:
     """Convert the arguments of the command to a job and the folder of the model.
 
-    `folder` is a run (its best checkpoint), a checkpoint of a run, or a model folder. Without `job_path` the
-    job is the run's, or for a model folder one with every default.
+    `folder` is a run (its best checkpoint), a checkpoint, or a model folder. Without `job_path` the job is
+    the run's, or for a model folder one with every default.
     """
     run = find_run(folder)
     if job_path is not None or run is not None:
@@ -51,8 +51,8 @@ async def serve(
 ) -> None:
     """Serve `{job}/actor` until stopped; `say` receives lines for the user.
 
-    Callers must send the key; without one, this machine alone may call. `structured_output` says what becomes
-    of a request for it, since no grammar is enforced.
+    Callers must send the key; without a key, only this machine may call. `structured_output` says whether a
+    request for it is refused, since no grammar is enforced.
     """
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
     # The port first: if it is taken, the weights need not be read.

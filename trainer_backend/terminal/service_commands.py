@@ -1,4 +1,4 @@
-"""Commands of services: `serve` here, and what `task_app.__main__` and `trainer_commands` declare."""
+"""Commands of services: `serve`, and the commands of `task_app.__main__` and `trainer_commands`."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from trainer_backend.terminal.output import TRAINER_COMMANDS, Overrides, TextCon
 _out = TextConsole()
 _err = TextConsole(stderr=True)
 
-# Another command line reads the words, `--help` included: one whose settings need pydantic.
+# Another command line, whose settings need pydantic, parses the arguments, also `--help`.
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -54,7 +54,7 @@ def serve_model(
     from trainer_backend.terminal.serve import serve, what_to_serve
 
     address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
-    # A variable that is set and empty is a secret that failed, and no wish to have none.
+    # A variable that is set but empty is a failed secret, not a wish for no key.
     needs_key = api_key_env in os.environ or api_key_env != "TURNWISE_API_KEY" or not is_loopback(host)
     key = key_from(api_key_env, where="--api-key-env") if needs_key else None
     loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])

@@ -1,4 +1,4 @@
-"""`turnwise init` and `turnwise new env`: their files, from the job's schema and templates."""
+"""Writes the files of `turnwise init` and `turnwise new env`, from the job's schema and templates."""
 
 import ast
 import keyword
@@ -53,8 +53,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-# Of a refused name, as shown.
-_LONGEST_ENV = 100
+_LONGEST_ENV = 100  # characters of a refused name in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def _refuse_unknown_environment(env: str) -> None:
         return
     if colon and kind in known:
         raise JobError(f"turnwise init: --env is {env!r}; after the colon stands which one")
-    # `gym:` is less like `gymnasium:` than a slip of the pen would be.
+    # `gym:` is too different from `gymnasium:` for `did_you_mean`.
     begun = (name for name in sorted(known) if prefix and name.startswith(prefix.lower()))
     raise JobError(
         f"turnwise init: --env is {env[:_LONGEST_ENV]!r}{did_you_mean(next(begun, kind.lower()), known)}",
@@ -103,7 +102,7 @@ def _refuse_unknown_environment(env: str) -> None:
 
 def _named(env: str) -> Values:
     """Return the keys that name the environment, and the job after it."""
-    # gymnasium:ID and mcp:URL hold characters that no run's name has; a name without a prefix needs none.
+    # gymnasium:ID and mcp:URL have characters that are not allowed in a run's name.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", env) if ":" in env else env
     return {"job": {"name": name}, "rollout": {"env_name": env}}
 
@@ -121,7 +120,7 @@ def _for_a_model(model: str) -> Values:
 
 
 def _cores() -> int:
-    """The cores of this machine that the process may use. The file names them: another number, other bits."""
+    """Return the usable cores of this machine. The job names them, since results depend on the number."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 256)
 
 
@@ -168,7 +167,7 @@ def _refuse_taken_name(name: str) -> None:
 
 
 def _refuse_clash(name: str, file: str, text: str) -> None:
-    """Refuse a name whose classes take the place of what a file imports, as `body` would of `Body`."""
+    """Refuse a name whose class would hide an import of the file, as `body` would hide `Body`."""
     try:
         bindings = Counter(_bindings(ast.parse(text)))
     except SyntaxError as error:  # `none` makes the class None
@@ -182,7 +181,7 @@ def _refuse_clash(name: str, file: str, text: str) -> None:
 
 
 def _bindings(module: ast.Module) -> Iterator[str]:
-    """The names that a file imports, and those of its classes."""
+    """Yield the names of a file's imports, assignments and classes."""
     for statement in module.body:
         match statement:
             case ast.Import(names) | ast.ImportFrom(names=names):
@@ -217,7 +216,7 @@ _HEAD = """\
 
 
 def job_text(values: Values) -> str:
-    """Return the file: every table, with the keys of `values` set and the other common ones commented out."""
+    """Return the text of a job: `values` are set, and other common keys are commented out."""
     return _HEAD + "".join(_table(name, field, values) for name, field in JobConfig.model_fields.items())
 
 
@@ -264,7 +263,7 @@ def _name(key: str) -> str:
 
 
 def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
-    """Make the job that `turnwise eval ENV` evaluates a foreign player by: every default of the environment.
+    """Make the job of `turnwise eval ENV` for a foreign player: the defaults of the environment.
 
     Its model is never loaded.
     """
@@ -275,7 +274,7 @@ def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:
-    """Write the chosen job, with the example files that it names, and return it as loaded."""
+    """Write the chosen job and its example files, and return the loaded job."""
     text = job_text(choices.values())
     parse_job(tomli.loads(text), where="turnwise init")
     with write_errors(path):
@@ -292,9 +291,9 @@ def write_job(path: Path, choices: Choices) -> LoadedJob:
 
 
 def _examples(folder: Path, env: str) -> dict[Path, str]:
-    """Return the files that a job of the environment names and that are not there yet.
+    """Return the missing example files of a job of the environment.
 
-    JobError: one of them is there with other content, which must not be overwritten.
+    Raises JobError if a file exists with other content, which must not be overwritten.
     """
     examples = {folder / name: make() for name, make in environment_job(env).files.items()}
     there = [file for file in examples if file.exists()]

@@ -1,4 +1,4 @@
-"""`turnwise train`: the runs that it creates or continues, one per seed, with dashboard and report."""
+"""`turnwise train` creates or continues runs, one per seed, with dashboard and report."""
 
 import asyncio
 import sys
@@ -36,17 +36,15 @@ Paths = Sequence[Path]
 
 
 class RunPlan(NamedTuple):
-    """A run to start or to continue."""
-
     loaded: LoadedJob
     directory: RunDirectory
     resume: bool
     accept_data: bool = False
-    """The same as in `run_job`."""
+    """See `run_job`."""
 
     @property
     def folder(self) -> Path:
-        """The folder of runs: the job's runs_dir, or else the run's parent folder."""
+        """The folder of runs: the job's runs_dir if the run is in it, otherwise the run's parent."""
         path, runs = self.directory.path.resolve(), self.loaded.config.job.runs_dir.resolve()
         return runs if path.is_relative_to(runs) else path.parent
 
@@ -92,9 +90,9 @@ def run_of_each_seed(
     seeds: str,
     accept_data: bool = False,
 ) -> Iterator[RunPlan]:
-    """Yield the unfinished runs of a job under every seed, in FOLDER/seed_N, each when it is its turn.
+    """Create or open the run of each seed in FOLDER/seed_N, one at a time, and yield the unfinished ones.
 
-    FOLDER is `run`, or runs_dir/NAME-seeds: always the same, so that repeating the command continues.
+    FOLDER is `run`, or runs_dir/NAME-seeds, so that repeating the command continues the runs.
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
@@ -131,8 +129,6 @@ def _parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-# The dashboard is a child that reads our pipe, so it ends with this process; the run never waits for it.
-
 _STOP_S = 10.0
 
 
@@ -144,10 +140,10 @@ def open_dashboard(
     roots: Iterable[Path] = (),
     command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
 ) -> Iterator[Callable[[], None]]:
-    """Show the runs of `data_dir` on a free port of this machine; the dashboard's index is kept there too.
+    """Show the runs of `data_dir` in a child process on a free port; the run never waits for it.
 
-    `say` receives the address, or why there is none, from a thread. To draw episodes it may run plug-ins of
-    `roots`. The context yields what waits until Ctrl-C, so that a person can look at a run that has ended.
+    `say` receives the address, or the reason why there is none, on a thread. The dashboard may run plug-ins
+    of `roots` to draw episodes. The context yields a function that waits until Ctrl-C.
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]
     words += ["--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"]
@@ -189,11 +185,11 @@ def _listen(child: Guarded, say: Callable[[str], None]) -> None:
 
 
 def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: bool) -> bool:
-    """Train to the end, unless the run is there already; return False if it was stopped early."""
+    """Train until the end, unless the run is finished; return False if it was stopped early."""
     directory, iterations = plan.directory, plan.loaded.config.training.iterations
     resume = f"turnwise train --resume {directory.path}"
     if plan.resume and directory.is_finished(iterations):
-        # Nothing of it changes, its end least of all, but a report that is missing.
+        # Nothing changes, except that a missing report is written.
         tell(
             out, f"{directory.path} is finished: all of {iterations} iterations are done, and nothing changes"
         )
@@ -221,7 +217,7 @@ def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: b
 
 
 def tell_end(say: Callable[[str], None], directory: RunDirectory, *, report: bool) -> None:
-    """Tell the figures of a finished run, and write its report. Errors here are only reported."""
+    """Report the figures of a finished run, and write its report; errors are only reported."""
     try:
         for line in closing_lines(read_story(directory)):
             say(line)

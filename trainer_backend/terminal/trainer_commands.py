@@ -1,4 +1,4 @@
-"""`turnwise trainer`, `backup` and `restore`: the commands that read a trainer service's settings."""
+"""The commands `turnwise trainer`, `backup` and `restore`, which read a trainer service's settings."""
 
 import os
 import sys
@@ -74,11 +74,11 @@ def _opened(archive: Path | None, *, writes: bool) -> Iterator[IO[bytes]]:
     with file:
         try:
             if writes:
-                os.fchmod(file.fileno(), 0o600)  # its owner's alone, as run directories are
+                os.fchmod(file.fileno(), 0o600)  # readable only by its owner, like run directories
             yield file
         except BaseException:
             if writes:
-                archive.unlink()  # a part of a backup is none
+                archive.unlink()  # not a whole backup
             raise
 
 

@@ -228,7 +228,9 @@ async def test_a_rollout_that_does_not_tell_the_fixed_policy_that_was_asked_is_n
         return Batch(tuple(item.model_copy(update={"trajectory": new}) for item, new in pairs))
 
     run = mixed_run(tmp_path, answer, **schedule(alpha=0.0), training__iterations=1)
-    asked = rf"train/1/0/0:1: 'teacher' was asked to sample it, and its model is {model!r}, which is that of"
+    asked = (
+        rf"train/1/0/0:1: 'teacher' was asked to sample it, and its model is {model!r}, which is the model of"
+    )
     with pytest.raises(SegmentError, match=asked):
         await train(run, Progress(), asyncio.Event())
     assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 8, "they can be looked at"
