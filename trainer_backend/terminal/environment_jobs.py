@@ -111,8 +111,9 @@ _SOKOBAN = EnvironmentJob(
             "epochs": 1, "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {
-            "iterations": 60, "group_size": 8, "learning_rate": 2e-3, "learning_rate_rise": 0.05,
-            "learning_rate_final": 0.2, "batch_decisions": 256, "entropy_coef": 0.01, "checkpoint_every": 10,
+            "iterations": 60, "group_size": 8, "learning_rate": 1.5e-3, "learning_rate_rise": 0.05,
+            "learning_rate_final": 0.2, "batch_decisions": 256, "entropy_coef": 0.002, "target_kl": 0.06,
+            "checkpoint_every": 10,
         },
         "algorithm": {"gamma": 0.95},
         "evaluation": {"every_n_iters": 20, "instances": 300},
