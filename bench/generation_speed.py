@@ -1,11 +1,11 @@
-"""Generation on one thread: the engine beside what `transformers` offers.
+"""Generation on one thread: the engine against what `transformers` offers.
 
     python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5] [--full-text]
     python -m bench.generation_speed --folder MODEL [--vllm-python VENV/bin/python] [--repeats 5]
 
 1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
 2. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
-   comes makes a cache as large as the memory. With a cache of the right size it is shown beside.
+   comes makes a cache as large as the memory. With a cache of the right size it has a row of its own.
 3. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
    of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
    engine whose rows hold a copy each. --full-text: this alone.
@@ -13,8 +13,8 @@
    makes its folder), against `generate` and vLLM (docs/vllm.md installs it), in float32 on one thread each.
    `decoding` is what 64 new tokens take more than one.
 
-Beside the engine stands the same engine where `transformers` makes its forward passes, as it does for models
-that our decoder does not know. The exit code says whether the engine reaches TARGETS.
+Another row is the same engine with forward passes by `transformers`, as for models that our decoder does not
+know. The exit code says whether the engine reaches TARGETS.
 
 All sample without an end token, so everyone makes the same number of tokens. Ratios are of CPU time, taken in
 turn, median and range over the turns: on a busy machine the clock says little.

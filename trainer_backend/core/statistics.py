@@ -14,6 +14,12 @@ from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exa
 from trainer_backend.core.agreement import centred
 
 
+def sum_known(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of the known counts; None if all are unknown."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A mean with its 95 % confidence interval; the bounds are None if they are undefined."""

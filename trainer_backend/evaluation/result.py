@@ -32,6 +32,7 @@ from trainer_backend.core.statistics import (
     over_worlds,
     progress,
     step_deltas,
+    sum_known,
     unique_by_turn,
 )
 
@@ -157,8 +158,10 @@ def evaluation_result(
         lost=losses.lost,
         lost_because=losses.explain() if losses.lost else "",
         failures=dict(sorted(batch.failures.items())),
-        prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
-        sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
+        prompt_tokens=sum_known([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
+        sampled_tokens=sum_known(
+            [step.step_info.completion_tokens for item in episodes for step in item.steps]
+        ),
     )
 
 
@@ -204,12 +207,6 @@ def _outcome_by_row(batch: Batch) -> dict[str, float]:
         if rollout.trajectory is not None and (row_id := read_row_id(rollout.group_id)) is not None:
             outcomes.setdefault(row_id, []).append(rollout.trajectory.outcome_reward)
     return {row_id: fmean(several) for row_id, several in outcomes.items()}
-
-
-def _total(counts: Sequence[int | None]) -> int | None:
-    """Return the sum of the known counts; None if all are unknown."""
-    values = [count for count in counts if count is not None]
-    return sum(values) if values else None
 
 
 def _solved_in_any(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval | None:

@@ -57,7 +57,7 @@ class PageMemory:
         return min(most, self.slab_pages)
 
     def may_grow(self, free: int) -> bool:
-        """Return whether a slab fits in `free` bytes beside the reserve, or is one of the least slabs."""
+        """Return whether a slab fits in `free` bytes and leaves the reserve, or is one of the least slabs."""
         needed = math.prod(self._shape) * self.dtype.itemsize + RESERVE_BYTES
         return len(self.slabs) * self.slab_pages < self._least or free >= needed
 

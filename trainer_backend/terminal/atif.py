@@ -19,7 +19,7 @@ from service_kit.release import version
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, exact_tokens, prompts, read_answer
-from trainer_backend.core.statistics import step_deltas
+from trainer_backend.core.statistics import step_deltas, sum_known
 
 VERSION = "ATIF-v1.7"
 
@@ -65,8 +65,8 @@ def make_atif(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Js
 def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps: Sequence[StepData]) -> Json:
     infos = [step.step_info for step in steps]
     totals = {
-        "total_prompt_tokens": _total([info.prompt_tokens for info in infos]),
-        "total_completion_tokens": _total([info.completion_tokens for info in infos]),
+        "total_prompt_tokens": sum_known([info.prompt_tokens for info in infos]),
+        "total_completion_tokens": sum_known([info.completion_tokens for info in infos]),
         "total_steps": len(told),
     }
     return {
@@ -316,11 +316,6 @@ def _result(call_id: str | None, content: str) -> Json:
 def _key(message: Message) -> tuple[Any, ...]:
     calls = tuple((call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
     return message.role, message.content or "", message.name, message.tool_call_id, calls
-
-
-def _total(counts: Sequence[int | None]) -> int | None:
-    numbers = [count for count in counts if count is not None]
-    return sum(numbers) if numbers else None
 
 
 def _present(fields: Mapping[str, Any]) -> Json:
