@@ -213,8 +213,8 @@ STARTS = Study(
     measured="of key, door and treasure, held out",
 )  # fmt: skip
 
-# Whole jobs, each seed from its own imitation on: the first two take ten minutes and an hour a seed on two
-# quiet cores, the others a quarter of an hour.
+# Whole jobs, each seed from its own imitation on: the demo takes ten minutes a seed on two quiet cores, whole
+# games take an hour, and the others a quarter of an hour.
 _REMEMBERS = ("rollout.env_config.memory=true", "warmup.policy_config.memory=true")
 JOBS = (
     Study(
@@ -232,6 +232,20 @@ JOBS = (
         job="configs/crafter_laptop.toml",
         settings=(),
         arms={"view": Arm("the view alone", ()), "memory": Arm("with a memory", _REMEMBERS)},
+        from_the_start=True,
+    ),
+    Study(
+        name="from_scratch",
+        title="whole games of Crafter without a teacher, from the beginning or partly from snapshots",
+        against="plain",
+        job="configs/crafter_from_scratch.toml",
+        settings=("evaluation.instances=200", "training.keep_checkpoints=1"),
+        arms={
+            "plain": Arm("from the beginning", ()),
+            "frontier": Arm(
+                "a quarter starts at snapshots", ("curriculum.share=0.25", "curriculum.rule=frontier")
+            ),
+        },
         from_the_start=True,
     ),
     *(
