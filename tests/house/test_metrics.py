@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.conftest import rows_of
 from tests.house.sources import ROOT, name_of, package_sources
-from trainer_backend.metrics import DECLARED, metrics_markdown
+from trainer_backend.metrics import CHAPTERS, DECLARED, metrics_markdown
 
 # Keys of this form that name something else.
 OTHERS = {
@@ -45,9 +45,11 @@ def test_the_page_of_the_metrics_is_that_of_their_declarations():
     )
 
 
-def test_a_metric_is_declared_once():
+def test_a_metric_is_declared_once_and_explained_without_what_separates_metrics():
     names = [metric.name for metric in DECLARED]
     assert sorted(set(names)) == sorted(names)
+    rows = [row for _, rows in CHAPTERS.values() for row in rows if len(row.metrics) > 1]
+    assert [metric.name for row in rows for metric in row.metrics if ";" in metric.means] == []
 
 
 def test_every_metric_of_a_run_is_declared(trained):

@@ -31,10 +31,10 @@ METRICS = (
     ),
     Row(
         Metric("rollout/lost_causes", "why they were lost: pairs of a number and a cause, the most common "
-               "one first; absent without losses"),
+               "one first"),
         Metric("branch/lost_causes", "the same for branches"),
-        note="A stage that ends the run has these numbers in a row of the kind `lost`, until a resumed run "
-        "plays it again",
+        note="Absent without losses. A stage that ends the run has these numbers in a row of the kind "
+        "`lost`, until a resumed run plays it again",
     ),
 )  # fmt: skip
 BRANCH_METRICS = (

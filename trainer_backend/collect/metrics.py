@@ -34,7 +34,7 @@ EVALUATION_METRICS = (
         Metric("eval/decisions", "mean decisions of an episode"),
         Metric("eval/invalid_frac", "share of refused decisions", "invalid", {"evaluation": "held-out"}),
         Metric("eval/episodes", "worlds or rows that were played"),
-        Metric("eval/unit", "which of the two"),
+        Metric("eval/unit", "`world` or `row`"),
         when="on held-out worlds or rows",
     ),
     Row(
@@ -162,7 +162,7 @@ def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
 APP_METRICS = (
     Row(
         Metric("app/finished/*", "rollouts that it finished"),
-        Metric("app/lost/*", "rollouts that were lost with it and asked for again"),
+        Metric("app/lost/*", "its unfinished rollouts when it was lost, which were requested again"),
         Metric("app/outages/*", "how often it stopped answering"),
         Metric("app/answers/*", "1 if it answered at the end"),
         when="by host and port of the task app (`own`: the job's own; of several `own-0`, `own-1` and so on)",
@@ -171,7 +171,7 @@ APP_METRICS = (
         Metric("app/seconds_per_decision/*", "the seconds that its episodes took, divided by their decisions",
                "apps"),
         when="by task app",
-        note="Its episodes run side by side",
+        note="Its episodes run at the same time",
     ),
 )  # fmt: skip
 

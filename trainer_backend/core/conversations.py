@@ -73,10 +73,10 @@ def user_turns(trajectory: Trajectory) -> int:
 
 CONTEXT_METRICS = (
     Row(
-        Metric("statelm/deletes", "messages of an episode that its last view no longer showed", "context",
+        Metric("statelm/deletes", "messages that its last view no longer shows", "context",
                "messages deleted"),
         Metric("statelm/refused_edits", "calls of context tools that were refused, whole or for one id"),
-        Metric("statelm/peak_context", "tokens of an episode's longest prompt with answer", "peak",
+        Metric("statelm/peak_context", "tokens of its longest prompt with answer", "peak",
                {"iteration": "training", "evaluation": "held-out"}),
         when="means of an episode",
     ),

@@ -61,7 +61,7 @@ class Metric:
     name: str
     """`room/what`; a `*` matches any text. `room/what/*` may be a table of numbers, `room/what`."""
     means: str
-    """What it is, with its unit."""
+    """What it is, with its unit; without a semicolon, which separates the metrics of a row."""
     panel: Panel | str = ""
     """The chart: the key of a panel of `pages/panels.py`, or one of its own, the last of its section.
     Absent: a chart without a title."""

@@ -29,9 +29,9 @@ MISMATCH_METRICS = (
         note="Above `training.mismatch_limit` the run ends before the update",
     ),
     Row(
-        Metric("mismatch/checked_share", "share of the actor's tokens that the weights of now have sampled"),
+        Metric("mismatch/checked_share", "share of the actor's tokens that the current weights sampled"),
         when="only with `training.max_staleness`",
-        note="Only these are compared; older versions may differ",
+        note="Only these are compared, because older versions may differ",
     ),
 )  # fmt: skip
 STEP_METRICS = (
@@ -49,34 +49,35 @@ STEP_METRICS = (
         note="It moves the rate of the next iteration",
     ),
     Row(
-        Metric("optim/certain_frac", "share of the sampled tokens that it left out of the policy's update"),
+        Metric("optim/certain_frac", "share of the sampled tokens that the policy's update left out"),
         when="only with `skip_certain_above`",
     ),
     Row(
         Metric("learner/tokens", "tokens of the segments in the iteration's optimizer steps"),
-        Metric("learner/tokens_computed", "how many of them were computed, since what segments begin with is "
-               "computed once (`training.share_prefixes`)"),
+        Metric("learner/tokens_computed",
+               "tokens that were computed: a beginning that segments share, once (`training."
+               "share_prefixes`)"),
     ),
     Row(
-        Metric("learner/ranks", "how many"),
+        Metric("learner/ranks", "number of ranks"),
         Metric(
             "learner/tokens_imbalance",
-            "the most tokens that one of them had in the iteration's steps, over the mean",
+            "the most tokens that one rank had in the iteration's steps, over the mean",
             Panel("ranks", "System", "Ranks of the learner",
                   "Most tokens of a rank over the mean; the others wait for it."),
             "most over mean",
         ),
         when="only with several ranks",
-        note="The others wait for that one",
+        note="The other ranks wait for that one",
     ),
     Row(
         Metric("learner/padding_share", "share of padding in what the steps computed"),
         when="only where segments have rows of their own ([models.md](models.md#how-updates-are-computed))",
     ),
     Row(
-        Metric("loss/router_aux", "the loss that spreads tokens over them, without that weight"),
+        Metric("loss/router_aux", "the loss that spreads tokens over the experts, before it is weighted"),
         when="only with experts and a `router_aux_coef`",
-        note="An even load has the number of experts of a token",
+        note="With an even load it is the number of experts of a token",
     ),
 )  # fmt: skip
 VALUE_METRICS = (
@@ -93,8 +94,9 @@ WARMUP_METRICS = (
         Metric("warmup/loss", "its loss in nats per token over the last epoch"),
     ),
     Row(
-        Metric("warmup/answer_tokens_max", "tokens of the longest answer that was imitated; more than "
-               "`rollout.max_tokens` the policy cannot say, and the run warns of it"),
+        Metric("warmup/answer_tokens_max",
+               "tokens of the longest imitated answer. If it has more "
+               "than `rollout.max_tokens`, the policy cannot finish it, and the run warns"),
     ),
 )  # fmt: skip
 WEIGHT_METRICS = (

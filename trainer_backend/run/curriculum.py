@@ -49,12 +49,12 @@ METRICS = (
         Metric("starts/pool", "snapshots that are kept after the iteration"),
         Metric("starts/pool_mib", "what they take, in MiB"),
         Metric("starts/cells", "how many sets of achievements they are of"),
-        Metric("starts/*/kept", "the number of each set (the 12 largest; names joined by `+`)",
+        Metric("starts/*/kept", "the number of each set (the 12 largest, names joined by `+`)",
                "starts_pool"),
     ),
     Row(
-        Metric("time/starts_s", "choosing what is kept of the iteration's games, and playing these again up "
-               "to there"),
+        Metric("time/starts_s",
+               "seconds to choose snapshots of the iteration's games, and to play these again up to them"),
         when="only with `[curriculum]`",
     ),
 )  # fmt: skip

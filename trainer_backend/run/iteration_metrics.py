@@ -63,8 +63,8 @@ TIME_METRICS = (
     Row(
         Metric("time/checkpoint_s", "seconds of checkpoints since the last line, which are written while "
                "rollouts are collected"),
-        note="That work is in no timeline and not in `perf/overlap`; only what an update waits for it is "
-        "learner time",
+        note="This time is in no timeline and not in `perf/overlap`; if an update waits for it, the wait is "
+        "the learner's",
     ),
     Row(
         Metric("perf/collect_decisions_per_s", "decisions per second while the iteration was collected",
@@ -165,8 +165,8 @@ def _is_whole(rollout: Rollout) -> bool:
 CHOICE_METRICS = (
     Row(Metric("mixture/alpha", "P(actor) of the schedule", "alpha", "schedule")),
     Row(
-        Metric("rollout/policy_choice", "1 actor, 0 fixed; with a mixing unit below the iteration the share "
-               "of rollouts that the actor was to sample", "alpha", "planned"),
+        Metric("rollout/policy_choice", "1 actor, 0 fixed, or with a mixing unit below the iteration the "
+               "share of rollouts that the actor was to sample", "alpha", "planned"),
         Metric("rollout/using_actor", "1 where the actor was to sample at least one rollout"),
         Metric("rollout/using_fixed", "1 where a fixed policy was to"),
     ),
@@ -260,7 +260,7 @@ def branch_metrics(branches: Batch) -> dict[str, Any]:
 
 
 _DRIFT = (
-    "Each would break a prefix if text were sent and rendered anew; here the ids are kept. `GET /v1/models` "
+    "Each would break a prefix if text were rendered again; here the ids are kept. `GET /v1/models` "
     "has these counts by model, with a digest of its chat template"
 )
 # The servers and engines count them (`InferenceServer.totals`).
@@ -282,8 +282,8 @@ INFERENCE_METRICS = (
     ),
     Row(
         Metric("inference/prompt_tokens_recomputed", "prompt tokens that a running row or a kept prefix had, "
-               "and that were computed all the same: of a model with states, no state was kept where the "
-               "prompts part"),
+               "and that were computed again: the model has states, and none was kept where the prompts "
+               "part"),
     ),
     Row(
         Metric("inference/preempted", "rows that were freed when the cache was full; their requests waited, "
@@ -312,7 +312,7 @@ INFERENCE_METRICS = (
     Row(
         Metric("inference/drift_checked", "answers that were sent back as messages"),
         Metric("inference/drift_tokens", "of those: answers that have other ids when tokenised again"),
-        Metric("inference/drift_text", "answers that the template writes otherwise than they were sampled"),
+        Metric("inference/drift_text", "answers that the template writes differently from what was sampled"),
         Metric("inference/drift_text_untold", "answers that the template cannot write alone"),
         note=_DRIFT,
     ),

@@ -38,8 +38,7 @@ class SoftKeys(AdditiveKeys):
 
 METRICS = (
     Row(
-        Metric("anchors/effective_others", "how many decisions as similar as equal ones a baseline is worth, "
-               "apart from its own, mean"),
+        Metric("anchors/effective_others", "how many equal decisions of others a baseline is worth, mean"),
         when="only with `gigpo_soft`",
     ),
 )  # fmt: skip

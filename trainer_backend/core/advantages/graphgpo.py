@@ -25,7 +25,7 @@ class GraphgpoKeys(GraphKeys):
 METRICS = (
     Row(
         Metric("graph/groups_with_goal", "groups of two or more where the goal was reached"),
-        Metric("graph/path_frac", "share of decisions from whose state a path led to it"),
+        Metric("graph/path_frac", "share of decisions whose state has a path to the goal"),
         when="only with `graphgpo`",
     ),
 )
