@@ -71,6 +71,20 @@ def test_every_metric_that_the_code_writes_is_declared():
     assert [(file, name) for file, name in names if not is_declared(name)] == []
 
 
+def test_every_metric_that_the_code_reads_is_declared():
+    """A misspelt one would be read as absent, by the terminal, a page or an exposition."""
+    rooms = {metric.name.partition("/")[0] for metric in DECLARED}
+    names = {
+        node.value
+        for path, tree in package_sources().items()
+        if name_of(path).startswith("trainer_backend/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"[a-z_]+/[a-z0-9_]+", str(node.value))
+    }
+    assert "loss/entropy" in names
+    assert [name for name in sorted(names) if name.partition("/")[0] in rooms and not is_declared(name)] == []
+
+
 def test_a_name_is_found_however_code_writes_it():
     code = 'row = {"a/x": 1, f"b/{name}/kept": 2}\nrow[f"c/{name}"] = row["d/only_read"]'
     assert {*written(ast.parse(code))} == {"a/x", "b/*/kept", "c/*"}
