@@ -1,4 +1,4 @@
-"""What the docs say is true: keys, plug-ins, metrics, commands of the README; routes in test_http_page."""
+"""What the docs say is true: keys, plug-ins, commands of the README. Metrics and routes have own files."""
 
 import re
 import runpy
@@ -15,7 +15,6 @@ from task_app.__main__ import app as task_app
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from task_app.settings import Settings as TaskAppSettings
 from tests import families_table
-from tests.conftest import rows_of
 from trainer_backend.__main__ import app
 from trainer_backend.job.docs import configuration_markdown
 from trainer_backend.job.load import dump_job, load_job
@@ -107,23 +106,6 @@ def test_every_plug_in_is_documented():
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in (*ENVIRONMENTS, *POLICIES):
         assert f"`{name}`" in pages, f"{name} is in no page"
-
-
-def test_every_metric_is_documented(trained):
-    directory, _, _ = trained
-    page = text_of("docs/metrics.md")
-    names = {
-        name
-        for kind in ("warmup", "iteration", "evaluation")
-        for row in rows_of(directory, kind)
-        for name in row
-    }
-    missing = [
-        name
-        for name in sorted(names - {"kind", "iteration"})
-        if f"`{name}`" not in page and f"`{name.rpartition('/')[0]}/*`" not in page
-    ]
-    assert missing == []
 
 
 def test_the_operator_is_told_of_the_database_file_by_its_name():

@@ -21,9 +21,7 @@ ROWS = [
     for number, line in enumerate(PAGE.replace("| |", "|  |").splitlines(), 1)
     if line.startswith("| ") and not line.startswith("| published")
 ]
-METRICS = "".join(
-    (ROOT / name).read_text(encoding="utf-8") for name in ("docs/metrics.md", "docs/mixture.md")
-)
+METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 
 # Names in the code of the five sources, source by source.
 PUBLISHED = (

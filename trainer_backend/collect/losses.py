@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from shared_schemas.rollouts import Rollout
+from trainer_backend.core.metric import Metric, Row
 
 # Keys of a metrics row that count failed and finished rollouts: of the plan, and branches.
 FAILED = ("rollout/failed", "branch/failed")
@@ -18,6 +19,32 @@ _MOST_CAUSES = 3
 _MOST_CHARS = 600
 # Parts of a message that differ between rollouts with one cause: numbers and quotations, not file and line.
 _DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
+
+
+METRICS = (
+    Row(
+        Metric("rollout/failure/*", "failures by code, with those that were planned again", "failures"),
+        Metric("rollout/failed", "rollouts lost for good", "failures",
+               {"iteration": "lost for good", "evaluation": "held-out, lost", "teacher": "warm-up, lost",
+                "prompts": "prompts, lost"}),
+        Metric("rollout/finished", "finished rollouts"),
+    ),
+    Row(
+        Metric("rollout/lost_causes", "why they were lost: pairs of a number and a cause, the most common "
+               "one first"),
+        Metric("branch/lost_causes", "the same for branches"),
+        note="Absent without losses. A stage that ends the run has these numbers in a row of the kind "
+        "`lost`, until a resumed run plays it again",
+    ),
+)  # fmt: skip
+BRANCH_METRICS = (
+    Row(
+        Metric("branch/rollouts", "branches that finished"),
+        Metric("branch/failed", "branches that failed for good", "failures", "branches, lost"),
+        Metric("branch/decisions", "decisions of the finished ones"),
+        when="only with `branch` or `train_branches`",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

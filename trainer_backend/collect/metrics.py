@@ -11,6 +11,7 @@ from trainer_backend.collect.losses import losses_in
 from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.statistics import (
     CRAFTER,
     Interval,
@@ -26,6 +27,40 @@ from trainer_backend.core.statistics import (
     user_reward_metrics,
 )
 from trainer_backend.errors import NothingToLearnFrom
+
+EVALUATION_METRICS = (
+    Row(
+        Metric("eval/outcome_reward", "mean outcome", "outcome", {"evaluation": "held-out"}),
+        Metric("eval/decisions", "mean decisions of an episode"),
+        Metric("eval/invalid_frac", "share of refused decisions", "invalid", {"evaluation": "held-out"}),
+        Metric("eval/episodes", "worlds or rows that were played"),
+        Metric("eval/unit", "`world` or `row`"),
+        when="on held-out worlds or rows",
+    ),
+    Row(
+        Metric("eval/unique_achievements", "unique achievements, mean", "unique", {"evaluation": "held-out"}),
+        Metric("eval/success_rates/*", "success rates"),
+        Metric("eval/crafter_score", "in Crafter its score", "score", {"evaluation": "score"}),
+        Metric("eval/progress", "the mean share of the achievements, in percent", "score",
+               {"evaluation": "progress"}),
+        Metric("eval/env_reward", "the environment's own reward"),
+        when="the same, where there are achievements",
+    ),
+    Row(
+        Metric("eval/tasks_digest", "digest of the worlds or rows of the evaluation with the environment's "
+               "config and limits"),
+        note="Figures of evaluations with different digests are not comparable",
+    ),
+    Row(
+        Metric("eval/outcome_definition", "what the environment calls its outcome"),
+        Metric("episode/outcome_definition", "the same in training"),
+        note="A name and, after a colon, its meaning. Terminal and report use that name",
+    ),
+    Row(
+        Metric("eval/environment_outcome_reward", "the environment's own outcome"),
+        when="only with a reward function",
+    ),
+)  # fmt: skip
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -122,6 +157,23 @@ def _achievement_metrics(trajectories: Sequence[Trajectory], worlds: Sequence[st
 
 def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+APP_METRICS = (
+    Row(
+        Metric("app/finished/*", "rollouts that it finished"),
+        Metric("app/lost/*", "its unfinished rollouts when it was lost, which were requested again"),
+        Metric("app/outages/*", "how often it stopped answering"),
+        Metric("app/answers/*", "1 if it answered at the end"),
+        when="by host and port of the task app (`own`: the job's own; of several `own-0`, `own-1` and so on)",
+    ),
+    Row(
+        Metric("app/seconds_per_decision/*", "the seconds that its episodes took, divided by their decisions",
+               "apps"),
+        when="by task app",
+        note="Its episodes run at the same time",
+    ),
+)  # fmt: skip
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:

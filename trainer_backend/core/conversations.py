@@ -1,7 +1,6 @@
 """Metrics of a batch of conversations: scores of answers, and edits of the context. Pure.
 
-A conversation is an episode whose history the task app kept (`Trajectory.full_history`); metric names are
-listed in docs/metrics.md.
+A conversation is an episode whose history the task app kept (`Trajectory.full_history`).
 """
 
 import math
@@ -9,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.segments import Segment
 
 # Failures of an interaction, as a task app names them.
@@ -28,14 +28,29 @@ def scores(step: StepData) -> list[float]:
     return [part.value for part in step.reward_parts if part.source == "interaction"]
 
 
-def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """Compute metrics of the scores of answers, over conversations; empty if no answer was scored.
+INTERACTION_METRICS = (
+    Row(
+        Metric("interaction/score", "mean score of an answer", "answers",
+               {"iteration": "training", "evaluation": "held-out"}),
+        Metric("interaction/answers", "scored answers of an episode, mean"),
+        Metric("interaction/user_turns", "turns of the user after the opening, mean"),
+        note="The teacher's episodes have these too",
+    ),
+    Row(
+        Metric("interaction/score_by_turn", "mean over episodes of the last score up to each turn"),
+        note="An ended episode keeps its last score; one without a score counts as 0. With scores of 0 and 1 "
+        "this is the success rate by turn",
+    ),
+    Row(
+        Metric("interaction/timeouts", "rollouts that failed because an interaction did not answer in time"),
+        Metric("interaction/failures", "rollouts that failed because of any fault of an interaction"),
+        note="Retried rollouts count",
+    ),
+)  # fmt: skip
 
-    interaction/score (mean over answers), interaction/answers (scored answers per episode),
-    interaction/user_turns (the user's messages after the opening), interaction/score_by_turn [T]: mean over
-    episodes of the last score up to each decision. An ended episode keeps its last score; an episode without
-    a score counts 0. If scores are 0 or 1, this is a success rate by turn.
-    """
+
+def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
+    """Compute metrics of the scores of answers, over conversations; empty if no answer was scored."""
     played = pick_conversations(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
     if not given:
@@ -56,13 +71,31 @@ def user_turns(trajectory: Trajectory) -> int:
     return sum(message.role == "user" for message in trajectory.full_history[opening:])
 
 
+CONTEXT_METRICS = (
+    Row(
+        Metric("statelm/deletes", "messages that its last view no longer shows", "context",
+               "messages deleted"),
+        Metric("statelm/refused_edits", "calls of context tools that were refused, whole or for one id"),
+        Metric("statelm/peak_context", "tokens of its longest prompt with answer", "peak",
+               {"iteration": "training", "evaluation": "held-out"}),
+        when="means of an episode",
+    ),
+    Row(
+        Metric("statelm/edited", "share of episodes that edited their context"),
+        Metric("statelm/context_length_exceeded", "share that ended because the next prompt did not fit"),
+    ),
+    Row(
+        Metric("statelm/segments", "segments", "context", "segments"),
+        Metric("statelm/masked_tokens", "tokens in them that are context and not trained"),
+        when="iterations only, means of an episode",
+    ),
+)  # fmt: skip
+
+
 def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute metrics of context edits in conversations; empty without conversations.
 
-    Means per episode: statelm/deletes (messages missing in its last view), statelm/refused_edits (calls that
-    were refused for all or some ids), and statelm/peak_context (tokens of its longest prompt and answer;
-    absent if no server counts them). Shares of episodes: statelm/edited (with an edited context) and
-    statelm/context_length_exceeded (ended by it).
+    statelm/peak_context is absent if no server counts tokens.
     """
     played = pick_conversations(trajectories)
     if not played:
@@ -97,7 +130,7 @@ def refused_edits(trajectory: Trajectory) -> int:
 
 
 def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
-    """Compute means over conversations: statelm/segments, and statelm/masked_tokens (untrained tokens)."""
+    """Compute means over conversations; empty without conversations."""
     if not segments:
         return {}
     masked = sum(len(part) - len(part.logprobs) for found in segments for part in found)
@@ -108,7 +141,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """Count interaction/timeouts, and interaction/failures, which include them; retried rollouts too."""
+    """Count the failures of interactions, by their codes."""
     timeouts = failures.get(DEADLINE, 0)
     failed = timeouts + failures.get(FAILED, 0)
     return {"interaction/timeouts": float(timeouts), "interaction/failures": float(failed)}

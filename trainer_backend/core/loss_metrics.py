@@ -7,9 +7,25 @@ from typing import TYPE_CHECKING
 
 from trainer_backend.core.kl import k3
 from trainer_backend.core.losses import RangeKeys, log_ratio, weighted_sum
+from trainer_backend.core.metric import Metric, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+METRICS = (
+    Row(
+        Metric("loss/ratio_mean", "probability ratio of the update, mean over tokens by their weights",
+               "ratio", "mean", band=("loss/ratio_min", "loss/ratio_max")),
+        Metric("loss/ratio_min", "the least"),
+        Metric("loss/ratio_max", "the largest"),
+    ),
+    Row(
+        Metric("loss/clip_low_share", "share of tokens clipped below", "clip", "lower"),
+        Metric("loss/clip_high_share", "share of tokens clipped above", "clip", "upper"),
+        note="`sapo` and `policy_gradient` clip none: shares beyond the range",
+    ),
+)  # fmt: skip
 
 
 def clip_metrics(
@@ -17,10 +33,8 @@ def clip_metrics(
 ) -> dict[str, float]:
     """Measure how far the policy has moved from the proximal policy, over tokens of weight above 0.
 
-        loss/clip_low_share    weighted share of tokens held at 1 - clip_low (negative advantage)
-        loss/clip_high_share   ... at 1 + clip_high (positive advantage)
-        loss/ratio_mean        weighted mean of the ratio
-        loss/ratio_min, _max   its bounds; absent if no token has a weight
+    A token is clipped at 1 - clip_low if its advantage is negative, at 1 + clip_high if it is positive. The
+    bounds of the ratio are absent if no token has a weight.
 
     Arguments as in `losses.clipped_policy_loss`. Shares and means are weighted sums, so the metrics of a
     step's micro-batches add up (`merge_metrics`).

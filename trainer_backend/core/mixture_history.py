@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_backend.core.metric import Metric, Panel, Row
 from trainer_backend.core.policies import ACTOR
 
 # Names of metrics by policy, as in `mixture/{policy}/{name}`.
@@ -26,6 +27,49 @@ class Past:
     """By policy, the mean outcome of its episodes."""
     counted: Mapping[str, float] = field(default_factory=dict)
     """By policy, `behaviour.counted_share` of its samples in the update."""
+
+
+# By policy, the actor too. `run/iteration_metrics.py` computes the first three rows, the learner the others.
+METRICS = (
+    Row(
+        Metric("mixture/*/episodes", "rollouts that it finished", "mix"),
+        Metric("mixture/*/failed", "rollouts that it should have sampled and did not"),
+    ),
+    Row(
+        Metric("mixture/*/decisions", "decisions"),
+        Metric("mixture/*/outcome_reward", "outcome", "by_policy"),
+        Metric("mixture/*/reward", "sum of r_t"),
+        Metric("mixture/*/unique_achievements", "unique achievements, where there are any"),
+        when="means of an episode",
+    ),
+    Row(
+        Metric("mixture/*/ess", "effective sample size, as in `mixture/ess`", "ess"),
+        Metric("mixture/*/counted_share", "how much its samples count, as in `mixture/counted_share`",
+               "counted"),
+        Metric("mixture/*/weight_mean", "mean truncated weight"),
+        Metric(
+            "mixture/*/truncated_share",
+            "share of the weights that were cut to the cap, or masked (absent for `single_ratio`, which has "
+            "no weight)",
+            Panel("weights", "Mixture", "Weights held at the cap",
+                  "Share of each policy's importance weights.", form="percent"),
+        ),
+    ),
+    Row(
+        Metric("mixture/*/lost_mass", "the actor's probability on tokens that the policy never says, in the "
+               "states that the policy visits"),
+        when="for a fixed policy with truncated sampling",
+        note="It is estimated as 1 - the mean of p/mu over its tokens, so noise may make it negative",
+    ),
+    Row(
+        Metric("mixture/*/clip_low_share", "share of tokens clipped below"),
+        Metric("mixture/*/clip_high_share", "share clipped above"),
+        Metric("mixture/*/ratio_mean", "mean ratio"),
+        Metric("mixture/*/entropy", "entropy"),
+        when="of the update, as `loss/*` has them for the actor",
+        note="A `single_ratio` policy whose shares grow teaches less and less",
+    ),
+)  # fmt: skip
 
 
 def metric_name(policy: str, name: str) -> str:

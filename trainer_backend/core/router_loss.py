@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from trainer_backend.core.keys import Table
+from trainer_backend.core.metric import Metric, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,13 +44,21 @@ def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor
     return len(sent_E) * (sent_E / routed * probability_E).sum() / routed
 
 
-def load_metrics(sent_ME: Tensor) -> dict[str, float]:
-    """Measure the evenness of the load, given the tokens of each expert in M layers; means over layers.
+METRICS = (
+    Row(
+        Metric("moe/load_max", "tokens of the busiest expert over those of an even load, 1 to E / k",
+               "experts", "busiest"),
+        Metric("moe/load_entropy", "entropy of the load over that of an even one"),
+        Metric("moe/idle_experts", "experts without a token in a step", "experts", "idle"),
+        when="only with experts, means over layers and steps",
+        note="A token that segments share counts once, unless a loss balances the routers "
+        "(`training.router_aux_coef`), which turns sharing off",
+    ),
+)  # fmt: skip
 
-    moe/load_max        tokens of the busiest expert, over those of an even load: 1 to E / k
-    moe/load_entropy    entropy of the shares over log E: 1 where the load is even
-    moe/idle_experts    experts without a token
-    """
+
+def load_metrics(sent_ME: Tensor) -> dict[str, float]:
+    """Measure the evenness of the load, given the tokens of each expert in M layers; means over layers."""
     experts = sent_ME.shape[1]
     share_ME = sent_ME.double() / sent_ME.sum(dim=1, keepdim=True)
     entropy_M = -share_ME.xlogy(share_ME).sum(dim=1)

@@ -1,6 +1,6 @@
 """Statistics of a batch of episodes: decision-reward logs and evaluation figures. Pure.
 
-Metric names are `room/what`; docs/metrics.md lists them.
+Metric names are `room/what`.
 """
 
 import math
@@ -12,6 +12,7 @@ from statistics import fmean
 from shared_schemas.rewards import decision_rewards
 from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exact_tokens
 from trainer_backend.core.agreement import centred
+from trainer_backend.core.metric import Metric, Row
 
 
 def sum_known(counts: Sequence[int | None]) -> int | None:
@@ -143,16 +144,45 @@ def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
     return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
 
 
+_ACHIEVEMENTS = "episode/unique_achievements"
+DECISION_METRICS = (
+    Row(
+        Metric("decision/count", "decisions of the batch"),
+        Metric("decision/nonzero", "decisions with `unique_delta > 0`"),
+        Metric("decision/nonzero_frac", "their share", "event_reward", "decisions", needs=_ACHIEVEMENTS),
+    ),
+    Row(
+        Metric("decision/unique_sum", "sum of `unique_delta`", "achieved", "unique", needs=_ACHIEVEMENTS),
+        Metric("decision/ach_sum", "sum of `ach_delta`", "achieved", "all", needs=_ACHIEVEMENTS),
+    ),
+    Row(
+        Metric("decision/batch_nonzero", "1 if any decision of the batch has `unique_delta > 0`, else 0"),
+        note="Its mean over iterations is the share of batches with event reward",
+    ),
+    Row(
+        Metric("decision/unique_by_turn", "mean `unique_delta` at each turn"),
+        Metric("decision/ach_by_turn", "mean `ach_delta` at each turn"),
+        note="An episode that ended earlier counts as 0",
+    ),
+    Row(
+        Metric("reward/sum", "sum of `r_t` over the batch", "reward_sum", "sum of r_t"),
+        Metric("reward/mean", "mean sum of an episode", "reward", "reward"),
+    ),
+    Row(
+        Metric(
+            "reward/nonzero_episode_frac", "share of episodes with a non-zero `r_t`", "event_reward",
+            "episodes",
+        ),
+        Metric("reward/batch_nonzero", "1 if the batch has such an episode"),
+        note="Any source counts, penalties too (in mode `off`: the outcome)",
+    ),
+)  # fmt: skip
+
+
 def decision_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
     """Compute the metrics that source 1 requires, of a batch of episodes and their r_t [T].
-
-    They are decision/count, decision/unique_sum, decision/ach_sum, decision/nonzero (decisions with
-    unique_delta > 0) and decision/nonzero_frac, decision/batch_nonzero (1 if the batch has such a decision,
-    in every reward mode), reward/sum (of r over the batch) and reward/mean (per episode),
-    reward/nonzero_episode_frac (share of episodes with a non-zero r_t), reward/batch_nonzero (1 if the batch
-    has a non-zero r_t of any origin).
 
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
@@ -202,6 +232,29 @@ def _by_turn(trajectories: Sequence[Trajectory], of: Callable[[DecisionRewards],
     return [value / len(trajectories) for value in sums]
 
 
+EPISODE_METRICS = (
+    Row(
+        Metric("episode/count", "episodes"),
+        Metric(
+            "episode/outcome_reward",
+            "mean outcome, with its 95 % interval over groups",
+            "outcome",
+            "training",
+        ),
+        Metric("episode/decisions", "mean decisions of an episode", "length", "decisions"),
+        Metric("episode/env_steps", "mean env steps of an episode", "length", "env steps"),
+        Metric("episode/invalid_frac", "share of refused decisions", "invalid", "training"),
+        note="Siblings share their start, so only groups are independent",
+    ),
+    Row(
+        Metric(_ACHIEVEMENTS, "unique achievements of an episode, mean", "unique", "training"),
+        when="only where there are achievements",
+        note="In Crafter this is the outcome",
+    ),
+    Row(Metric("stop/*", "share of each [stop reason](route.md#how-an-episode-ends)", "endings")),
+)
+
+
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the lengths, endings and outcomes of a batch, and unique achievements if there are any."""
     count = max(len(trajectories), 1)
@@ -221,11 +274,18 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics | {f"stop/{reason}": number / count for reason, number in sorted(reasons.items())}
 
 
-def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Measure how many versions the samplers of tokens lag behind the policy, before the update.
+STALENESS_METRICS = (
+    Row(Metric("policy/version", "version that serves after the iteration")),
+    Row(
+        Metric("policy/staleness_max", "versions between the policy that sampled a token and the policy that "
+               "learns from it, the most", "staleness", "largest"),
+        Metric("policy/staleness_mean", "their mean over tokens", "staleness", "mean"),
+    ),
+)  # fmt: skip
 
-    Returns policy/staleness_max and policy/staleness_mean (over tokens); empty if no versions are known.
-    """
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Measure how old the samplers of tokens are, before the update; empty if no versions are known."""
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
         call = exact_tokens(step)
@@ -240,12 +300,21 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
     return {"policy/staleness_max": float(max(behind)), "policy/staleness_mean": mean}
 
 
-def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute means over the episodes that a reward function judged; empty without such episodes.
+USER_REWARD_METRICS = (
+    Row(
+        Metric("user_reward/score", "the score, which is the outcome"),
+        Metric("user_reward/base_sum", "sum of an episode's `base_reward`s"),
+        Metric(
+            "episode/environment_outcome_reward", "the environment's own outcome, which the score replaced"
+        ),
+        Metric("user_reward/warnings", "step outputs that did not fit their episode, a sum over the batch"),
+        when="only with a reward function, means over the episodes that it judged",
+    ),
+)
 
-    user_reward/score, user_reward/base_sum (of an episode's base_reward), user_reward/warnings (a sum over
-    the batch), and episode/environment_outcome_reward, which the score replaced.
-    """
+
+def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute means over the episodes that a reward function judged; empty without such episodes."""
     judged = [(item, item.user_reward) for item in trajectories if item.user_reward is not None]
     if not judged:
         return {}

@@ -19,6 +19,7 @@ from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, make_targets
 from trainer_backend.core.forks import compare_at_forks, cut_rest
 from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.metric import Metric, Panel, Row
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import Segment
@@ -117,6 +118,40 @@ class _Estimate:
             token_values=episode.token_values,
             value_after=episode.value_after,
         )
+
+
+GROUP_METRICS = (
+    Row(
+        Metric("group/count", "groups that were played"),
+        Metric(
+            "group/flat", "groups whose advantages are all 0 (a KL in the rewards is left out of this test)"
+        ),
+        Metric("group/refilled", "extra groups that replaced them"),
+    ),
+)
+FORK_METRICS = (
+    Row(
+        Metric("forks/count", "forks"),
+        Metric("forks/flat", "those whose advantages are all 0"),
+        Metric("forks/rollouts", "continuations that are credited"),
+        Metric("forks/share", "share of the trained decisions that come after forks", "forks", "after forks"),
+        when="only with `train_branches`",
+    ),
+    Row(
+        Metric("forks/left_out", "episodes that are not forked, since they began at a snapshot themselves "
+               "([`[curriculum]`](credit.md#where-games-start))"),
+        when="only with `train_branches`",
+    ),
+    Row(
+        Metric(
+            "forks/gain", "mean return of continuations less that of their parents from the fork on",
+            Panel("fork_gain", "Rewards and credit", "Gain of forks",
+                  "Mean return of continuations less that of their parents from there on."),
+            "gain",
+        ),
+        when="only with `train_branches`",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from trainer_backend import job_parts
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.agreement import correlation, measure_spread, sign_agreement
 from trainer_backend.core.critic import ByToken, OfEpisode
+from trainer_backend.core.metric import Panel
 from trainer_backend.core.statistics import Interval, step_deltas
 from trainer_backend.core.truth import TruthScore
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
@@ -25,7 +26,6 @@ from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryErro
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
-from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import make_chart, make_curve
 from trainer_backend.parts import CreditedEpisode, Reporter
 from trainer_backend.plugins import ESTIMATORS, estimator

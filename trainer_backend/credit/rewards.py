@@ -8,6 +8,7 @@ from shared_schemas.rewards import UndefinedReward, reward_vector
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import RewardError, SegmentError, place
@@ -92,6 +93,17 @@ class Rewards:
             )
         nats = kl_estimates(scored, training.kl_reward_kind, rollout_id=rollout_id)
         return Earned(paid_T, kl_rewards(nats, training.kl_reward_coef), nats)
+
+
+METRICS = (
+    Row(
+        Metric("kl/reference", "KL to the policy that RL started from, in nats per token", "kl",
+               "to the reference"),
+        Metric("reward/kl", "mean cost of that KL for an episode, in reward units", "reward", "paid for KL"),
+        when="only with `kl_reward_coef`",
+        note="No other reward metric includes it",
+    ),
+)  # fmt: skip
 
 
 def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:

@@ -17,14 +17,13 @@ from pydantic_core import PydanticUndefined
 
 from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.core.advantages.episodes import EstimatorPlug
-from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
 from trainer_backend.job.plug_table import own_tables
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
-from trainer_backend.plugins import BOARDS, READ_BY, reads
+from trainer_backend.plugins import BOARDS
 
 _HEAD = """\
 # The job TOML
@@ -43,8 +42,6 @@ Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edi
 - **Choices**: where a later file or `--set` chooses another estimator, loss, critic, aggregation or
   schedule, keys of earlier files that it does not read are left out with a warning; in one file they are
   errors.
-- **Reward switches** (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
-  `[rollout]`; two different values in a file are an error, and an override counts in every place.
 - **Paths** start at the folder of their file if something is there; otherwise, as with `--set`, at the
   working directory, as `job.runs_dir` always does. A run stores absolute paths.
 """
@@ -60,7 +57,7 @@ def _lines() -> Iterator[str]:
         yield from _table(name, table_model(field))
         for plug, kind, keys in own_tables(table_model(field)):
             yield from _table(f"{name}.{plug}", kind, keys)
-    yield from _what_is_read()
+    yield from _paper_values()
     yield "## State keys\n"
     yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
     yield "A plug-in's environment may have more."
@@ -79,35 +76,19 @@ def _lines() -> Iterator[str]:
     )
 
 
-def _what_is_read() -> Iterator[str]:
-    yield "## What is read with which name\n"
+def _paper_values() -> Iterator[str]:
+    """The values that a name brings; what each name reads is told by `turnwise check`."""
+    yield "## Values of papers\n"
     yield (
-        "`algorithm.gamma` belongs to the task, and is read in any case. A key that the chosen name does not "
-        "read is refused where it is set; a clip range and `training.learning_rate_final` may stand in any "
-        "job."
+        "A key that the chosen name does not read is refused where it is set, and the error says which names "
+        "read it. These names have the values of their papers where the job has none:\n"
     )
-    for board in READ_BY:
-        yield f"\n`{board}`:\n"
-        table = READ_BY[board]
-        own = {name: keys for name, _, keys in own_tables(table_model(JobConfig.model_fields[table]))}
-        names: dict[str, list[str]] = {}
-        for name, read in reads(board).items():
-            of_name = own.get(name, [])
-            keys = {key for key in read if key.partition(".")[2] not in of_name}
-            keys |= {f"{table}.{name}.{key}" for key in of_name}
-            words = f": {quoted(sorted(keys))}" if keys else ""
-            names.setdefault(words + _describe_defaults(BOARDS.get(board, {}).get(name)), []).append(name)
-        yield from (f"- {quoted(alike)}{text}" for text, alike in names.items())
+    for board in ("algorithm.advantage", "algorithm.loss"):
+        for name, plug in BOARDS[board].items():
+            if isinstance(plug, LossPlug | EstimatorPlug) and plug.values:
+                values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
+                yield f"- `{board} = {name}`: {values}"
     yield ""
-
-
-def _describe_defaults(plug: object) -> str:
-    if isinstance(plug, LossPlug | EstimatorPlug) and plug.values:
-        values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
-        return f"; where the job has no value, those of its paper: {values}"
-    if isinstance(plug, AllocationPlug):
-        return f"; required: {quoted(sorted(plug.needs))}"
-    return ""
 
 
 def _table(name: str, model: type[BaseModel], only: Collection[str] | None = None) -> Iterator[str]:

@@ -115,7 +115,7 @@ class AllocationTable(PlugTable):
     boards = ("rollout_allocation_schedule.type",)
 
     type: str = "constant"
-    """course of alpha; each type has its own keys, see below"""
+    """course of alpha; each type has its own keys (docs/mixture.md)"""
     alpha: float | None = Field(default=None, ge=0, le=1)
     """constant: the probability that the actor samples"""
     alpha_0: float | None = Field(default=None, ge=0, le=1)

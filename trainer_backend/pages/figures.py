@@ -7,8 +7,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 from urllib.parse import quote
 
+from trainer_backend.core.metric import Form
 from trainer_backend.core.statistics import Interval
-from trainer_backend.pages.panels import Form
 
 
 def rollout_address(job_id: str, rollout_id: str, turn: int | None = None) -> str:

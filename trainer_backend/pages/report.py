@@ -11,6 +11,7 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import read_row_id
+from trainer_backend.core.metric import Panel
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, read_past
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
@@ -21,7 +22,6 @@ from trainer_backend.pages.episode_view import decision_lines, last_message, new
 from trainer_backend.pages.facts import chosen_keys
 from trainer_backend.pages.figures import clip, duration, interval, name_iterations, number, spaced
 from trainer_backend.pages.page import saved_page
-from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
 from trainer_backend.pages.run_view import make_head

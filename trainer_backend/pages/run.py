@@ -12,6 +12,7 @@ from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from trainer_backend.collect.losses import FAILED
+from trainer_backend.core.metric import Panel
 from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
 from trainer_backend.pages.facts import chosen_keys, name_folder
 from trainer_backend.pages.page import (
@@ -24,7 +25,6 @@ from trainer_backend.pages.page import (
     page_router,
     takes_part,
 )
-from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run_data import (
     KINDS,
     MOST_LOSSES,

@@ -12,19 +12,10 @@ from typing import Any, get_args
 
 from trainer_backend.collect.losses import FAILED
 from trainer_backend.collect.metrics import outcome_name
+from trainer_backend.core.metric import Form, Kind, Panel, Section
 from trainer_backend.pages.facts import differing_keys, group_seeds
 from trainer_backend.pages.figures import NONE, number, signed
-from trainer_backend.pages.panels import (
-    PANELS,
-    Form,
-    Kind,
-    Panel,
-    Section,
-    make_other_panels,
-    merge_outcome,
-    restrict,
-    split_by_line,
-)
+from trainer_backend.pages.panels import PANELS, make_other_panels, merge_outcome, restrict, split_by_line
 from trainer_backend.pages.run_view import FIGURES, evaluation_table, key_figures, list_losses, success_rates
 from trainer_backend.pages.series import Axes, Curves, draw_chart, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, draw_timeline

@@ -8,9 +8,9 @@ from typing import Any, get_args
 from trainer_backend.collect.losses import NAMES_BEFORE_RL, losses_in, sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
+from trainer_backend.core.metric import Form
 from trainer_backend.pages.facts import time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
-from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, Curve, Job, parse_tables, read_iterations

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from trainer_backend.core.metric import Form, Line, Panel
 from trainer_backend.pages.figures import number
-from trainer_backend.pages.panels import Form, Line, Panel
 from trainer_backend.store.rows import Curve
 
 Key = tuple[str, str]  # (kind, metric)

@@ -17,6 +17,7 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.starts import (
     Candidate,
     Cell,
@@ -33,6 +34,30 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.spool import plan_id
 
 Gain = tuple[str, bool]
+
+
+METRICS = (
+    Row(
+        Metric("starts/share", "share of the finished games that began at a snapshot", "starts", "share"),
+        Metric("starts/gain", "of these the share that added an achievement, or something to the outcome",
+               "starts", "gained"),
+        when="only with `[curriculum]`",
+        note="Metrics of whole episodes (`episode/*`, `decision/*`, `stop/*`, means of `mixture/*`) leave "
+        "these games out; counts of steps, time and failures hold all",
+    ),
+    Row(
+        Metric("starts/pool", "snapshots that are kept after the iteration"),
+        Metric("starts/pool_mib", "what they take, in MiB"),
+        Metric("starts/cells", "how many sets of achievements they are of"),
+        Metric("starts/*/kept", "the number of each set (the 12 largest, names joined by `+`)",
+               "starts_pool"),
+    ),
+    Row(
+        Metric("time/starts_s",
+               "seconds to choose snapshots of the iteration's games, and to play these again up to them"),
+        when="only with `[curriculum]`",
+    ),
+)  # fmt: skip
 
 
 @dataclass(slots=True)

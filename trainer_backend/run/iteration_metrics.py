@@ -18,6 +18,7 @@ from trainer_backend.core.conversations import (
     interaction_metrics,
     segment_metrics,
 )
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_name
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import build_segments
@@ -38,6 +39,52 @@ from trainer_backend.rundir.rollout_files import Credit
 from trainer_backend.rundir.spool import plan_id
 
 _BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
+
+
+# Those of seconds that train.py, beginning.py and checkpointing.py measure are here too.
+TIME_METRICS = (
+    Row(
+        Metric("time/collect_s", "while rollouts were collected", "time", "collect"),
+        Metric("time/update_s", "updates", "time", "update"),
+        Metric("time/credit_s", "credit, and storing it", "time", "credit, store"),
+        Metric("time/publish_s", "new weights on their way to the samplers", "time", "publish"),
+        Metric("time/warmup_s", "the warm-up's steps"),
+        Metric("time/evaluate_s", "an evaluation"),
+        when="seconds by stage",
+        note="With a critic or `kl_reward_coef`, scoring (stop 8 of the [route](route.md)) counts in "
+        "`time/credit_s`, not in `time/update_s`",
+    ),
+    Row(
+        Metric("time/environment_s", "steps of the environment"),
+        Metric("time/interaction_s", "answers of interactions, counted nowhere else"),
+        Metric("time/policy_s", "the policy"),
+        when="sums of seconds over decisions, which overlap",
+    ),
+    Row(
+        Metric("time/checkpoint_s", "seconds of checkpoints since the last line, which are written while "
+               "rollouts are collected"),
+        note="This time is in no timeline and not in `perf/overlap`; if an update waits for it, the wait is "
+        "the learner's",
+    ),
+    Row(
+        Metric("perf/collect_decisions_per_s", "decisions per second while the iteration was collected",
+               "speed", "collecting"),
+        Metric("perf/decisions_per_s", "the same over the whole iteration", "speed", "all in all"),
+    ),
+)  # fmt: skip
+RECOVERY_METRICS = (
+    Row(
+        Metric("recovery/rollouts_reused", "rollouts that an earlier start of the run had collected before "
+               "it was killed; rows of evaluations and of the teacher have it too"),
+        note="No figure of speed counts them",
+    ),
+    Row(Metric("recovery/resumes", "how often the run was continued so far")),
+    Row(
+        Metric("recovery/gateway_restarts",
+               "how often a gateway died and was started again in this iteration"),
+        when="with `[cluster]`",
+    ),
+)  # fmt: skip
 
 
 class Moment(NamedTuple):
@@ -115,6 +162,17 @@ def _is_whole(rollout: Rollout) -> bool:
     return rollout.trajectory is None or not rollout.trajectory.is_continued
 
 
+CHOICE_METRICS = (
+    Row(Metric("mixture/alpha", "P(actor) of the schedule", "alpha", "schedule")),
+    Row(
+        Metric("rollout/policy_choice", "1 actor, 0 fixed, or with a mixing unit below the iteration the "
+               "share of rollouts that the actor was to sample", "alpha", "planned"),
+        Metric("rollout/using_actor", "1 where the actor was to sample at least one rollout"),
+        Metric("rollout/using_fixed", "1 where a fixed policy was to"),
+    ),
+)  # fmt: skip
+
+
 def metrics_by_policy(
     policies: Policies,
     requests: Iterable[RolloutRequest],
@@ -124,14 +182,6 @@ def metrics_by_policy(
     alpha: float | None,
 ) -> dict[str, float]:
     """Compute the share and the results of each policy in an iteration; empty without fixed policies.
-
-        rollout/policy_choice           share of the rollouts planned for the actor
-        rollout/using_actor, …_fixed    1 if any rollout was planned for the actor, for a fixed policy
-        mixture/alpha                   P(actor) of the schedule
-        mixture/{policy}/episodes       finished rollouts; 0 too
-        mixture/{policy}/failed         planned rollouts that did not finish
-        mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
-                                        mean of an episode; `reward` is the sum of r_t
 
     Args:
         requests: of all rounds of the iteration.
@@ -207,6 +257,72 @@ def branch_metrics(branches: Batch) -> dict[str, Any]:
         return {}
     decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
     return {**branches.losses.row(branches=True), "branch/decisions": float(decisions)}
+
+
+_DRIFT = (
+    "Each would break a prefix if text were rendered again; here the ids are kept. `GET /v1/models` "
+    "has these counts by model, with a digest of its chat template"
+)
+# The servers and engines count them (`InferenceServer.totals`).
+INFERENCE_METRICS = (
+    Row(
+        Metric("inference/requests", "requests"),
+        Metric("inference/prompt_tokens", "tokens of their prompts"),
+        Metric("inference/sampled_tokens", "tokens that were sampled"),
+        Metric("inference/steps", "steps, of which each samples one token for every running request"),
+        when="work of the engine while the iteration was collected",
+    ),
+    Row(
+        Metric("inference/mean_running", "running requests, mean over the engine's steps", "engine",
+               "running"),
+    ),
+    Row(
+        Metric("inference/prompt_tokens_reused", "prompt tokens that a running row or a kept prefix had, not "
+               "computed"),
+    ),
+    Row(
+        Metric("inference/prompt_tokens_recomputed", "prompt tokens that a running row or a kept prefix had, "
+               "and that were computed again: the model has states, and none was kept where the prompts "
+               "part"),
+    ),
+    Row(
+        Metric("inference/preempted", "rows that were freed when the cache was full; their requests waited, "
+               "and were computed again"),
+        when="on CUDA",
+        note="Many of them: lower `inference.max_running`",
+    ),
+    Row(
+        Metric("inference/sleep_s", "seconds that vLLM's servers took to give back the GPU's memory"),
+        Metric("inference/wake_s", "and to take it again"),
+        when="only with `inference.sleep`",
+        note="Means over the servers; with several gateways their sum",
+    ),
+    Row(
+        Metric("inference/prefix_extended", "prompts that continue all ids of the last prompt and answer of "
+               "their rollout: one segment"),
+    ),
+    Row(
+        Metric("inference/prefix_broken/*", "prompts that do not, and so open a segment, by cause: `fresh` "
+               "(the prompt does not hold the last answer, as in Crafter), `edited` (an earlier message "
+               "changed), `reasoning` (the template [drops the reasoning]"
+               "(models.md#chat-templates-and-tool-calls) of an earlier turn), `template` (the template does "
+               "not continue the sampled ids for another reason), `tools`, `other_model`, `unknown` (the "
+               "gateway no longer knows the rollout's answers)"),
+    ),
+    Row(
+        Metric("inference/drift_checked", "answers that were sent back as messages"),
+        Metric("inference/drift_tokens", "of those: answers that have other ids when tokenised again"),
+        Metric("inference/drift_text", "answers that the template writes differently from what was sampled"),
+        Metric("inference/drift_text_untold", "answers that the template cannot write alone"),
+        note=_DRIFT,
+    ),
+    Row(
+        Metric("inference/lost_mass", "probability that truncation took away, mean over the tokens sampled "
+               "under it"),
+        when="only with truncated sampling (`top_p` and the like)",
+        note="The trained policy keeps it (`rollout.allow_truncated_sampling`)",
+    ),
+)  # fmt: skip
 
 
 def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

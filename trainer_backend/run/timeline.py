@@ -7,10 +7,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_backend.core.metric import Metric, Row
+
 Lane = Literal["collect", "learn"]
 _KEPT = 64  # ended spans of a lane, several times as many as run at a time
 # Metrics with this prefix are times of day, which make no curve.
 PREFIX = "timeline/"
+
+
+METRICS = (
+    Row(
+        Metric("time/wait_collect_s", "seconds in which the learner waited for rollouts", "waits",
+               "the learner"),
+        Metric("time/wait_learner_s", "seconds in which it worked while nothing was collected", "waits",
+               "the collectors"),
+        when="since the last line",
+    ),
+    Row(
+        Metric("perf/overlap", "share of the working time in which both worked; 0 where they take turns "
+               "(`training.max_staleness = 0`)"),
+    ),
+    Row(
+        Metric("timeline/collect_start", "when collecting began"),
+        Metric("timeline/collect_end", "when it ended"),
+        Metric("timeline/learn_start", "when credit, update and publish began"),
+        Metric("timeline/learn_end", "when these ended"),
+        when="seconds since 1970",
+        note="An iteration that had to wait for the one before it begins at that one's end. Rows of "
+        "evaluations have the first two. [The page of a run](dashboard.md) draws them; the sinks do not get "
+        "them, since a time of day makes no curve",
+    ),
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -59,12 +86,7 @@ class Timeline:
             self._ended[lane].append(Span(begin, span.end))
 
     def waits(self) -> dict[str, float]:
-        """Return the waits since the last call, and reset them.
-
-        time/wait_collect_s     seconds in which the learner waited for rollouts
-        time/wait_learner_s     seconds in which the learner worked and nothing was collected
-        perf/overlap            share of the time in which both worked; 0 where they take turns
-        """
+        """Return the waits since the last call and the overlap, and reset them."""
         self._count()
         worked = self._both + sum(self._alone.values())
         waits = {

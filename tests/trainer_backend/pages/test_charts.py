@@ -1,10 +1,12 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
+import pytest
+
 from tests.trainer_backend.pages.test_run_views import JOB
+from trainer_backend.core.metric import Line, Metric, Panel
 from trainer_backend.pages.panels import (
     PANELS,
-    Line,
-    Panel,
+    fill,
     make_other_panels,
     merge_outcome,
     restrict,
@@ -73,9 +75,30 @@ def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_
     assert (one.key, one.title, one.lines) == ("outcome", "Unique achievements an episode", both[0].lines)
 
 
-def test_keys_of_panels_are_different():
+def test_keys_of_panels_are_different_and_each_has_a_metric():
     keys = [panel.key for panel in PANELS]
     assert len(set(keys)) == len(keys)
+    assert [panel.key for panel in PANELS if not panel.lines] == []
+
+
+def test_a_metric_is_drawn_where_its_declaration_says():
+    table = (Panel("kl", "Episodes", "KL", ""), Panel("speed", "Speed", "Speed", ""))
+    alone = Panel("x", "Episodes", "Thing", "In things.")
+    panels = fill(
+        table,
+        [
+            Metric("a/x", "a thing", alone, {"evaluation": "held-out", "iteration": "training"}),
+            Metric("a/kl", "a distance", "kl", "moved"),
+            Metric("a/y", "without a chart of a title"),
+        ],
+    )
+    assert [(panel.title, panel.lines) for panel in panels] == [
+        ("KL", (Line("a/kl", "moved"),)),
+        ("Thing", (Line("a/x", "training"), Line("a/x", "held-out", "evaluation"))),
+        ("Speed", ()),
+    ]
+    with pytest.raises(ValueError, match="a/x: panel 'kll' is not one of kl, speed"):
+        fill(table, [Metric("a/x", "a thing", "kll")])
 
 
 def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_have_no_value():

@@ -17,6 +17,7 @@ from trainer_backend.core.advantages.episodes import (
     Parts,
 )
 from trainer_backend.core.advantages.stepwise import stepwise
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 from trainer_backend.errors import AdvantageError, place
 
@@ -28,6 +29,17 @@ class BranchKeys(EstimatorKeys):
     """branch, train_branches: decisions per episode from which others play on"""
     branch_rollouts: int = Field(default=2, ge=1, le=64)
     """branch, train_branches: rollouts that start before each of them"""
+
+
+METRICS = (
+    Row(
+        Metric("advantages/branched", "decisions measured by branches"),
+        Metric("advantages/branched_share", "their share"),
+        Metric("advantages/branched_abs", "their mean abs(A)"),
+        Metric("advantages/branched_abs_stepwise", "what `stepwise` would have given them"),
+        when="only with `branch`",
+    ),
+)
 
 
 def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:

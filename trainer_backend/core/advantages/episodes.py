@@ -15,6 +15,7 @@ from pydantic import Field
 from trainer_backend.core.advantages.derivation import Derivation
 from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.core.keys import Table
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.errors import AdvantageError, place
 
 
@@ -195,6 +196,16 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
             for name, value in zip(names, values, strict=True):
                 parts[name][index] = [value] * decisions
     return Advantages(advantages, group_counts(groups, advantages), parts)
+
+
+METRICS = (
+    Row(
+        Metric("advantages/groups", "groups"),
+        Metric("advantages/groups_without_spread", "groups of two or more that the estimator cannot tell "
+               "apart (equal scores, or with `stepwise` equal returns)"),
+        Metric("advantages/lone_episodes", "episodes without a sibling"),
+    ),
+)  # fmt: skip
 
 
 def group_counts(

@@ -17,6 +17,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.critic import ByToken, explained_variance
 from trainer_backend.core.keys import refuse_no_share
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError, place
 
@@ -205,6 +206,15 @@ def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
     return episode.value_after if is_bootstrapped and episode.value_after is not None else 0.0
 
 
+METRICS = (
+    Row(
+        Metric("advantages/truncated", "episodes that a limit cut short"),
+        Metric("advantages/bootstrapped", "those that continue with the critic's value"),
+        when="only with `bootstrap_truncated`",
+    ),
+)
+
+
 def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, float]:
     counts = group_counts(siblings(episodes), [])
     if not keys.bootstrap_truncated:
@@ -223,6 +233,24 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
     """Collect each episode's parts into columns over all episodes, by name."""
     return {name: [row[name] for row in parts] for name in (parts[0] if parts else ())}
+
+
+CRITIC_METRICS = (
+    Row(
+        Metric("value/explained_variance", "share of the variance of the returns G_t that V(s_t) predicted",
+               "critic", "explained"),
+        when="only with a critic",
+        note="1: all; 0: none; below 0: worse than a constant. Absent where all returns are equal",
+    ),
+    Row(
+        Metric("value/mean", "mean V(s_t) of the batch's decisions, before the critic learned from them",
+               "critic", "mean V"),
+        Metric("value/return_mean", "mean return G_t of the same decisions", "critic", "mean return"),
+        when="only with a critic",
+        note="Where `value/mean` stays above it, the critic is too high on average. With "
+        "`bootstrap_truncated` V also counts what comes after a limit, and G_t does not",
+    ),
+)  # fmt: skip
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:

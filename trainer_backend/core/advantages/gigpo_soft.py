@@ -21,6 +21,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import StateGraph, return_sizes, returns_to_go, state_graph
+from trainer_backend.core.metric import Metric, Row
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
@@ -33,6 +34,14 @@ class SoftKeys(AdditiveKeys):
 
     similarity_temperature: float = Field(default=0.1, ge=0)
     """gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal ones alone"""
+
+
+METRICS = (
+    Row(
+        Metric("anchors/effective_others", "how many equal decisions of others a baseline is worth, mean"),
+        when="only with `gigpo_soft`",
+    ),
+)  # fmt: skip
 
 
 def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages:

@@ -10,6 +10,7 @@ from trainer_backend.core.advantages.derivation import AT_STATE, BY_STATE, two_l
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
+from trainer_backend.core.metric import Metric, Row
 
 
 class GraphgpoKeys(GraphKeys):
@@ -19,6 +20,15 @@ class GraphgpoKeys(GraphKeys):
     """graphgpo: discount per decision between a state and the goal"""
     goal_score: float | None = None
     """graphgpo: least score of an episode that reached the goal; absent: the group's best"""
+
+
+METRICS = (
+    Row(
+        Metric("graph/groups_with_goal", "groups of two or more where the goal was reached"),
+        Metric("graph/path_frac", "share of decisions whose state has a path to the goal"),
+        when="only with `graphgpo`",
+    ),
+)
 
 
 def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantages:

@@ -17,6 +17,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.spread import SCALES, Scale, relative, unscaled
 from trainer_backend.core.advantages.state_graph import Columns
+from trainer_backend.core.metric import Metric, Row
 
 Number = TypeVar("Number", float, float | None)
 
@@ -119,6 +120,18 @@ def _compare_episodes(
                 "episode_advantage": compared.advantages[end - 1],
             }
     return rows
+
+
+METRICS = (
+    Row(
+        Metric("anchors/episode_advantage_mean", "mean abs(A_E)"),
+        Metric("anchors/step_advantage_mean", "mean abs(A_S)"),
+        Metric("anchors/step_advantage_zero_frac", "share of decisions with A_S = 0"),
+        Metric("anchors/sign_agreement", "share of decisions where A_E and A_S have the same sign, of those "
+               "where neither is 0"),
+        when="only with estimators that compare states, but not `gagpo`",
+    ),
+)  # fmt: skip
 
 
 def _agreement(

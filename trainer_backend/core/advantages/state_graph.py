@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards, refuse_incomplete, siblings
 from trainer_backend.core.advantages.spread import Scale, relative
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 # [D] numbers of all decisions of the batch, by the name of the part; None if a decision lacks the part.
@@ -159,6 +160,25 @@ def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[floa
 def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
     """Compute [D] discounted sums of |r_t|: rounding errors of returns are relative to them."""
     return list(chain.from_iterable(discounted_sizes(episode.rewards_T, gamma) for episode in episodes))
+
+
+METRICS = (
+    Row(
+        Metric("anchors/groups", "distinct states"),
+        Metric("anchors/mean_size", "decisions in one state, mean", "anchors", "mean size"),
+        Metric("anchors/max_size", "the most"),
+        Metric("anchors/singleton_frac", "share of decisions that are alone in their state", "anchors",
+               "share alone"),
+        when="only with estimators that compare states (`gigpo`, `g2po`, `graphgpo`, `gagpo`; with "
+        "`gigpo_soft` of equal texts)",
+    ),
+    Row(
+        Metric("anchors/met_after_start_frac", "share of decisions after the first of their episode whose "
+               "state was met twice"),
+        when="only with those",
+        note="0: states never repeat",
+    ),
+)  # fmt: skip
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:

@@ -12,7 +12,14 @@ from trainer_backend.core.advantages.episodes import (
     siblings,
 )
 from trainer_backend.core.advantages.spread import leave_one_out
+from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
+
+METRICS = (
+    Row(
+        Metric("advantages/lone_decisions", "decisions of episodes without a sibling"), when="with `stepwise`"
+    ),
+)
 
 
 def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
