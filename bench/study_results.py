@@ -183,11 +183,13 @@ def _iteration_s(story: Story) -> float | None:
 
 
 def _decisions(row: Mapping[str, Any]) -> int:
-    """All that were sampled: the actor's, of which each is a request, those too that measure others; and the
-    fixed policy's, which another engine is asked for."""
-    # Absent where a fixed policy has played nothing.
+    """Count the decisions of an iteration: the actor's, of branches, and of a fixed policy.
+
+    Requests would be too few where a resumed run had played a part of the iteration before.
+    """
+    # Absent where no branch or fixed policy has played.
     episodes, of_each = row.get("mixture/fixed/episodes", 0.0), row.get("mixture/fixed/decisions", 0.0)
-    return int(row["inference/requests"]) + round(episodes * of_each)
+    return int(row["decision/count"] + row.get("branch/decisions", 0.0)) + round(episodes * of_each)
 
 
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:

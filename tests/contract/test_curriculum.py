@@ -1,6 +1,7 @@
 """Groups that start at snapshots of the run's own games, for real: HTTP, engine, replays, files, resume."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ def test_games_that_began_at_a_snapshot_are_kept_too_and_are_no_whole_episodes(r
     row = rows_of(run, "iteration")[1]
     assert row["episode/count"] == 4.0 and row["starts/share"] == 0.5
     assert row["rollout/finished"] == 8.0, "which cost steps all the same"
-    assert row["starts/pool"] == sum(value for name, value in row.items() if name.endswith("/kept"))
+    counts = {name: value for name, value in row.items() if name.endswith("/kept")}
+    depths = Counter(len(item["cell"]) for number in (1, 2) for item in moments(run, number))
+    assert counts == {f"starts/{depth:02d}/kept": count for depth, count in depths.items()}
+    assert row["starts/pool"] == sum(counts.values())
 
 
 def test_an_evaluation_begins_at_the_beginning(run):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import StopReason, Trajectory
 from trainer_backend.collect.losses import Losses
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
@@ -100,6 +101,11 @@ def _place(rollout: Rollout) -> tuple[list[tuple[int, str]], int, str]:
     return group, rollout.sibling, rollout.rollout_id
 
 
+def count_cut_short(episodes: Iterable[Trajectory]) -> int:
+    """Count the episodes that their time limit cut short."""
+    return sum(episode.stop_reason is StopReason.DEADLINE for episode in episodes)
+
+
 @dataclass(frozen=True, slots=True)
 class LossCheck:
     """Reports the lost rollouts of stages, and ends a run that loses too many."""
@@ -116,7 +122,7 @@ class LossCheck:
         if batch.losses.lost:
             self.say(batch.losses.describe(stage))
         episodes = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
-        cut = sum(episode.stop_reason == "deadline" for episode in episodes)
+        cut = count_cut_short(episodes)
         if episodes and cut / len(episodes) >= NOTABLE_SHARE:
             self.say(f"{stage}: {cut:,} of {len(episodes):,} episodes were cut short by their time limit")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.batch import AppFigures, Batch
+from trainer_backend.collect.batch import AppFigures, Batch, count_cut_short
 from trainer_backend.collect.losses import losses_in
 from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
@@ -35,6 +35,7 @@ EVALUATION_METRICS = (
         Metric("eval/invalid_frac", "share of refused decisions", "invalid", {"evaluation": "held-out"}),
         Metric("eval/episodes", "worlds or rows that were played"),
         Metric("eval/unit", "`world` or `row`"),
+        Metric("eval/cut_short", "episodes that their time limit cut short, absent without any"),
         when="on held-out worlds or rows",
     ),
     Row(
@@ -70,8 +71,10 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     outcome = outcome_over_worlds(trajectories, worlds)
     episodes = episode_metrics(trajectories)
     own = user_reward_metrics(trajectories).get("episode/environment_outcome_reward")
+    cut_short = count_cut_short(trajectories)
     return {
         "eval/episodes": len(trajectories),
+        **({"eval/cut_short": cut_short} if cut_short else {}),
         "eval/unit": "world" if read_row_id(rollouts[0].group_id) is None else "row",
         **_with_bounds("eval/outcome_reward", outcome),
         "eval/outcome_definition": outcome_definition(trajectories),
@@ -85,10 +88,11 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def count_worlds(row: Mapping[str, Any]) -> str:
-    """Return `32 worlds`, or `16 of 32 worlds` for an evaluation that lost some."""
-    losses, unit = losses_in(row), row.get("eval/unit", "episode")
+    """Return `32 worlds`, or `16 of 32 worlds, 3 cut short by the time limit` for a faulty evaluation."""
+    losses, unit, cut = losses_in(row), row.get("eval/unit", "episode"), row.get("eval/cut_short", 0)
     total = f" of {losses.total}" if losses.lost else ""
-    return f"{row['eval/episodes']}{total} {unit}s"
+    limited = f", {cut} cut short by the time limit" if cut else ""
+    return f"{row['eval/episodes']}{total} {unit}s{limited}"
 
 
 def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:

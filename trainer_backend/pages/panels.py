@@ -63,7 +63,7 @@ _TABLE: tuple[Panel, ...] = (
           "Share of the games that began at one, and of these the share that gained something.",
           form="percent"),
     Panel("starts_pool", "Mixture", "Snapshots to start at",
-          "How many are kept, by what was achieved before them.", stacked=True),
+          "How many are kept, by the number of achievements before them.", stacked=True),
     Panel("alpha", "Mixture", "Share of the actor",
           "P(actor) of the schedule, and the share that was planned.", form="percent"),
     Panel("by_policy", "Mixture", "Outcome by policy", "Mean of an episode of each."),

@@ -112,7 +112,8 @@ def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: 
         if metric == _EVENT and "episode/unique_achievements" not in last:
             continue
         bounds = show_bounds(last, metric) if held_out else ""
-        lost = count_worlds(last) if metric == _OUTCOME and losses_in(last).lost else ""
+        faulty = losses_in(last).lost or "eval/cut_short" in last
+        lost = count_worlds(last) if metric == _OUTCOME and faulty else ""
         texts = (f"95 % {bounds}" if bounds else "", lost, note or _before(rows, metric, form))
         value = f"{number(last.get(metric), form)}{unit}"
         figures.append((name.format(outcome=outcome), value, ", ".join(filter(None, texts))))

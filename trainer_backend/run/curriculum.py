@@ -6,6 +6,7 @@ k - 1 - `max_staleness`, so every start of the run makes the same plan.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -108,10 +109,9 @@ class Curriculum:
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        largest = sorted(pool.cells().items(), key=lambda item: (-len(item[0]), item[0]))[:_SHOWN]
-        return metrics | {
-            f"starts/{'+'.join(cell) or 'nothing'}/kept": float(count) for cell, count in largest
-        }
+        # By number: the sets themselves would be hundreds of curves, since almost every snapshot has its own.
+        depths = Counter(len(moment.cell) for moment in pool.moments)
+        return metrics | {f"starts/{depth:02d}/kept": float(depths[depth]) for depth in sorted(depths)}
 
     async def _moments(
         self, iteration: int, asked: Mapping[str, RolloutRequest], games: Mapping[str, Rollout]
@@ -193,10 +193,6 @@ def _without_past(item: Rollout) -> Rollout:
         return item
     own = {"outcome_reward": episode.outcome_reward - episode.outcome_before}
     return item.model_copy(update={"trajectory": episode.model_copy(update=own)})
-
-
-# A row of metrics reports this many sets of achievements, the largest first.
-_SHOWN = 12
 
 
 def _is_start(request: RolloutRequest) -> bool:

@@ -5,8 +5,9 @@ from rich.console import Console
 
 from tests.trainer_backend.dialogues import dialogue, finished
 from tests.trainer_backend.pages.hand_made import LAST, WOOD, evaluation_row, rollout
-from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.metrics import (
+    count_worlds,
     evaluation_metrics,
     outcome_interval,
     outcome_meaning,
@@ -111,3 +112,16 @@ def test_an_outcome_without_a_name_is_called_by_its_definition_or_just_an_outcom
     row = {"kind": "iteration", "episode/outcome_definition": "1 when the number was found"}
     assert (outcome_name(row), outcome_meaning(row)) == ("1 when the number was found", "")
     assert (outcome_name(None), outcome_meaning(None)) == ("outcome", "")
+
+
+def test_episodes_that_the_time_limit_cut_short_are_told_with_the_worlds_and_by_the_stage():
+    late = finished(dialogue(0.0, stop_reason="deadline"), group="g9")
+    assert count_worlds(evaluation_metrics([*RIGHT_AND_WRONG, late])).endswith(
+        "worlds, 1 cut short by the time limit"
+    )
+    assert "eval/cut_short" not in evaluation_metrics(RIGHT_AND_WRONG)
+    lines: list[str] = []
+    LossCheck(say=lines.append).report(Batch((*RIGHT_AND_WRONG, late)), "evaluation")
+    assert lines == [
+        f"evaluation: 1 of {len(RIGHT_AND_WRONG) + 1} episodes were cut short by their time limit"
+    ]
