@@ -50,7 +50,7 @@ METRICS = (
         Metric("starts/pool", "snapshots that are kept after the iteration"),
         Metric("starts/pool_mib", "what they take, in MiB"),
         Metric("starts/cells", "how many sets of achievements they are of"),
-        Metric("starts/*/kept", "the number of each set (the 12 largest, names joined by `+`)",
+        Metric("starts/*/kept", "the snapshots after so many achievements",
                "starts_pool"),
     ),
     Row(
