@@ -37,10 +37,12 @@ from trainer_backend.run.iteration_metrics import (
     Moment,
     has_signal,
     iteration_metrics,
+    loses_calls,
     metrics_by_policy,
     moment,
     nothing_to_learn,
     refuse_round,
+    warn_of_lost_calls,
 )
 from trainer_backend.run.run import Run
 from trainer_backend.run.stopping import until
@@ -523,10 +525,11 @@ async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dic
 
 def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
     compares_siblings = run.credit.estimator.compares_siblings
-    if has_signal(row, compares_siblings=compares_siblings):
+    if has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row):
         return  # without reading the file of all rows
     rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
-    if warning := nothing_to_learn(rows, compares_siblings=compares_siblings):
+    warnings = (nothing_to_learn(rows, compares_siblings=compares_siblings), warn_of_lost_calls(rows))
+    for warning in filter(None, warnings):
         run.reporter.say(warning)
 
 

@@ -440,6 +440,8 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
 
 
 _TOLD_AGAIN = 25  # iterations between two warnings
+# A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
+_REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
 
 def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
@@ -470,6 +472,38 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
     return (
         f"no group has any spread {since}: its episodes earn the same, so every advantage is 0. More "
         "episodes a group (training.group_size), a higher temperature, harder or easier worlds may help"
+    )
+
+
+def loses_calls(row: Mapping[str, Any]) -> bool:
+    """Return whether most decisions of an iteration were refused."""
+    return bool(row.get(_REFUSED, 0.0) >= _MOST_REFUSED)
+
+
+def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if most decisions are refused now, and few were before: at once, and after every 25.
+
+    Args:
+        rows: of all iterations, oldest first.
+    """
+    count = sum(1 for _ in takewhile(loses_calls, reversed(rows)))
+    before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
+    best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
+    if not count or (count - 1) % _TOLD_AGAIN or best is None or best[_REFUSED] > _FEW_REFUSED:
+        return None
+    last = rows[-1]
+    value, paid = last.get("value/mean"), last.get("value/return_mean")
+    critic = (
+        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so it calls all of them bad"
+        if value is not None and paid is not None and value > paid
+        else ""
+    )
+    return (
+        f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
+        f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
+        f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
+        "with a lower training.learning_rate, a training.target_kl, or a higher price of such calls "
+        "(rollout.invalid_action_penalty)"
     )
 
 

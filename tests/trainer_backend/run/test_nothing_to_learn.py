@@ -1,8 +1,8 @@
-"""A run that cannot learn says so, after two iterations without a signal."""
+"""A run that cannot learn says so: two iterations without a signal, or a policy that forgets its calls."""
 
 import pytest
 
-from trainer_backend.run.iteration_metrics import has_signal, nothing_to_learn
+from trainer_backend.run.iteration_metrics import has_signal, nothing_to_learn, warn_of_lost_calls
 
 GOOD = {"reward/batch_nonzero": 1.0, "group/flat": 1.0, "group/count": 4.0}
 FLAT = {**GOOD, "group/flat": 4.0}
@@ -46,3 +46,34 @@ def test_one_row_says_whether_the_earlier_ones_need_be_read():
     assert has_signal(GOOD, compares_siblings=True) and has_signal(BY_OUTCOME, compares_siblings=True)
     assert not has_signal(FLAT, compares_siblings=True)
     assert not has_signal(BY_OUTCOME, compares_siblings=False)
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ([0.01, 0.02, 0.5], True),
+        ([0.01, 0.5, 0.9], False),  # said once
+        ([0.01, *[0.6] * 26], True),  # and again
+        ([0.01, 0.6, 0.3, 0.7], True),
+        ([0.01, 0.49], False),
+        ([0.6, 0.7], False),  # a policy that never wrote calls
+        ([0.2, 0.7], False),
+        ([None, 0.01, None, 0.7], True),  # iterations that the actor did not play
+    ],
+)
+def test_a_policy_that_forgets_how_a_call_is_written_is_told(refused, told):
+    rows = [
+        {"iteration": number} if share is None else {"iteration": number, "episode/invalid_frac": share}
+        for number, share in enumerate(refused, start=1)
+    ]
+    assert (warn_of_lost_calls(rows) is not None) == told
+
+
+def test_the_warning_compares_the_iterations_and_names_a_critic_that_expects_too_much():
+    before, after = ({"iteration": i, "episode/invalid_frac": share} for i, share in ((4, 0.002), (9, 0.52)))
+    too_high = {**after, "value/mean": 0.64, "value/return_mean": -0.6}
+    assert "52% of the decisions of iteration 9 were refused, and 0.2% of iteration 4" in warn_of_lost_calls(
+        [before, after]
+    )
+    assert "expects 0.64 where decisions return -0.6" in warn_of_lost_calls([before, too_high])
+    assert "critic" not in warn_of_lost_calls([before, {**too_high, "value/mean": -0.7}])
