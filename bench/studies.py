@@ -245,6 +245,10 @@ JOBS = (
             "frontier": Arm(
                 "a quarter starts at snapshots", ("curriculum.share=0.25", "curriculum.rule=frontier")
             ),
+            "calibrated": Arm(
+                "the critic learns from returns, small steps",
+                ("algorithm.critic_lambda=1.0", "training.target_kl=0.05"),
+            ),
         },
         from_the_start=True,
     ),

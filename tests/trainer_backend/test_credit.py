@@ -182,6 +182,25 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_a_missing_value():
         job_parts.credit(job).credits([cut], Measured(values))
 
 
+@pytest.mark.parametrize(
+    ("advantage", "critic_lambda", "targets_T"),
+    [
+        ("gae", None, [1.5, 1.0]),  # r_t + 1/2 V(s_{t+1}), which holds the critic's own 3
+        ("gae", 1.0, [0.5, 1.0]),  # the returns
+        ("gae", 0.5, [1.0, 1.0]),  # half-way
+        ("gae_token", 1.0, [0.5, 1.0]),
+    ],
+)
+def test_a_critic_may_learn_with_another_lambda_than_the_policy(advantage, critic_lambda, targets_T):
+    # r = 0, 1; V = 1, 3; gamma 1/2 and lambda 0: A = 0 + 3/2 - 1 and 1 - 3
+    keys = {"advantage": advantage, "gamma": 0.5, "gae_lambda": 0.0, "critic_lambda": critic_lambda}
+    job = tiny_job(**TURN_SCORES, **{f"algorithm__{key}": value for key, value in keys.items()})
+    values = [1.0, 3.0] if advantage == "gae" else ByToken([[1.0], [3.0]])
+    episode = played(0, dialogue(0.0, 1.0))
+    (found,) = job_parts.credit(job).credits([episode], Measured({episode.rollout_id: values}))
+    assert (found.advantages_T, found.returns_T) == ([0.5, -2.0], targets_T)
+
+
 def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
     # no reward, V = 1, 2, lambda 1/2: -2, and 2 - 1 + 1/2 * -2
     keys = {"advantage": "gae_token", "gamma": 1.0, "gae_token_lambda": 0.5}

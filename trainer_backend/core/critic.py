@@ -94,7 +94,7 @@ class CriticTargets:
     values: OfEpisode
     """V before credit was computed, in reward units."""
     returns: OfEpisode
-    """Advantage plus value."""
+    """Advantage plus value, with `critic_lambda` in the place of `gae_lambda`."""
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:

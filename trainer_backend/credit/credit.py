@@ -348,9 +348,13 @@ class CreditAssignment:
         keys = self.algorithm.read(self.estimator.keys, self.algorithm.advantage)
         advantages = self.estimator.compute([*episodes, *rests], keys)
         trained: Sequence[OfEpisode] = (advantages.per_token or advantages.per_episode)[: len(episodes)]
+        for_critic = trained
+        if (others := keys.for_critic()) != keys:
+            found = self.estimator.compute(episodes, others)
+            for_critic = found.per_token or found.per_episode
         targets = [
             make_targets(episode.token_values or episode.values_T, item) if episode.values_T else None
-            for episode, item in zip(episodes, trained, strict=True)
+            for episode, item in zip(episodes, for_critic, strict=True)
         ]
         return _Estimate(
             rollouts, trajectories, policies, earned, episodes,

@@ -64,8 +64,8 @@ class Credit:
 
     rewards_T: r_t.
     advantages_T: the advantages of the update; if they differ by token, the decision's means.
-    returns_T: G_t, the discounted sum of r from t on; with a critic advantage plus value (of a decision's
-        first token); empty if not computed.
+    returns_T: G_t, the discounted sum of r from t on; with a critic its target (of a decision's first token);
+        empty if not computed.
     estimator: `algorithm.advantage`.
     parts: the terms of the advantages, by the names of `core.advantages.derivation.PARTS`.
     state_keys_T: the states that were compared; empty without a comparison.

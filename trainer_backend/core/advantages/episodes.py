@@ -8,7 +8,7 @@ an episode lacks inputs that its plug needs: state keys, texts, values or branch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field
 
@@ -63,6 +63,10 @@ class EstimatorKeys(Table):
 
     gamma: float = Field(default=0.97, ge=0, le=1)
     """discount per decision"""
+
+    def for_critic(self) -> Self:
+        """Return the keys whose advantages plus values are the critic's targets."""
+        return self
 
 
 class ScoreKeys(EstimatorKeys):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 from pydantic import Field
 
@@ -32,9 +33,15 @@ class LambdaKeys(EstimatorKeys):
 class GaeKeys(LambdaKeys):
     """Keys of `gae`."""
 
+    critic_lambda: float | None = Field(default=None, ge=0, le=1)
+    """gae: gae_lambda of the critic's targets; absent: the same. With 1 these are the returns, so the critic
+    does not learn from its own errors (decoupled GAE of VC-PPO, arXiv:2503.01491)"""
     bootstrap_truncated: bool = False
     """gae: continue an episode that a limit cut short with the critic's value of its last state, instead of
     ending it there; costs each such episode one token more"""
+
+    def for_critic(self) -> Self:
+        return self if (own := self.critic_lambda) is None else self.model_copy(update={"gae_lambda": own})
 
 
 class GaeTokenKeys(GaeKeys):
