@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
@@ -26,11 +26,6 @@ from trainer_backend.learner.device import Placement
 from trainer_backend.models import build_preset, save_model_folder
 
 WEIGHTS = [(f"layer.{number}", torch.full((300, 70), float(number))) for number in range(6)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def ready(offer: WeightSender, expected: int) -> int:
