@@ -182,7 +182,7 @@ def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(turns=TURNS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_view(
     name: str, turns: list[tuple[dict[str, Any], int | None]], tokenizers: dict[str, Any]
 ):

@@ -142,17 +142,11 @@ async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
                 await engine.refuse_unfit()
 
 
-async def test_a_server_that_a_killed_trainer_left_paused_serves_again(folders):
-    with fake_vllm(folders[0]) as (_, url):
-        async with engine_at(url) as engine:
-            async with aiohttp.ClientSession() as session:
-                await session.post(f"{url}/pause", params={"mode": "keep"})
-            assert "vLLM 0.32.0" in await engine.refuse_unfit()
-
-
-async def test_a_server_that_a_killed_trainer_left_asleep_serves_again(folders):
+async def test_a_server_that_a_killed_trainer_left_paused_or_asleep_serves_again(folders):
     with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as theirs, engine_at(url) as engine:
+        async with engine_at(url) as theirs, engine_at(url) as engine, aiohttp.ClientSession() as session:
+            await session.post(f"{url}/pause", params={"mode": "keep"})
+            assert "vLLM 0.32.0" in await engine.refuse_unfit()
             await theirs.sleep()
             assert "vLLM 0.32.0" in await engine.refuse_unfit()
             assert not fake.asleep
