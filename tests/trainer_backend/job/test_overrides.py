@@ -58,6 +58,14 @@ def test_an_override_that_names_no_key_is_refused(path: Path, override: str):
     [
         ("training.group_sise=4", "--set training.group_sise=…: training.group_sise is not a key"),
         ("trainning.group_size=4", "--set trainning.group_size=…: trainning is not a key"),
+        (
+            "num_generations=8",
+            "--set num_generations=…: num_generations is not a key. Did you mean training.",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=5",
+            "--set actor_rollout_ref.rollout.n=…: actor_rollout_ref.rollout.n is",
+        ),
         ("training.group_size=0", "--set training.group_size=…: training.group_size is 0: "),
         ("evaluation.seeds=[1, -1]", "--set evaluation.seeds=…: evaluation.seeds.1 is -1: "),
         ("warmup.episodes=0", "--set warmup.episodes=…: warmup.episodes is 0: "),
