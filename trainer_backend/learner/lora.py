@@ -13,6 +13,7 @@ Source: Hu et al., LoRA, arXiv:2106.09685.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from inspect import getsource
 from typing import Any
 
@@ -73,9 +74,16 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
-    if f"self.{own}.weight" in getsource(type(model.get_submodule(parent))):
+    source = _source(type(model.get_submodule(parent)))  # type: ignore[arg-type]  # mypy: a class has no hash
+    if f"self.{own}.weight" in source:
         return "whose weight its layer reads directly, without the adapter"
     return None
+
+
+@cache
+def _source(layer: type[nn.Module]) -> str:
+    """Return a layer's code, which takes some 20 ms to find; a model has few types of layers."""
+    return getsource(layer)
 
 
 def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
