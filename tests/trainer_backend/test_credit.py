@@ -14,9 +14,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.errors import AdvantageError, JobError, RewardError
-from trainer_backend.job.load import parse_job
-from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.errors import AdvantageError, RewardError
 
 TURN_SCORES = {"training__step_rewards_enabled": True, "training__step_rewards_mode": "env_sparse"}
 
@@ -120,17 +118,6 @@ def test_the_outcome_is_the_score_of_a_reward_function_where_there_is_one():
     assert (first.advantages_T[0], second.advantages_T[0]) == (-1.0, 1.0)
 
 
-def test_an_estimator_without_an_episode_score_refuses_the_key():
-    readers = ", ".join(
-        name for name, plug in ESTIMATORS.items() if "episode_score" in plug.keys.model_fields
-    )
-    with pytest.raises(
-        JobError,
-        match=f"algorithm.episode_score is not read by algorithm.advantage = 'stepwise'; known to: {readers}",
-    ):
-        tiny_job(algorithm__episode_score="outcome")
-
-
 def with_tokens(calls, final_view=None):
     """A dialogue whose decisions have these (reused, prompt, answer) ids, cut short by its number of them."""
     told = [
@@ -190,21 +177,3 @@ def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
     (found,) = job_parts.credit(job).credits([with_tokens([(0, (1, 2), (3, 4))])], values)
     assert [*map(list, found.token_advantages.rows_T)] == [[0.0, -2.0]]
     assert [*map(list, found.token_values.rows_T)] == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "told"),
-    [
-        ({"advantage": "gigpo"}, "its score is told but trains nothing"),
-        ({"advantage": "gigpo", "episode_score": "outcome"}, None),
-        ({"advantage": "rloo", "episode_score": "outcome"}, "it reads scores alone"),
-    ],
-)
-def test_what_trains_nothing_next_to_a_score_of_the_episode_is_told(algorithm, told):
-    tables = {
-        "model": {"preset": "tiny-0.3m"},
-        "rollout": {"reward_function": "f"},
-        "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
-    }
-    warnings = parse_job({**tables, "algorithm": algorithm}, where="tests").warnings
-    assert [told in line for line in warnings] == ([True] if told else [])

@@ -94,7 +94,7 @@ def columns(batch, order):
 
 
 # Advantages follow from the estimator alone, and weights from the aggregation alone.
-@pytest.mark.parametrize(("estimator", "aggregation"), zip(ESTIMATORS, cycle(AGGREGATIONS)))
+@pytest.mark.parametrize(("estimator", "aggregation"), [*zip(ESTIMATORS, cycle(AGGREGATIONS))])
 @settings(max_examples=10, deadline=None)
 @given(spans=SPANS)
 def test_no_span_of_observation_tokens_changes_an_advantage_a_mask_a_weight_or_a_denominator(
