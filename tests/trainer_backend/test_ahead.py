@@ -70,7 +70,6 @@ class Services(Server):
         await self._place(request.iteration)
         try:
             rollout = finished(request)
-            assert rollout.trajectory is not None
             steps = []
             for step in rollout.trajectory.steps:
                 tokens: Any = step.policy_logprobs

@@ -204,7 +204,6 @@ async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_i
     assert len(earned) == 16
     assert max(earned) > 0.0
     # Calls by chance need not help; a teacher's episodes do, more often than not.
-    assert job.warmup is not None
     assert job.warmup.policy_name == "random" or sum(reward > 0.0 for reward in earned) > 8
 
 
@@ -229,10 +228,8 @@ def test_a_package_of_ones_own_is_imitated_by_its_teacher(tmp_path: Path, monkey
     (metadata / "entry_points.txt").write_text("[turnwise.policies]\nmaze_teacher = mazes:TEACHER\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     warmup = write_job(tmp_path / "maze.toml", Choices("maze")).config.warmup
-    assert warmup is not None
     assert warmup.policy_name == "maze_teacher"
     other = write_job(tmp_path / "other.toml", Choices("lake")).config.warmup
-    assert other is not None
     assert other.policy_name == "random"
 
 

@@ -72,7 +72,7 @@ async def test_requests_are_admitted_in_order_and_a_big_one_is_not_overtaken():
     assert [admitted(), admitted(), admitted(), admitted()] == [["a"], ["big"], ["c", "d"], []]
 
 
-async def test_while_a_swap_waits_nobody_is_admitted_but_who_has_begun():
+async def test_while_a_swap_waits_only_requests_that_have_begun_are_admitted():
     inbox = Inbox(max_waiting=10)
     inbox.open()
     first, begun = waiting_request("first", 5), waiting_request("begun", 5)

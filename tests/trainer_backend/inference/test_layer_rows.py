@@ -78,9 +78,7 @@ async def test_rows_of_all_lengths_that_come_and_go_do_not_touch_each_other(
 
 
 @EVERY_FAMILY
-async def test_a_known_prefix_a_sibling_and_an_abort_beside_change_no_number(
-    start_engine: StartEngine, family: str
-):
+async def test_a_known_prefix_a_sibling_and_an_abort_change_no_number(start_engine: StartEngine, family: str):
     engine, model, prompt = start_engine(tiny_model(family)), tiny_model(family), ids(110)
     neighbour = await running(engine, ids(40, seed=9), seed=9)
     siblings = await asyncio.gather(*(ask(engine, prompt, seed=i, tokens=4 + i) for i in range(3)))

@@ -43,7 +43,7 @@ from tests.trainer_backend.inference.test_engine_weights import (  # noqa: F401
 from tests.trainer_backend.inference.test_prefix_reuse import (  # noqa: F401
     test_a_conversation_goes_on_from_its_last_turn,
     test_a_late_sibling_copies_from_the_one_that_still_runs,
-    test_a_request_that_runs_through_a_swap_is_copied_by_nobody,
+    test_a_request_that_runs_through_a_swap_is_not_copied,
     test_a_shared_system_message_is_computed_once,
     test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_would,
     test_new_weights_make_all_that_was_kept_worthless,
@@ -97,7 +97,7 @@ def long_requests(count: int, vocabulary: int) -> list[tuple[list[int], Sampling
     ]
 
 
-async def test_without_room_the_youngest_wait_and_nobody_is_lost_or_samples_otherwise(
+async def test_without_room_the_youngest_wait_and_none_is_lost_or_samples_otherwise(
     start_engine: StartEngine, model: PreTrainedModel
 ):
     # rows of up to 4 pages each, and 6 pages for all
@@ -153,7 +153,7 @@ async def test_the_likeliest_tokens_are_those_of_the_same_step(
     assert [tops[0][1] for tops in result.likeliest] == pytest.approx(result.logprobs)
 
 
-async def test_memory_is_released_and_allocated_anew(start_engine: StartEngine, model: PreTrainedModel):
+async def test_memory_is_released_and_allocated_again(start_engine: StartEngine, model: PreTrainedModel):
     engine = start_engine(max_model_len=256)
     requests = mixed_requests(6, model.config.vocab_size)
     await generate_all(engine, requests)
@@ -388,7 +388,7 @@ async def test_a_swap_waits_for_requests_that_were_preempted(model: PreTrainedMo
     assert [result.versions for result in results] == [((0, 0),), ((0, 0),), ((0, 1),)]
 
 
-async def test_a_pause_lets_a_swap_through_beside_a_preempted_request(model: PreTrainedModel):
+async def test_a_pause_lets_a_swap_through_while_a_request_is_preempted(model: PreTrainedModel):
     turns = Turns(model, max_len=3 * PAGE, pages=3)
     older, younger = (turns.submit([k + 1] * 25, tokens=60) for k in range(2))
     while not turns.worker.counters.preempted:

@@ -117,7 +117,7 @@ async def test_new_weights_make_all_that_was_kept_worthless(
     assert (await ask(engine, prompt, seed=3)).prompt_tokens_reused == 99
 
 
-async def test_a_request_that_runs_through_a_swap_is_copied_by_nobody(
+async def test_a_request_that_runs_through_a_swap_is_not_copied(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine, prompt = start_engine(), make_prompt(100)

@@ -181,7 +181,7 @@ def test_a_server_that_dies_while_it_waits_is_left_out():
         assert len(good.weights) == len(WEIGHTS)
 
 
-def test_whoever_waits_for_weights_that_are_gone_hears_of_it():
+def test_a_receiver_that_waits_for_weights_that_are_gone_is_told():
     offer = WeightSender("127.0.0.1", backend="gloo", timeout_s=30.0)
     receiver = Receiver(offer.address, Worker("a", 0, 1))
     while not offer._whole_servers():
@@ -212,7 +212,7 @@ def test_a_learner_hands_its_weights_out_until_they_change(tokenizer):
     assert isinstance(late.error, ConnectionRefusedError)
 
 
-def test_nobody_is_waited_for_longer_than_allowed_or_after_an_error(tokenizer):
+def test_no_server_is_waited_for_longer_than_allowed_or_after_an_error(tokenizer):
     class Enough(Exception):
         pass
 

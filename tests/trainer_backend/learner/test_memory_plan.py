@@ -338,7 +338,7 @@ def test_engines_count_where_they_are_on_the_learners_machine(cluster, url, engi
 RANKS = {"cluster": {}, "learner__nproc_per_node": 2, "learner__nnodes": 2}
 
 
-def test_of_several_ranks_those_of_the_first_node_are_beside_the_engines(tokenizer, tmp_path: Path):
+def test_of_several_ranks_those_of_the_first_node_share_it_with_the_engines(tokenizer, tmp_path: Path):
     save_model_folder(tmp_path, make_learner(tokenizer).model, tokenizer)
     config = learner_parts.learner_config(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
     config = replace(config, engines=1)

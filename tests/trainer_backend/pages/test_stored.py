@@ -22,7 +22,7 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.pages.stored import PREFIXES_OF_WORDS, WORDS, Frames, read_stored, why_undrawn
 
 
-def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+def test_a_file_that_was_written_again_is_read_again(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
     path = run.rollouts_file("iteration_1")
     first = read_stored(path, "r/g0/1/0")
