@@ -141,9 +141,7 @@ def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_
     grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9, 10)))
     view = job_parts.credit(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert view.sampled_positions.tolist() == [8], (
-        "the token after the whole prompt, that of no decision of its own"
-    )
+    assert view.sampled_positions.tolist() == [8], "the token after the whole prompt"
     fresh = with_tokens([(0, (1, 2), (3,))], final_view=(0, (1, 4), (9,)))
     assert job_parts.credit(tiny_job()).policies.final_view_by(fresh).token_ids.tolist() == [1, 4, 9]
     assert job_parts.credit(tiny_job()).policies.final_view_by(with_tokens([(0, (1, 2), (3,))])) is None

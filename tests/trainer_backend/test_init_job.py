@@ -258,10 +258,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
         (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
         (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'. Did you mean "),
         (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
-        (
-            Choices(env="verifiers:gsm8k_v1"),
-            "no policy shows a fresh small model how to answer 'verifiers:gsm8k_v1'",
-        ),
+        (Choices(env="verifiers:gsm8k_v1"), "a fresh small model how to answer 'verifiers:gsm8k_v1'"),
     ],
 )
 def test_what_makes_no_job_is_refused_and_nothing_is_written(tmp_path: Path, choices: Choices, told: str):

@@ -515,9 +515,7 @@ async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told
     tmp_path: Path, stage: str, name: str, file: str, count: int
 ):
     run = make_run(tmp_path, **{stage: all_failed})
-    with pytest.raises(
-        NothingToLearnFrom, match=f"{name}: {count} of {count} rollouts lost: connection refused"
-    ):
+    with pytest.raises(NothingToLearnFrom, match=f"{name}: {count} of {count} .* connection refused"):
         await train(run, Progress(), asyncio.Event())
     stored = read_rollouts(run.directory.rollouts_file(file))
     assert [item.failure.detail for item in stored] == ["connection refused"] * count

@@ -484,9 +484,7 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
         async with open_pool([url], [], wait_s=0.2) as pool:
             await pool.load(publication(0, folders, models))
             fake.down = True
-            with pytest.raises(
-                EngineStopped, match=r"no replica has served for 0.2 s .*answered 500: .*EngineCore died"
-            ):
+            with pytest.raises(EngineStopped, match=r"for 0\.2 s .*answered 500: .*EngineCore died"):
                 await sample(pool, "r")
 
 

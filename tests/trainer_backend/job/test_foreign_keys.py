@@ -75,10 +75,7 @@ def test_a_name_has_one_meaning_and_is_found_in_the_tables_of_its_system():
         ({"warmup": {"lr": 1e-6}}, ["Did you mean warmup.learning_rate? Known: "]),
         ({"lora": {"r": 8}}, ["Did you mean lora.rank? Known: "]),
         # needed nowhere here
-        (
-            {"data": {"path": "a", "return_raw_chat": True}},
-            ["return_raw_chat is not a key, and needs none: m"],
-        ),
+        ({"data": {"path": "a", "return_raw_chat": True}}, ["return_raw_chat is not a key, and needs none"]),
         (
             {"actor_rollout_ref": {"rollout": {"calculate_log_probs": True}}},
             ["x: actor_rollout_ref.rollout.calculate_log_probs is not a key, and needs none: every sample"],

@@ -307,9 +307,7 @@ def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(t
         assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ModelFolderError, match="it exists already"):
         write_merged(tmp_path / "iteration_1", to, "float32")
-    with pytest.raises(
-        ModelFolderError, match=r"could not be written: .*Not a directory.*Name a writable folder with --to"
-    ):
+    with pytest.raises(ModelFolderError, match=r"Not a directory.*--to"):
         write_merged(tmp_path / "iteration_1", to / "config.json" / "below", "float32")
     adapter = tmp_path / "iteration_1/adapter/adapter_model.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
@@ -329,9 +327,7 @@ def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path
         load_checkpoint(learner.config.model, folder)
     shutil.copytree(tmp_path / "other/iteration_0", tmp_path / "one/iteration_0")
     for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
-        with pytest.raises(
-            CheckpointError, match="trained over another iteration_0 than the one now next to it"
-        ):
+        with pytest.raises(CheckpointError, match="trained over another iteration_0"):
             load(learner.config.model, folder)
 
 
