@@ -87,10 +87,12 @@ def test_at_first_every_value_is_0(tokenizer, advantage, critic):
 
 
 @pytest.mark.parametrize(
-    ("advantage", "settings"), [("gae", {}), ("gae_token", TRUNK)], ids=["gae", "through the policy"]
+    ("advantage", "settings"),
+    [("gae", {}), ("gae_token", TRUNK), ("gae_token", {**OWN, "training__critic_batch_decisions": 8})],
+    ids=["gae", "through the policy", "own layers"],
 )
-def test_the_head_learns_a_simple_function_of_the_prompt(tokenizer, advantage, settings):
-    learner = make_critic(tokenizer, advantage, training__entropy_coef=0.0, **settings)
+def test_a_critic_learns_a_simple_function_of_the_prompt(tokenizer, advantage, settings):
+    learner = make_critic(tokenizer, advantage, **{"training__entropy_coef": 0.0, **settings})
     wanted = [1.0 if i % 2 else -1.0 + i / 4 for i in range(8)]
     losses = [learner.update(make_episodes(learner, wanted), iteration=1)["value/loss"] for _ in range(16)]
     found = [firsts(values)[0] for values in scored(learner, states(8)).values()]
