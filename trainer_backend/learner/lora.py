@@ -74,16 +74,16 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
-    source = _source(type(model.get_submodule(parent)))  # type: ignore[arg-type]  # mypy: a class has no hash
-    if f"self.{own}.weight" in source:
+    kind: type = type(model.get_submodule(parent))
+    if f"self.{own}.weight" in _source(kind):
         return "whose weight its layer reads directly, without the adapter"
     return None
 
 
 @cache
-def _source(layer: type[nn.Module]) -> str:
-    """Return a layer's code, which takes some 20 ms to find; a model has few types of layers."""
-    return getsource(layer)
+def _source(kind: type) -> str:
+    """Return the source of a class. `getsource` parses its whole file, and a model has many layers of one."""
+    return getsource(kind)
 
 
 def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
