@@ -16,7 +16,7 @@ from trainer_backend.run.fixed_policies import FixedPolicies
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
-async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_path: Path):
+async def test_it_is_rounded_once_served_next_to_the_actor_and_never_touched(tmp_path: Path):
     tokenizer = tiny_tokenizer()
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     save_model_folder(tmp_path, model, tokenizer)

@@ -70,7 +70,6 @@ class Services(Server):
         await self._place(request.iteration)
         try:
             rollout = finished(request)
-            assert rollout.trajectory is not None
             steps = []
             for step in rollout.trajectory.steps:
                 tokens: Any = step.policy_logprobs
@@ -143,7 +142,7 @@ def make_run(folder: Path, services: Services, learner: Learner, **settings: Any
     )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     staleness=st.integers(0, 3), places=st.integers(1, 9), seed=st.integers(0, 999),
     update_s=st.sampled_from([0.0, 1.0, 30.0]), evaluate=st.sampled_from([2, 100]),
@@ -176,12 +175,12 @@ def test_where_collecting_and_updating_take_as_long_one_hides_the_other(tmp_path
         services = Services(4, lambda: 5.0, lambda: 10.0)  # 2 decisions a rollout, all at once: 10 s
         run = make_run(
             tmp_path / str(staleness), services, Noting(services), training__max_staleness=staleness,
-            training__iterations=20, evaluation__every_n_iters=100,
+            training__iterations=10, evaluation__every_n_iters=100,
         )  # fmt: skip
         _, seconds[staleness] = in_virtual_time(train(run, Progress(), asyncio.Event()))
     evaluations = 2 * 10.0
-    assert seconds[0] == 20 * (10.0 + 10.0) + evaluations
-    assert seconds[1] <= 1.1 * (20 * 10.0) + evaluations
+    assert seconds[0] == 10 * (10.0 + 10.0) + evaluations
+    assert seconds[1] == 11 * 10.0 + evaluations
 
 
 def test_an_error_ahead_ends_the_run_in_its_turn_and_what_else_was_asked_for_is_cancelled(tmp_path: Path):

@@ -40,6 +40,11 @@ def turnwise(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
+@pytest.fixture
+def key_of_the_task_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
+
+
 def test_check_prints_what_differs_or_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
     (tmp_path / "job.toml").write_text(GOOD + "[training]\niterations = 20\n[vllm]\nx = 1\n")
     done = turnwise("check", "job.toml", "--no-trial", cwd=tmp_path)
@@ -136,12 +141,12 @@ def test_check_refuses_what_would_fail_after_minutes(tmp_path: Path):
         CliRunner().invoke(app, ["check", str(path)], catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("key_of_the_task_app")
 def test_a_mistake_that_only_a_task_app_sees_is_told_before_anything_is_played(tmp_path: Path):
     path, run = tmp_path / "job.toml", tmp_path / "runs" / "run"
     path.write_text(dump_job(tiny_job()))
-    done = turnwise(
-        "train", str(path), "--run", str(run), "--set", "rollout.env_config.txt=full", cwd=tmp_path
-    )
+    wrong, url = "rollout.env_config.txt=full", f"services.task_url={task_app()}"
+    done = turnwise("train", str(path), "--run", str(run), "--set", wrong, "--set", url, cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert done.stderr.startswith(
         "error: rollout.env_config.txt: unknown key 'txt'. Did you mean 'text'? "
@@ -171,10 +176,8 @@ def test_a_run_that_was_there_before_is_not_removed_by_a_mistake(tmp_path: Path)
     assert open_run(run.path) == run
 
 
-def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(
-    trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
+@pytest.mark.usefixtures("key_of_the_task_app")
+def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(trained, tmp_path: Path):
     shutil.copytree(trained[0].path, tmp_path / "run")
     run = open_run(tmp_path / "run")
     before = run.job()
@@ -225,8 +228,9 @@ def test_a_report_that_cannot_be_written_names_its_place(tmp_path: Path):
         CliRunner().invoke(app, ["report", str(run.path)], catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("key_of_the_task_app")
 def test_a_model_folder_with_brackets_is_told_as_it_is(tmp_path: Path):
-    (tmp_path / "job.toml").write_text(dump_job(tiny_job()))
+    (tmp_path / "job.toml").write_text(dump_job(tiny_job(services__task_url=task_app())))
     done = turnwise("eval", "no [/such]/model", "--job", "job.toml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: no [/such]/model: no such folder")

@@ -14,9 +14,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.errors import AdvantageError, JobError, RewardError
-from trainer_backend.job.load import parse_job
-from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.errors import AdvantageError, RewardError
 
 TURN_SCORES = {"training__step_rewards_enabled": True, "training__step_rewards_mode": "env_sparse"}
 
@@ -120,17 +118,6 @@ def test_the_outcome_is_the_score_of_a_reward_function_where_there_is_one():
     assert (first.advantages_T[0], second.advantages_T[0]) == (-1.0, 1.0)
 
 
-def test_an_estimator_without_an_episode_score_refuses_the_key():
-    readers = ", ".join(
-        name for name, plug in ESTIMATORS.items() if "episode_score" in plug.keys.model_fields
-    )
-    with pytest.raises(
-        JobError,
-        match=f"algorithm.episode_score is not read by algorithm.advantage = 'stepwise'; known to: {readers}",
-    ):
-        tiny_job(algorithm__episode_score="outcome")
-
-
 def with_tokens(calls, final_view=None):
     """A dialogue whose decisions have these (reused, prompt, answer) ids, cut short by its number of them."""
     told = [
@@ -154,9 +141,7 @@ def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_
     grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9, 10)))
     view = job_parts.credit(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert view.sampled_positions.tolist() == [8], (
-        "the token after the whole prompt, that of no decision of its own"
-    )
+    assert view.sampled_positions.tolist() == [8], "the token after the whole prompt"
     fresh = with_tokens([(0, (1, 2), (3,))], final_view=(0, (1, 4), (9,)))
     assert job_parts.credit(tiny_job()).policies.final_view_by(fresh).token_ids.tolist() == [1, 4, 9]
     assert job_parts.credit(tiny_job()).policies.final_view_by(with_tokens([(0, (1, 2), (3,))])) is None
@@ -209,21 +194,3 @@ def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
     (found,) = job_parts.credit(job).credits([with_tokens([(0, (1, 2), (3, 4))])], values)
     assert [*map(list, found.token_advantages.rows_T)] == [[0.0, -2.0]]
     assert [*map(list, found.token_values.rows_T)] == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "told"),
-    [
-        ({"advantage": "gigpo"}, "its score is told but trains nothing"),
-        ({"advantage": "gigpo", "episode_score": "outcome"}, None),
-        ({"advantage": "rloo", "episode_score": "outcome"}, "it reads scores alone"),
-    ],
-)
-def test_what_trains_nothing_next_to_a_score_of_the_episode_is_told(algorithm, told):
-    tables = {
-        "model": {"preset": "tiny-0.3m"},
-        "rollout": {"reward_function": "f"},
-        "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
-    }
-    warnings = parse_job({**tables, "algorithm": algorithm}, where="tests").warnings
-    assert [told in line for line in warnings] == ([True] if told else [])

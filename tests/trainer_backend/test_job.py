@@ -25,12 +25,6 @@ def test_a_job_needs_no_more_than_a_model():
     assert not job.training.step_rewards_enabled  # absent switches mean off
 
 
-def test_a_misspelt_key_is_refused_with_its_place_and_what_was_meant():
-    message = refusal({"training": {"step_reward_mode": "off"}})
-    meant = "training.step_reward_mode is not a key. Did you mean 'step_rewards_mode'? Known: aggregation, "
-    assert message.startswith(f"job.toml: {meant}")
-
-
 def test_weights_go_by_folder_where_the_engine_is_in_another_process():
     def by_folder(**tables: dict[str, object]) -> bool:
         return parse_job({**MODEL, **tables}, where="x").config.weights_by_folder
@@ -44,26 +38,6 @@ def test_weights_go_by_folder_where_the_engine_is_in_another_process():
 def test_a_job_may_ask_for_as_many_turns_as_a_task_app_accepts_decisions():
     ours, theirs = RolloutTable.model_fields["max_turns"], RolloutLimits.model_fields["max_decisions"]
     assert set(ours.metadata) == set(theirs.metadata)
-
-
-@pytest.mark.parametrize(
-    ("env_name", "keys", "told"),
-    [
-        ("crafter", {"rollout": {"state_keys": ["text", "nearst"]}}, "rollout.state_keys: 'crafter' has no"),
-        (
-            "dialogue",
-            {"algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_0"}},
-            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_0'. Did you mean "
-            "'text_last_n'? Known: default, text, text_history, text_last_n",
-        ),
-    ],
-)
-def test_a_state_key_that_an_environment_has_not_is_refused_with_what_was_meant(env_name, keys, told):
-    def document(name):
-        return {**keys, "rollout": {"env_name": name, **keys.get("rollout", {})}}
-
-    assert told in refusal(document(env_name))
-    parse_job({**MODEL, **document("of_a_plug_in")}, where="whose keys its task app alone knows")
 
 
 def test_a_job_may_name_text_last_n_with_any_n():
@@ -91,11 +65,6 @@ def test_a_job_may_name_text_last_n_with_any_n():
 def test_a_policy_config_cannot_go_past_what_the_job_checks(key: str, meant: str):
     message = refusal({"rollout": {"policy_config": {key: 1}}})
     assert f"rollout.policy_config: {key!r} is set by the job itself; use {meant}" in message
-
-
-def test_what_is_the_policy_s_own_may_be_configured():
-    job = parse_job({**MODEL, "rollout": {"policy_config": {"max_attempts": 2}}}, where="x").config
-    assert job.rollout.policy_config == {"max_attempts": 2}
 
 
 def job_of_a_folder(tmp_path: Path, folder: Path) -> Path:
@@ -130,27 +99,12 @@ def test_a_key_of_the_wrong_type_is_not_repeated(value: object):
     assert "12345" not in message
 
 
-def test_truncated_sampling_must_be_asked_for():
-    assert "allow_truncated_sampling" in refusal({"rollout": {"top_p": 0.9}})
-    accepted = parse_job(
-        {**MODEL, "rollout": {"top_p": 0.9, "allow_truncated_sampling": True}}, where="job.toml"
-    )
-    assert accepted.config.rollout.top_p == 0.9
-
-
 @pytest.mark.parametrize("home", ["training", "rollout", "training.rewards"])
 def test_the_switches_are_read_from_each_of_their_published_homes(home: str):
     switches = {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"}
     document = {"training": {"rewards": switches}} if home == "training.rewards" else {home: switches}
     training = parse_job({**MODEL, **document}, where="job.toml").config.training
     assert (training.step_rewards_enabled, training.step_rewards_mode) == (True, "env_sparse")
-
-
-def test_two_homes_may_agree_but_not_differ():
-    both = {"training": {"step_rewards_beta": 0.1}, "rollout": {"step_rewards_beta": 0.1}}
-    assert parse_job({**MODEL, **both}, where="job.toml").config.training.step_rewards_beta == 0.1
-    message = refusal({"training": {"step_rewards_beta": 0.1}, "rollout": {"step_rewards_beta": 0.2}})
-    assert "training.step_rewards_beta = 0.1, rollout.step_rewards_beta = 0.2" in message
 
 
 def read_warnings(**tables: dict[str, object]) -> str:

@@ -133,10 +133,7 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
         ("exit(3)", "'mine' raised SystemExit: 3 (mine.py:"),
         ("None", "'mine' raised TypeError: 'NoneType' object is not iterable (mine.py:"),
         ("Advantages(None)", "'mine' raised TypeError"),
-        (
-            "Advantages([[0.0] * 3, [0.0] * 2], {}, {'scale': [[1.0] * 3]})",
-            "1 rows as its part 'scale' for 2",
-        ),
+        ("Advantages([[0.0] * 3, [0.0] * 2], {}, {'scale': [[1.0] * 3]})", "1 rows as its part 'scale'"),
         (
             "Advantages([[0.0] * 3, [0.0] * 2], "
             "per_token=[ByToken([[0.0, float('nan')]] * 3), ByToken([[0.0]] * 2)])",

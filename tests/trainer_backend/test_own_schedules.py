@@ -89,10 +89,7 @@ def test_the_aggregation_of_the_page_weighs_by_the_roots_of_lengths(tmp_path):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (
-            CHOOSES.format('"Actor"'),
-            r"Mine\.get_policy_choice\(1\) \(mine\.py:7\) is 'Actor'\. Did you mean 'actor'\?",
-        ),
+        (CHOOSES.format('"Actor"'), r"Mine\.get_policy_choice\(1\) .* is 'Actor'\. Did you mean 'actor'\?"),
         (CHOOSES.format("None"), r"get_policy_choice\(1\) \(mine\.py:7\) is None; known: actor, fixed"),
         (CHOOSES.format("'fixed' if step < 9 else 0.5"), r"get_policy_choice\(9\) \(mine\.py:7\) is 0\.5"),
         (CHOOSES.format("exit(3)"), r"get_policy_choice\(1\) raised SystemExit: 3 \(mine\.py:8\)"),
@@ -120,10 +117,7 @@ def test_an_answer_that_cannot_be_taken_is_refused_before_anything_is_played(tmp
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (
-            HEAD + '@schedule("mine")\ndef mine(step): ...',
-            "marks no class with the method get_policy_choice(step)",
-        ),
+        (HEAD + '@schedule("mine")\ndef mine(step): ...', "no class with the method get_policy_choice(step)"),
         (HEAD + '@schedule("mine")\nclass Mine(DrawnSchedule): ...', "the method alpha_at(step)"),
         (HEAD + '@schedule("mine")\nclass Mine(RolloutAllocationSchedule): ...', "get_policy_choice(step)"),
         (CHOOSES.replace("def", "async def").format(0), "write def without async"),
@@ -157,9 +151,7 @@ def test_arguments_of_a_schedule_are_its_keys_in_whatever_order_it_is_decorated(
     ):
         code = HEAD + marks + body
         assert "rollout_allocation_schedule.alpha_0 is required with type = 'mine'" in refusal(tmp_path, code)
-        assert "gamma is not read by rollout_allocation_schedule.type = 'mine'" in refusal(
-            tmp_path, code, alpha_0=1.0, gamma=1.0
-        )
+        assert "gamma is not read by" in refusal(tmp_path, code, alpha_0=1.0, gamma=1.0)
         loaded = job_with(tmp_path, code, alpha_0=1.0, beta=0.0)
         assert samplers(loaded, range(1, 5)) == ["actor", "actor", "fixed", "fixed"]
         assert not [line for line in loaded.warnings if "in every iteration" in line], "alpha falls"
@@ -189,14 +181,8 @@ def test_a_choice_of_its_own_goes_before_what_a_base_class_would_draw(tmp_path):
     [
         (f"{ONES}[1:]", "returned 1 rows for 2 segments"),
         ("[[1.0]] * 2", "returned weights of shape (1,) for a segment of 4 sampled tokens, rollout a"),
-        (
-            ONES,
-            "returned weights that sum to 8; with over = 'step' they sum to 1. Did you mean over = 'plan'",
-        ),
-        (
-            "[[0.25] * 4, [0.25, -0.25, 0, 0]]",
-            "returned the weight -0.25, rollout b; weights are finite and not",
-        ),
+        (ONES, "sum to 8; with over = 'step' they sum to 1. Did you mean over = 'plan'"),
+        ("[[0.25] * 4, [0.25, -0.25, 0, 0]]", "returned the weight -0.25, rollout b"),
         ("[[0.25] * 4, [float('nan')] * 4]", "returned the weight nan, rollout b"),
         ("None", "raised TypeError: 'NoneType' object is not iterable (mine.py:"),
         ("exit(3)", "raised SystemExit: 3 (mine.py:"),
@@ -220,9 +206,8 @@ def test_weights_over_the_plan_have_any_sum_and_read_the_planned_tokens(tmp_path
 
 def test_unknown_names_are_told_those_of_the_file_too(tmp_path):
     code = WEIGHS.format("", ONES) + CHOOSES[len(HEAD) :].format("'actor'")
-    assert re.search(
-        "type is 'mines'. Did you mean 'mine'. Known: .*linear", refusal(tmp_path, code, name="mines")
-    )
+    told = refusal(tmp_path, code, name="mines")
+    assert re.search("type is 'mines'. Did you mean 'mine'. Known: .*linear", told)
     told = refusal(tmp_path, code, "training.aggregation=mines")
     assert re.search("aggregation is 'mines'. Did you mean 'mine'. Known: .*token_mean", told)
 

@@ -4,43 +4,10 @@ import sys
 import pytest
 
 from trainer_backend import plugins
-from trainer_backend.core.advantages.grpo import grpo
-from trainer_backend.core.losses import clipped_policy_loss
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
-
-
-def test_a_name_of_a_plug_board_gives_its_entry():
-    assert plugins.estimator("grpo").compute is grpo
-    assert plugins.policy_loss("clipped").compute is clipped_policy_loss
-
-
-@pytest.mark.parametrize(
-    ("pick", "name", "message"),
-    [
-        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'. Did you mean 'stepwise'?"),
-        (
-            plugins.estimator,
-            "gspo",
-            "algorithm.advantage is 'gspo'. Did you mean algorithm.loss = 'gspo'",
-        ),
-        (
-            plugins.policy_loss,
-            "clip",
-            "algorithm.loss is 'clip'. Did you mean 'clipped'.* Known: .*clipped",
-        ),
-        (
-            plugins.aggregation,
-            "token",
-            "training.aggregation is 'token'. Did you mean 'token_mean'",
-        ),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_known_ones_and_the_likely_one(pick, name, message):
-    with pytest.raises(JobError, match=message):
-        pick(name)
 
 
 def test_every_key_of_a_board_is_a_key_of_a_job_whose_default_is_on_it():

@@ -127,7 +127,6 @@ class Dispatcher:
         found = (self._train if is_training else self._evaluation)(requests)
         if found is None:
             await asyncio.Event().wait()
-        assert found is not None
         for item in found.rollouts if keep is not None else ():
             keep(item)
         return found
@@ -306,7 +305,6 @@ async def test_an_evaluation_that_lost_a_world_is_compared_by_the_others_or_says
     assert [row["eval/outcome_reward"] for row in rows] == [1.0, 2.0, 2.0]
     assert [count_worlds(row) for row in rows] == ["4 worlds", "3 of 4 worlds", "3 of 4 worlds"]
     assert best_checkpoint(run.directory.checkpoints).name == best
-    assert isinstance(run.reporter, ListReporter)
     (note,) = [line for line in run.reporter.lines if line.startswith("evaluation after iteration 2 ")]
     assert told in note
 
@@ -371,7 +369,6 @@ async def test_the_servers_memory_is_free_for_the_learner_unless_it_collects_ahe
 ):
     run = make_run(tmp_path, training__iterations=2, training__max_staleness=staleness)
     await train(run, Progress(0, 0, 0), asyncio.Event())
-    assert isinstance(run.server, Server)
     between = [] if staleness else ["release"]
     assert run.server.calls == ["publish 0", *between, "publish 1", *between, "publish 2"]
 
@@ -518,9 +515,7 @@ async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told
     tmp_path: Path, stage: str, name: str, file: str, count: int
 ):
     run = make_run(tmp_path, **{stage: all_failed})
-    with pytest.raises(
-        NothingToLearnFrom, match=f"{name}: {count} of {count} rollouts lost: connection refused"
-    ):
+    with pytest.raises(NothingToLearnFrom, match=f"{name}: {count} of {count} .* connection refused"):
         await train(run, Progress(), asyncio.Event())
     stored = read_rollouts(run.directory.rollouts_file(file))
     assert [item.failure.detail for item in stored] == ["connection refused"] * count
@@ -539,7 +534,7 @@ async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_p
     told = f"{name}: 2 of 8 rollouts lost: connection refused"
     with pytest.raises(TooManyLost, match=told):
         await train(run, Progress(), asyncio.Event())
-    assert isinstance(run.reporter, ListReporter) and told in run.reporter.lines
+    assert told in run.reporter.lines
     # Its row is for the page and the report; a start that plays the stage again drops it.
     assert losses_in(rows_of(run.directory, "lost")[-1]) == Losses(2, 8, ((2, "connection refused"),))
     done = 1 if stage == "train" else 2
@@ -565,7 +560,6 @@ async def test_a_loss_within_the_share_is_told_and_stays_in_the_row(tmp_path: Pa
 
     run = make_run(tmp_path, train=from_call(2, lossy), training__iterations=2)
     await train(run, Progress(), asyncio.Event())
-    assert isinstance(run.reporter, ListReporter)
     assert "iteration 2: 1 of 8 rollouts lost: connection refused" in run.reporter.lines
     assert [losses_in(row).count for row in rows_of(run.directory, "iteration")] == ["0 of 8", "1 of 8"]
 
@@ -590,9 +584,7 @@ class Rejecting(Learner):
 
 def without_logprob(rollout: Rollout) -> Rollout:
     """The rollout with a sampled token whose log-prob is NaN, which no segment may hold."""
-    assert rollout.trajectory is not None
     first, *rest = rollout.trajectory.steps
-    assert isinstance(first.policy_logprobs, PolicyLogprobs)
     call = first.policy_logprobs.model_copy(update={"logprobs": (float("nan"),)})
     steps = (first.model_copy(update={"policy_logprobs": call}), *rest)
     return rollout.model_copy(update={"trajectory": rollout.trajectory.model_copy(update={"steps": steps})})
@@ -621,7 +613,6 @@ async def test_what_credit_or_update_rejects_is_set_aside_and_planned_once_more(
     assert [row["rollout"]["rollout_id"][-5:] for row in rejected] == ["1/0/1", "1/1/0"]
     (row,) = rows_of(run.directory, "iteration")
     assert (row["rollout/finished"], row["rollout/failure/rollout_rejected"]) == (8.0, 2.0)
-    assert isinstance(run.reporter, ListReporter)
     assert any("2 rollouts cannot be learned from and are set aside" in line for line in run.reporter.lines)
 
 

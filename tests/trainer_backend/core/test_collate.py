@@ -255,10 +255,7 @@ def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
-            {"advantages": {"a": [1.0, math.nan], "b": [1.0]}},
-            "^rollout a, turn 2, token 3: its advantage is nan",
-        ),
+        ({"advantages": {"a": [1.0, math.nan], "b": [1.0]}}, "^rollout a, turn 2, token 3: .* nan"),
         ({"weights": [[1.0], [1.0], [1.0]]}, "rollout a: 1 values for 2 sampled tokens"),
         ({"row_tokens": 3}, "rollout a: a segment of 4 tokens, but row_tokens is 3"),
     ],

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer_backend.core.test_segments import step
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import foretold, gae, gae_token
-from trainer_backend.core.critic import ByToken, read_column, values_of_episode
-from trainer_backend.core.segments import build_segments
+from trainer_backend.core.critic import ByToken
 from trainer_backend.job.training_table import AlgorithmTable
 
 HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
@@ -69,24 +67,6 @@ def test_the_value_after_the_end_counts_like_a_last_reward_of_it(estimator, pair
     found, expected = (estimator([item], BOOTSTRAP) for item in (cut, paid))
     assert found.per_episode == expected.per_episode  # in quarters nothing is rounded
     assert found.per_token == expected.per_token
-
-
-def credited(observation):
-    """Columns of one conversation whose second prompt is `observation`; a token's value is its id."""
-    segments = build_segments(
-        [step(1, 0, (1, 2), (5, 6, 7)), step(2, 5, observation, (8, 9))], rollout_id="r"
-    )
-    own = [[float(segment.token_ids[i]) for i in segment.sampled_positions] for segment in segments]
-    values = values_of_episode(segments, own, level="token")
-    rewards = EpisodeRewards("r", "g", [1.0, 2.0], values_T=values.firsts_T, token_values=values)
-    found = gae_token([rewards], HALF).per_token[0]
-    assert len(segments) == 1, "the second decision continues the first"
-    return read_column(segments[0], {"r": found}, "advantage").tolist()
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=30))
-def test_no_span_of_observation_tokens_changes_an_advantage(observation):
-    assert credited(tuple(observation)) == credited((3,))
 
 
 def test_predictions_are_compared_with_returns_before_the_critic_learns_from_them():

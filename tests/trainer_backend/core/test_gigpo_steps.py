@@ -199,12 +199,7 @@ def test_what_comes_out_is_plain_floats_whatever_goes_in():
     [
         ([object()], 1.0, {}, "rollout number 0, turn 1: a object has no observation_data"),
         ([Bare("a")], 1.0, {}, "rollout number 0, turn 1: a Bare takes no attribute"),
-        (
-            [Frozen("a")],
-            1.0,
-            {"key": lambda seen: [Unhashable()]},
-            "a list cannot be compared as a key: unhashable",
-        ),
+        ([Frozen("a")], 1.0, {"key": lambda seen: [Unhashable()]}, "a list cannot be compared"),
         ([Frozen("a")], 1.0, {"group_keys": [1, 2]}, "2 group keys for 1 rollouts"),
         ([Frozen("a")], float("nan"), {}, "rollout number 0, turn 1: the reward is nan"),
         ([], 1.0, {}, "rollout number 0: no decision"),

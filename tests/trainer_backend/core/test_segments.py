@@ -107,10 +107,7 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
     [
         (step(2, 4, [5], [6]), "turn 2: reuses 4 ids of the previous prompt and response, which have 3"),
         (step(2, 3, [5], [6], logprobs=()), "turn 2: 1 token_ids but 0 logprobs"),
-        (
-            step(2, 3, [5], [6, 7], logprobs=(-1.0, math.nan)),
-            "turn 2, token 1: the sampler's log-prob is nan",
-        ),
+        (step(2, 3, [5], [6, 7], logprobs=(-1.0, math.nan)), "turn 2, token 1: .* log-prob is nan"),
         (step(2, 3, [5], [6], logprobs=(-math.inf,)), "turn 2, token 0: the sampler's log-prob is -inf"),
         (step(2, 0, [], [6]), "turn 2: an empty prompt; nothing predicts"),
         (step(2, 3, [5], [6], versions=()), r"turn 2: versions start at tokens \[\]; expected 0 first"),

@@ -198,7 +198,7 @@ def test_g2po_is_what_the_authors_code_gives_at_gamma_1():
     assert of_again == pytest.approx([0.577350, 1.284457], abs=1e-5)
 
 
-def test_a_state_that_nobody_meets_again_has_a_value_of_its_own_and_changes_nothing():
+def test_a_state_that_is_not_met_again_has_a_value_of_its_own_and_changes_nothing():
     apart = [episode("r-0", [0.5, 1.0, 2.0], "suv"), episode("r-1", [0.25, 3.0], "sw")]
     for estimator in (g2po, gagpo):
         td_errors = estimator(apart, HALF).parts["td_error"]

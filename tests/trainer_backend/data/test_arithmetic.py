@@ -76,7 +76,7 @@ def test_the_committed_documents_hold_their_answers():
 
 
 @pytest.mark.parametrize("name", ["arithmetic.jsonl", "documents"])
-def test_a_job_beside_them_names_them_by_a_relative_path(name, tmp_path):
+def test_a_job_next_to_them_names_them_by_a_relative_path(name, tmp_path):
     job = tmp_path / "job.toml"
     held_out = "held_out_share = 0.25" if name.endswith("jsonl") else 'evaluation_split = "test"'
     (tmp_path / "data").symlink_to(DATA)

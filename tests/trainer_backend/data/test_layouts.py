@@ -93,10 +93,7 @@ def test_a_folder_of_configurations_asks_which_one_is_meant(tmp_path):
         ('{"question": "a", "ground_truth": NaN}\n', "line 1: no JSON: NaN is no JSON"),
         ('{"question": "a", "question": "b"}\n', "line 1: no JSON: the key 'question' comes twice"),
         ('{"id": 1, "question": "a"}\n{"id": "1", "question": "b"}\n', "line 2: id '1' is also that of"),
-        (
-            '{"id": 1, "question": "a"}\n{"question": "b"}\n',
-            "line 2: id comes from nowhere, but in the rows before from id",
-        ),
+        ('{"id": 1, "question": "a"}\n{"question": "b"}\n', "line 2: id comes from nowhere"),
         ('{"question": "a", "answer": "#### 1"}\n{"question": "b", "answer": "2"}\n', "from answer, but in"),
         ('{"question": "a \\ud83d b"}\n', "line 1: \\ud83d is half a character"),
         ("", "split 'train' has no rows"),

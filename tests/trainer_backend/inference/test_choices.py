@@ -34,12 +34,6 @@ def test_n_choices_are_n_different_samples_and_the_first_is_that_of_the_seed_alo
     assert several.choices[0].token_ids == alone.choices[0].token_ids
 
 
-def test_the_same_seed_gives_the_same_choices(free: Served):
-    first, again, other = (ask(free, n=3, seed=seed).choices for seed in (7, 7, 8))
-    assert [choice.token_ids for choice in first] == [choice.token_ids for choice in again]
-    assert not {tuple(c.token_ids) for c in first} & {tuple(c.token_ids) for c in other}
-
-
 def test_usage_tells_how_much_of_the_prompt_was_known(free: Served):
     first, second = (ask(free, messages=LONG, n=3, max_tokens=3).usage for _ in range(2))
     assert first.prompt_tokens_details.cached_tokens == 0

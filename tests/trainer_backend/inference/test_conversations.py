@@ -88,7 +88,7 @@ def test_what_clients_add_to_a_message_does_not_break_the_conversation(renderer:
         (lambda user, answer, result: [answer], False),
     ],
 )
-def test_what_was_edited_is_rendered_anew_from_the_first_change_on(
+def test_what_was_edited_is_rendered_again_from_the_first_change_on(
     renderer: ChatRenderer, change, same_start: bool
 ):
     memory = Conversations(most=5)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -148,8 +148,13 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 # Rows attend all together, or cut where a few columns would be padded, or (None) by the kernels of a CPU.
-@pytest.mark.parametrize("most_waste", [10**9, 30, None])
-@pytest.mark.parametrize("name", MODELS)
+WAYS = pytest.mark.parametrize(
+    ("name", "most_waste"),
+    [*product(MODELS, [10**9, None]), ("qwen3", 30), ("llama, biases", 30)],
+)
+
+
+@WAYS
 def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
     name: str, most_waste: int | None
 ):
@@ -163,8 +168,7 @@ def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
         assert_near(logits, by_transformers(model, prompt))
 
 
-@pytest.mark.parametrize("most_waste", [10**9, 30, None])
-@pytest.mark.parametrize("name", MODELS)
+@WAYS
 def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(
     name: str, most_waste: int | None
 ):

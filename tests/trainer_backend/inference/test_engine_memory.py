@@ -56,7 +56,7 @@ async def together(engine: LocalEngine, *prompts: list[int]) -> "list[asyncio.Ta
     return tasks
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_with_the_keys_and_those_beside_it_go_on(
+async def test_a_prompt_that_does_not_fit_is_refused_with_the_keys_and_the_others_go_on(
     start_engine: StartEngine, tight: TightModel
 ):
     tight.fits = lambda rows, tokens: tokens <= 100

@@ -39,9 +39,7 @@ async def test_a_long_request_among_many_short_ones_finishes_and_does_not_hold_t
         task.add_done_callback(lambda _, name=name: order.append(name))
     results = await asyncio.gather(*tasks)
     assert len(results[0].token_ids) == 300
-    assert order[-1] == "long", (
-        "40 short ones share the other slot and need 120 steps; the long one needs 300"
-    )
+    assert order[-1] == "long", "40 short ones need 120 steps of the other slot, the long one 300"
 
 
 async def test_a_late_request_is_served_while_long_ones_keep_running(start_engine: StartEngine):
@@ -72,7 +70,7 @@ async def test_requests_are_admitted_in_order_and_a_big_one_is_not_overtaken():
     assert [admitted(), admitted(), admitted(), admitted()] == [["a"], ["big"], ["c", "d"], []]
 
 
-async def test_while_a_swap_waits_nobody_is_admitted_but_who_has_begun():
+async def test_while_a_swap_waits_only_requests_that_have_begun_are_admitted():
     inbox = Inbox(max_waiting=10)
     inbox.open()
     first, begun = waiting_request("first", 5), waiting_request("begun", 5)

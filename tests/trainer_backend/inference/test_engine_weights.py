@@ -54,7 +54,7 @@ async def paused_amid(engine: LocalEngine) -> "asyncio.Future[Generation]":
 async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
-    engine = start_engine(max_running=4)
+    engine = start_engine(max_model_len=64, max_running=4)
     models = {version: other_model(tokenizer, version) for version in range(4)}
     finished: list[tuple[list[int], object]] = []
 

@@ -164,11 +164,6 @@ def test_a_model_is_retrieved_by_its_name_which_has_a_slash(client: openai.OpenA
         client.models.retrieve("crafter/actr")
 
 
-def test_an_unknown_key_is_told_with_what_was_meant(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match=r"unknown key 'temprature'.*Did you mean 'temperature'"):
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"temprature": 0})
-
-
 def test_what_clients_send_that_changes_nothing_is_taken(client: openai.OpenAI, http: httpx.Client):
     own = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "n": 1}
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, **own)

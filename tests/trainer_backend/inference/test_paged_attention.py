@@ -231,7 +231,7 @@ def test_keys_and_queries_are_rounded_to_the_type_of_the_cache(way: str, dtype: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_row_has_the_same_bits_alone_and_beside_others(way: str):
+def test_a_row_has_the_same_bits_alone_and_with_others(way: str):
     case, attend = Case([700, 31, 300]), by(way).attend
     case.store(paged_attention.store_by_torch, 0)
     together = case.attend(attend, 0)
@@ -256,7 +256,7 @@ def test_a_token_without_a_slot_is_not_stored(way: str):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_page_and_memory_that_is_allocated_anew(way: str):
+def test_a_copied_page_and_memory_that_is_allocated_again(way: str):
     case, (store, attend) = Case([20]), by(way)
     case.store(store, 0)
     unused = next(page for page in range(2) if page != int(case.table_BP[0, 0]))

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
@@ -28,7 +27,7 @@ async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: 
 
 
 async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngine, model: PreTrainedModel):
-    engine, prompt, expected = start_engine(), make_prompt(100), 0
+    engine, prompt, expected = start_engine(max_model_len=512), make_prompt(100), 0
     requests, results = [], []
     for turn in range(6):
         sampling = Sampling(seed=turn, max_tokens=4 + turn)
@@ -44,7 +43,7 @@ async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngi
 async def test_siblings_that_come_together_share_one_prefill(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine, prompt = start_engine(), make_prompt(100)
+    engine, prompt = start_engine(max_model_len=256), make_prompt(100)
     requests = [(prompt, Sampling(seed=i, max_tokens=6)) for i in range(8)]
     results = await asyncio.gather(
         *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
@@ -71,7 +70,7 @@ async def test_a_late_sibling_copies_from_the_one_that_still_runs(
 
 
 async def test_a_shared_system_message_is_computed_once(start_engine: StartEngine, model: PreTrainedModel):
-    engine, system = start_engine(), make_prompt(110)
+    engine, system = start_engine(max_model_len=256), make_prompt(110)
     requests = [([*system, *make_prompt(30, seed=i)], Sampling(seed=i, max_tokens=4)) for i in range(1, 9)]
     results = await staggered(engine, requests)
     assert sum(result.prompt_tokens_reused == 110 for result in results) == 7
@@ -85,7 +84,7 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
     # Few slots, few kept prefixes and prompts from a small tree: rows move, prefixes are evicted and branch.
     draw = random.Random(seed)
     slots, kept = draw.choice([2, 5]), draw.choice([1, 3, 8])
-    engine = start_engine(max_running=slots, kept_prefixes=kept, prefill_tokens=300)
+    engine = start_engine(max_model_len=512, max_running=slots, kept_prefixes=kept, prefill_tokens=300)
     trunks = [make_prompt(draw.randint(100, 200), seed=i) for i in range(3)]
     lengths, tails = [1, 50, 96, 97, 129, 200], [0, 1, 9, 60]
     prompts = [
@@ -97,20 +96,6 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
     results = await staggered(engine, requests)
     assert engine.counters.prompt_tokens_reused > 0
     assert_equal_to_naive(model, requests, results)
-
-
-async def test_logprobs_after_a_reused_prefix_differ_from_recomputed_ones_by_less_than_a_ten_thousandth(
-    start_engine: StartEngine, model: PreTrainedModel
-):
-    engine, prompt = start_engine(), make_prompt(150)
-    first = await ask(engine, prompt, tokens=40)
-    longer = [*prompt, *first.token_ids, *make_prompt(30, seed=1)]
-    result = await ask(engine, longer, tokens=60)
-    assert result.prompt_tokens_reused == 189
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*longer, *result.token_ids]])).logits[0, len(longer) - 1 : -1]
-    recomputed = logits.log_softmax(-1).gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
-    assert (recomputed - torch.tensor(result.logprobs)).abs().max() < 1e-4
 
 
 async def test_nothing_is_reused_where_the_job_keeps_nothing(start_engine: StartEngine):
@@ -132,7 +117,7 @@ async def test_new_weights_make_all_that_was_kept_worthless(
     assert (await ask(engine, prompt, seed=3)).prompt_tokens_reused == 99
 
 
-async def test_a_request_that_runs_through_a_swap_is_copied_by_nobody(
+async def test_a_request_that_runs_through_a_swap_is_not_copied(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine, prompt = start_engine(), make_prompt(100)

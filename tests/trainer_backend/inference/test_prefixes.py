@@ -136,9 +136,7 @@ def test_a_conversation_takes_one_place_however_many_turns_it_has():
     prefixes = Prefixes(filled_cache(), most=4)
     for length in (100, 120, 150):
         run_and_end(prefixes, 0, ids(length), ids(5, seed=length))
-    assert len(prefixes.copies) == 3, (
-        "other tokens were sampled than the next prompt holds: these are branches"
-    )
+    assert len(prefixes.copies) == 3, "branches: the next prompt does not hold what was sampled"
     for length in (100, 120, 150):
         run_and_end(prefixes, 0, ids(200, seed=7)[:length], ids(200, seed=7)[length : length + 10])
     assert len(prefixes.copies) == 4 and known(prefixes, ids(200, seed=7)) == 160

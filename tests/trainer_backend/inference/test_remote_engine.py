@@ -147,7 +147,7 @@ async def test_raw_log_probs_stand_for_plain_sampling_alone(draw: dict[str, Any]
     assert (await generated(make_reply([END]), sampling=sampling, processed=True)).token_ids == (END,)
 
 
-async def test_that_nobody_is_there_is_told():
+async def test_an_engine_that_is_not_there_is_told():
     with Listener("127.0.0.1", 0) as listener:
         nowhere = listener.url
     async with engine_at(nowhere) as engine:

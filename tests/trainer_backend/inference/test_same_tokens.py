@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -102,8 +101,3 @@ def test_a_token_that_is_special_to_one_alone_is_named(model_folders: Mapping[st
     edit_json(tmp_path / "tokenizer_config.json", **settings)
     told = f"id {token} ('<tool_call>') is a special token to it and plain text to the actor"
     assert first_difference(own, load_tokenizer(tmp_path)) == told
-
-
-def test_models_of_different_families_are_told_apart(model_folders: Mapping[str, Path]):
-    for own, other in pairwise(model_folders.values()):
-        assert first_difference(load_tokenizer(own), load_tokenizer(other))

@@ -99,7 +99,7 @@ def test_no_number_draws_a_token_of_probability_zero_whatever_the_rounding(vocab
         assert int(tokens[1]) == vocabulary - 2
 
 
-def test_a_row_draws_the_same_beside_any_others():
+def test_a_row_draws_the_same_with_any_others():
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
     numbers = torch.from_numpy(uniforms(np.arange(64, dtype=np.uint64), np.zeros(64, dtype=np.uint64)))
     together = sample(logits, make_settings([Sampling(temperature=0.7)] * 64), numbers)
@@ -134,7 +134,6 @@ def test_the_logprob_is_that_of_the_tempered_distribution_before_truncation():
 def make_mask(probs: Tensor, samplings: list[Sampling]) -> Tensor:
     options = torch.tensor([read_options(sampling) for sampling in samplings])
     truncation = RowSettings.of(options, torch.zeros(len(options))).truncation
-    assert truncation is not None
     return truncation_mask(probs, truncation)
 
 

@@ -111,7 +111,7 @@ def test_sessions_of_a_replica_that_refuses_a_version_move_at_once():
     assert seconds < 3.5 + 0.1 + 3.5 + 1.0
 
 
-def test_a_request_that_nobody_took_in_time_ends_the_run_by_itself():
+def test_a_request_that_was_not_taken_in_time_ends_the_run_by_itself():
     """The one who looks after the replicas may look when this request waits no more."""
 
     async def work() -> str:

@@ -182,7 +182,7 @@ def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(turns=TURNS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_view(
     name: str, turns: list[tuple[dict[str, Any], int | None]], tokenizers: dict[str, Any]
 ):
@@ -219,7 +219,7 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, extends) in TEMPLATES.items() if extends])
-def test_a_dialogue_that_nobody_edits_is_one_segment(name: str, tokenizers: dict[str, Any]):
+def test_a_dialogue_that_is_not_edited_is_one_segment(name: str, tokenizers: dict[str, Any]):
     played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1:3])
     words = [{"thinks": False, "call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
     assert play(played, name, [(said, None) for said in words]) == []

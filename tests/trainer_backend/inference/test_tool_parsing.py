@@ -340,11 +340,7 @@ def test_the_general_form_names_the_tool_and_gives_json():
         (parse_llama, '{"name": "a", "parameters": "x"}', 'expected {"name": text, "parameters": object}'),
         (parse_llama, '{"x": 1}', 'expected {"name"'),
         (parse_llama, "<|python_tag|>print(1)", "cannot be read"),
-        (
-            parse_llama,
-            '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
-            "a second tool call",
-        ),
+        (parse_llama, '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "second tool call"),
         (parse_mistral, "[TOOL_CALLS] []", "the list of calls is empty"),
         (parse_mistral, '[TOOL_CALLS] [{"name": "a"', "cannot be read"),
         (parse_mistral, '[TOOL_CALLS] [{"name": "a"}]', 'expected {"name"'),

@@ -40,7 +40,6 @@ class Side:
     def step(self) -> tuple[list[int], list[float]]:
         self.most_that_share = max(self.most_that_share, len(self.batch.cache.trunks))
         sampled = self.batch.step()
-        assert sampled is not None
         for request, token, logprob in zip(sampled.requests, sampled.ids, sampled.logprobs, strict=True):
             request.take(token, logprob)
         return sampled.ids, sampled.logprobs

@@ -142,17 +142,11 @@ async def test_a_server_that_cannot_be_trained_with_is_refused_with_its_reason(
                 await engine.refuse_unfit()
 
 
-async def test_a_server_that_a_killed_trainer_left_paused_serves_again(folders):
-    with fake_vllm(folders[0]) as (_, url):
-        async with engine_at(url) as engine:
-            async with aiohttp.ClientSession() as session:
-                await session.post(f"{url}/pause", params={"mode": "keep"})
-            assert "vLLM 0.32.0" in await engine.refuse_unfit()
-
-
-async def test_a_server_that_a_killed_trainer_left_asleep_serves_again(folders):
+async def test_a_server_that_a_killed_trainer_left_paused_or_asleep_serves_again(folders):
     with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as theirs, engine_at(url) as engine:
+        async with engine_at(url) as theirs, engine_at(url) as engine, aiohttp.ClientSession() as session:
+            await session.post(f"{url}/pause", params={"mode": "keep"})
+            assert "vLLM 0.32.0" in await engine.refuse_unfit()
             await theirs.sleep()
             assert "vLLM 0.32.0" in await engine.refuse_unfit()
             assert not fake.asleep
@@ -490,9 +484,7 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
         async with open_pool([url], [], wait_s=0.2) as pool:
             await pool.load(publication(0, folders, models))
             fake.down = True
-            with pytest.raises(
-                EngineStopped, match=r"no replica has served for 0.2 s .*answered 500: .*EngineCore died"
-            ):
+            with pytest.raises(EngineStopped, match=r"for 0\.2 s .*answered 500: .*EngineCore died"):
                 await sample(pool, "r")
 
 

@@ -192,18 +192,14 @@ def test_one_file_that_gives_a_switch_twice_is_refused_and_blamed_alone(layered)
         "[training.rewards]\nstep_rewards_beta = 0.2\n[rollout]\nstep_rewards_beta = 0.3",
     )
     told = refusal(layered, BASE, one, both)
-    assert told.startswith(
-        "b.toml: step_rewards_beta is given twice with different values: training.rewards."
-    )
+    assert told.startswith("b.toml: step_rewards_beta is given twice")
     wrong = refusal(layered, BASE, one, "[rollout]\nstep_rewards_beta = -1")
     assert wrong.startswith("b.toml: training.step_rewards_beta is -1: ")
 
 
 def test_keys_of_two_files_that_contradict_each_other_are_blamed_on_both(layered):
     one, other = "[rollout]\nepisodes_per_batch = 6", "[training]\ngroup_size = 4"
-    assert refusal(layered, BASE, one, other).startswith(
-        "a.toml + b.toml: rollout.episodes_per_batch (6) must be a multiple of "
-    )
+    assert refusal(layered, BASE, one, other).startswith("a.toml + b.toml: rollout.episodes_per_batch (6)")
 
 
 def test_a_path_is_one_from_the_folder_of_its_file_and_else_from_here(tmp_path: Path, monkeypatch):

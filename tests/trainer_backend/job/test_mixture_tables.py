@@ -64,11 +64,6 @@ def test_several_fixed_policies_have_names():
         job.fixed("off")
 
 
-def test_a_table_without_a_model_is_not_active():
-    job = make_job(rollout_only={"temperature": 0.5}, rollout_allocation_schedule=None)
-    assert job.fixed_policies == ()
-
-
 @pytest.mark.parametrize(
     "only", [{"model_path": "a"}, [{"model_path": "a"}, {"model_path": "b", "name": "b"}]]
 )

@@ -50,3 +50,14 @@ def make_episodes(learner: LocalLearner, advantages: Sequence[float]) -> list[Cr
         CreditedEpisode(item.rollout_id, [item], [advantage])
         for item, advantage in zip(segments, advantages, strict=True)
     ]
+
+
+def gradient(model, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return get_gradients(model)
+
+
+def get_gradients(model) -> torch.Tensor:
+    weights = model.parameters()
+    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])

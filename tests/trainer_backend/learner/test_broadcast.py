@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
@@ -26,11 +26,6 @@ from trainer_backend.learner.device import Placement
 from trainer_backend.models import build_preset, save_model_folder
 
 WEIGHTS = [(f"layer.{number}", torch.full((300, 70), float(number))) for number in range(6)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def ready(offer: WeightSender, expected: int) -> int:
@@ -186,7 +181,7 @@ def test_a_server_that_dies_while_it_waits_is_left_out():
         assert len(good.weights) == len(WEIGHTS)
 
 
-def test_whoever_waits_for_weights_that_are_gone_hears_of_it():
+def test_a_receiver_that_waits_for_weights_that_are_gone_is_told():
     offer = WeightSender("127.0.0.1", backend="gloo", timeout_s=30.0)
     receiver = Receiver(offer.address, Worker("a", 0, 1))
     while not offer._whole_servers():
@@ -217,7 +212,7 @@ def test_a_learner_hands_its_weights_out_until_they_change(tokenizer):
     assert isinstance(late.error, ConnectionRefusedError)
 
 
-def test_nobody_is_waited_for_longer_than_allowed_or_after_an_error(tokenizer):
+def test_no_server_is_waited_for_longer_than_allowed_or_after_an_error(tokenizer):
     class Enough(Exception):
         pass
 

@@ -70,8 +70,9 @@ def generations(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -
         engine.stop()
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "adapted"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
+)
 def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted: bool):
     """Over weights in float32, and with adapters over a base that is rounded."""
     model = make_model(family, adapted=adapted)

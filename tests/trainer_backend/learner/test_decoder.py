@@ -132,7 +132,6 @@ def test_queries_of_few_tokens_stand_by_segment_and_see_no_later_key():
     # Segments of 4 and 5 tokens in a group; read are tokens 2 and 3 of the first, 4 of the second.
     bounds = SegmentBounds(torch.tensor([0, 4, 9], dtype=torch.int32), longest=5)
     reads = plan_reads(bounds, torch.tensor([2, 3, 8]), torch.float32)
-    assert reads is not None
     assert reads.queries.shapes == ((2, 2),)  # the longer segment first, its one query twice
     assert reads.queries.token_P.tolist() == [2, 2, 0, 1]
     assert reads.queries.place_L.tolist() == [2, 3, 0]

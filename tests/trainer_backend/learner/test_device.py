@@ -149,11 +149,7 @@ def test_heads_that_the_kernel_does_not_take_are_masked(head_dim: int):
     [
         (place("cuda", OLD_CUDA), 128, "GPUs before Ampere lack"),
         (place("mps", APPLE), 128, "masked: mps has no kernel"),
-        (
-            place("cuda", NEW_CUDA),
-            100,
-            "masked: its kernel takes head dimensions of 8, 16, ... 256; this model's is 100",
-        ),
+        (place("cuda", NEW_CUDA), 100, "masked: its kernel takes .*; this model's is 100"),
     ],
 )
 def test_a_slower_way_is_told_with_its_reason_and_what_it_costs(placement, head_dim: int, told: str):

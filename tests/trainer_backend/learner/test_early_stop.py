@@ -8,47 +8,27 @@ import pytest
 import torch
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import segment
+from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment
 from trainer_backend import learner_parts
 from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
-from trainer_backend.core.segments import Segment
-from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
-from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
-
-
-def make_learner(tokenizer, **training) -> LocalLearner:
-    torch.set_num_threads(1)
-    job = tiny_job(**{f"training__{key}": value for key, value in training.items()})
-    return LocalLearner(
-        learner_parts.learner_config(job), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer
-    )
-
-
 def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpisode:
     """One decision of one token, as if the learner had sampled it just now."""
-
-    def segment(logprob: float) -> Segment:
-        return Segment.of(name, (5, 6, 20), [logprob], [(2, 3, 0, 0, 1.0)])
-
-    ((own,),) = learner.scorer.score([segment(0.0)], LoopKeys(row_tokens=64, micro_batch_tokens=1024))
-    return CreditedEpisode(name, [segment(own)], [advantage])
+    ((own,),) = learner.scorer.score([segment(name, [5, 6], [20], [0.0])], SIZE)
+    return CreditedEpisode(name, [segment(name, [5, 6], [20], [own])], [advantage])
 
 
 def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
     free, held = (
-        make_learner(tokenizer, update_passes=5, entropy_coef=0.0, **limit)
-        for limit in ({}, {"target_kl": 1e-9})
+        make_learner(tokenizer, training__update_passes=5, training__entropy_coef=0.0, **limit)
+        for limit in ({}, {"training__target_kl": 1e-9})
     )
     went_on = free.update([episode(free, "r", 1.0)], iteration=1)
     stopped = held.update([episode(held, "r", 1.0)], iteration=1)
@@ -59,8 +39,8 @@ def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
 
 
 def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
-    once = make_learner(tokenizer, update_passes=1)
-    held = make_learner(tokenizer, update_passes=5, target_kl=1e-9)
+    once = make_learner(tokenizer, training__update_passes=1)
+    held = make_learner(tokenizer, training__update_passes=5, training__target_kl=1e-9)
     for learner in (once, held):
         learner.update([episode(learner, "r", 1.0)], iteration=1)
     other = held.weights()
@@ -68,12 +48,12 @@ def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
 
 
 def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
-    learner = make_learner(tokenizer, update_passes=2, entropy_coef=0.0)
+    learner = make_learner(tokenizer, training__update_passes=2, training__entropy_coef=0.0)
     played = episode(learner, "r", 1.0)
-    one_step = make_learner(tokenizer, update_passes=1, entropy_coef=0.0)
+    one_step = make_learner(tokenizer, training__update_passes=1, training__entropy_coef=0.0)
     one_step.update([episode(one_step, "r", 1.0)], iteration=1)
     # With d = new - old log-prob of the one token, k3 of KL(old || new) is exp(d) - 1 - d.
-    ((new,),) = one_step.scorer.score(played.segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
+    ((new,),) = one_step.scorer.score(played.segments, SIZE)
     d = new - played.segments[0].logprobs[-1]
     told = learner.update([played], iteration=1)["loss/kl_to_proximal"]
     assert told == pytest.approx(math.expm1(d) - d, rel=1e-3)
@@ -86,16 +66,10 @@ def backward_passes(learner: LocalLearner) -> list[None]:
     return passes
 
 
-def test_a_step_that_is_not_taken_has_no_backward_pass(tokenizer):
-    learner = make_learner(tokenizer, update_passes=5, target_kl=1e-9)
-    passes = backward_passes(learner)
-    learner.update([episode(learner, "r", 1.0)], iteration=1)
-    assert len(passes) == 1
-
-
 def test_the_pieces_of_a_step_decide_as_one(tokenizer):
     """Two pieces, whose distances add up; the limit lies at the first, between them, or beyond both."""
-    cut = {"row_tokens": 16, "micro_batch_tokens": 64, "update_passes": 2, "entropy_coef": 0.0}
+    sizes = {"row_tokens": 16, "micro_batch_tokens": 64, "update_passes": 2, "entropy_coef": 0.0}
+    cut = {f"training__{key}": value for key, value in sizes.items()}
 
     def played(learner: LocalLearner) -> list[CreditedEpisode]:
         return [episode(learner, f"r{i}", 1.0) for i in range(40)]  # of three tokens, in rows of five
@@ -105,7 +79,7 @@ def test_the_pieces_of_a_step_decide_as_one(tokenizer):
     moved = free.update(played(free), iteration=1)["loss/kl_to_proximal"]
     assert moved > 0 and len(free_passes) == 4
     for limit, steps, passes in ((1e-9, 1, 2), (moved * 0.99, 1, 3), (moved * 1.01, 2, 4)):
-        held = make_learner(tokenizer, **cut, target_kl=limit)
+        held = make_learner(tokenizer, **cut, training__target_kl=limit)
         found = backward_passes(held)
         told = held.update(played(held), iteration=1)
         assert told["optim/steps"] == steps
@@ -114,23 +88,15 @@ def test_the_pieces_of_a_step_decide_as_one(tokenizer):
 
 
 def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
-    # Two iterations, one step each: the second begins half way.
-    rates = {
-        name: [
-            learner.update([episode(learner, "r", 1.0)], iteration=number)["optim/lr"] for number in (1, 2)
-        ]
-        for name in ("linear", "cosine", "constant")
-        for learner in [
-            make_learner(
-                tokenizer, update_passes=1, learning_rate=1e-3, learning_rate_final=0.0,
-                learning_rate_schedule=name, iterations=4,
-            )
-        ]
-    }  # fmt: skip
-    quarter = (1 + math.cos(math.pi / 4)) / 2
-    assert rates["linear"] == pytest.approx([1e-3, 0.75e-3])
-    assert rates["cosine"] == pytest.approx([1e-3, quarter * 1e-3])
-    assert rates["constant"] == [1e-3, 1e-3]
+    # Of four iterations of a step each, the second begins after a quarter.
+    keys = {"learning_rate": 1e-3, "learning_rate_final": 0.0, "iterations": 4, "update_passes": 1}
+    for name, share in (("linear", 0.75), ("cosine", (1 + math.cos(math.pi / 4)) / 2), ("constant", 1.0)):
+        settings = {
+            f"training__{key}": value for key, value in {**keys, "learning_rate_schedule": name}.items()
+        }
+        learner = make_learner(tokenizer, **settings)
+        rates = [learner.update([episode(learner, "r", 1.0)], iteration=n)["optim/lr"] for n in (1, 2)]
+        assert rates == pytest.approx([1e-3, share * 1e-3])
 
 
 def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.update import LogprobCache
@@ -13,11 +13,6 @@ from trainer_backend.parts import CreditedEpisode
 
 ADVANTAGES = [1.0, -0.5, 0.25, -1.0]
 TOKENS = 5  # of each episode
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def off_by(episodes: list[CreditedEpisode], nats: float) -> list[CreditedEpisode]:

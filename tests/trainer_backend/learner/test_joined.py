@@ -73,7 +73,7 @@ def test_the_runs_of_a_row_by_hand():
 
 @pytest.mark.parametrize("short", [128, 0], ids=["products", "kernel"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(texts=TEXTS, share_from=st.integers(1, 3), seed=st.integers(0, 99))
 def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
     parts = [

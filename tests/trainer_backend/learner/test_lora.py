@@ -20,7 +20,7 @@ from transformers import (
 
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment
 from tests.trainer_backend.segment_columns import lists
 from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
@@ -51,11 +51,6 @@ from trainer_backend.rundir.digests import refuse_damaged
 
 LORA = {"lora__rank": 4, "lora__alpha": 8}
 PROBE = [segment("p", [5, 6, 7], [20, 21, 22, 23], [0.0] * 4)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
@@ -227,20 +222,6 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     assert own != base
 
 
-def test_rewards_too_are_held_to_the_adapters_that_rl_started_from_and_those_of_now_are_kept(tokenizer):
-    learner = make_learner(tokenizer, **LORA, training__kl_reward_coef=0.1)
-    episodes = make_episodes(learner, [1.0, -1.0])
-    parts = {item.rollout_id: item.segments for item in episodes}
-    first = learner.score(parts)
-    learner.update(episodes, iteration=1)
-    trained = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    second = learner.score(parts)
-    for name, scored in second.items():
-        assert scored.reference_T == first[name].reference_T
-        assert scored.policy_T != scored.reference_T
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in learner.weights().items())
-
-
 def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_for_bit(
     tokenizer, tmp_path: Path
 ):
@@ -326,9 +307,7 @@ def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(t
         assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ModelFolderError, match="it exists already"):
         write_merged(tmp_path / "iteration_1", to, "float32")
-    with pytest.raises(
-        ModelFolderError, match=r"could not be written: .*Not a directory.*Name a writable folder with --to"
-    ):
+    with pytest.raises(ModelFolderError, match=r"Not a directory.*--to"):
         write_merged(tmp_path / "iteration_1", to / "config.json" / "below", "float32")
     adapter = tmp_path / "iteration_1/adapter/adapter_model.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
@@ -348,9 +327,7 @@ def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path
         load_checkpoint(learner.config.model, folder)
     shutil.copytree(tmp_path / "other/iteration_0", tmp_path / "one/iteration_0")
     for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
-        with pytest.raises(
-            CheckpointError, match="trained over another iteration_0 than the one now next to it"
-        ):
+        with pytest.raises(CheckpointError, match="trained over another iteration_0"):
             load(learner.config.model, folder)
 
 
@@ -400,28 +377,31 @@ def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_i
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after"),
     [
-        ({}, LORA, r"no adapter in this checkpoint, but the job has \[lora\]"),
-        (LORA, {}, r"it has adapters, but the job has no \[lora\]"),
-        (LORA, {**LORA, "lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
-        (LORA, {**LORA, "lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
+        ({}, {r"no adapter in this checkpoint, but the job has \[lora\]": LORA}),
         (
             LORA,
-            {**LORA, "lora__target_modules": ["q_proj"]},
-            r"adapters have target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]",
+            {
+                r"it has adapters, but the job has no \[lora\]": {},
+                r"rank 4, but lora\.rank of the job gives 8": {**LORA, "lora__rank": 8},
+                r"alpha 8, but lora\.alpha of the job gives 4": {**LORA, "lora__alpha": 4},
+                r"target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]": {
+                    **LORA, "lora__target_modules": ["q_proj"],
+                },
+            },
         ),
     ],
-)
-def test_a_run_is_not_resumed_with_other_adapters_than_it_has(
-    tokenizer, tmp_path: Path, before, after, told: str
-):
+)  # fmt: skip
+def test_a_run_is_not_resumed_with_other_adapters_than_it_has(tokenizer, tmp_path: Path, before, after):
     learner = make_learner(tokenizer, **before)
     learner.save(tmp_path / "iteration_0", Progress())
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))  # of adapters alone, where there are any
-    for name in ("iteration_0", "iteration_1"):
-        with pytest.raises(CheckpointError, match=told):
-            LocalLearner.resumed(make_learner(tokenizer, **after).config, tmp_path / name)
+    for told, job in after.items():
+        config = learner_parts.learner_config(tiny_job(**job))
+        for name in ("iteration_0", "iteration_1"):
+            with pytest.raises(CheckpointError, match=told):
+                LocalLearner.resumed(config, tmp_path / name)
 
 
 def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):

@@ -171,7 +171,7 @@ def test_checkpointed_layers_keep_their_input_and_one_layer_is_computed_at_a_tim
     assert activations_with(replace(CPU, checkpointed=2)) == 10 * (2 * 16 + 288 * 14 // 10)
 
 
-def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_on_a_cpu():
+def test_offloaded_moments_are_in_main_memory_of_a_gpu_and_where_they_were_on_a_cpu():
     use = replace(CPU, offload=True)
     on_gpu, on_cpu = (memory_needs(SHAPE, use, is_gpu=is_gpu) for is_gpu in (True, False))
     assert "optimizer" not in on_gpu.device
@@ -223,7 +223,7 @@ def test_each_group_of_ranks_holds_all_weights():
     assert changes(LAYERED, use)["weights"] == 2000 + 20
 
 
-def test_offloaded_shares_are_in_main_memory_beside_those_of_the_nodes_other_ranks():
+def test_offloaded_shares_are_in_main_memory_with_those_of_the_nodes_other_ranks():
     use = replace(CPU, ranks=LearnerTable(**RANKS, fsdp_cpu_offload=True), reference=True)
     found = changes(LAYERED, use)
     assert {kind: found[kind] for kind in ("weights", "gradients", "optimizer", "reference")} == {

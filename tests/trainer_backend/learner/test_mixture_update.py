@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment
 from trainer_backend.core.critic import make_targets
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
@@ -23,11 +23,6 @@ CASES = [
     ("single_ratio", None),
 ]
 ADVANTAGES = [1.0, -1.0, 0.5, -0.25, 2.0, -2.0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def mixed_learner(tokenizer, *, fixed=None, **overrides):

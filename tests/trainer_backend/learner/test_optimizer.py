@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.optimizer import OffloadedAdamW
 from trainer_backend.parts import Progress
 
 ADVANTAGES = [1.0, -0.5, 0.25]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -54,12 +49,6 @@ def test_weights_without_a_gradient_are_left_alone():
     assert untouched.tolist() == [1.0, 1.0]
     # One step of AdamW: decay by lr * 0.5, then lr towards minus the gradient's sign.
     torch.testing.assert_close(touched.detach(), torch.tensor([0.85, 0.85]))
-
-
-def test_a_closure_is_refused():
-    optimizer = OffloadedAdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(TypeError, match="closure"):
-        optimizer.step(lambda: 0.0)
 
 
 def test_a_step_in_parts_is_the_step_of_the_whole():

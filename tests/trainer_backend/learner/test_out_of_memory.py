@@ -5,16 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
 from trainer_backend.errors import OutOfMemory
 from trainer_backend.parts import Progress
 
 MORE_THAN_THERE_IS = 2**50
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 class Shortage:

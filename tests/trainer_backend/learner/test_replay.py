@@ -17,7 +17,7 @@ from task_app.episode.records import policy_logprobs
 from task_app.policies.replies import OwnReplies, read_reply
 from tests.tiny_families import KEYS, VOCABULARY, tiny_model
 from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
-from tests.trainer_backend.learner.hand_made import tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import gradient, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, build_segments
@@ -83,13 +83,6 @@ def segment_from(ids: list[int], found: Generation) -> Segment:
     experts[:-1] = found.experts
     span = (len(ids), len(ids) + len(found.token_ids), 0, 0, 1.0)
     return Segment.of("r", [*ids, *found.token_ids], found.logprobs, [span], experts.ravel())
-
-
-def gradient(model, loss: torch.Tensor) -> torch.Tensor:
-    model.zero_grad()
-    loss.backward()
-    weights = model.parameters()
-    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
 
 
 def scorer_for(family: str, placement: Placement):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner import step_size
 from trainer_backend.learner.learner import LocalLearner
@@ -16,11 +16,6 @@ from trainer_backend.learner.stepping import Scored
 from trainer_backend.parts import Progress
 
 DESIRED = {"training__learning_rate_schedule": "desired_kl", "training__learning_rate": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def test_the_kl_is_that_of_the_sampled_tokens_before_and_after(tokenizer):

@@ -101,9 +101,7 @@ def test_positions_that_depend_on_the_length_of_a_neighbour_are_refused(rotation
     config = LlamaConfig(vocab_size=50, **SIZE)
     config.rope_parameters = rotation
     refuse_rotations_by_length(config, longest=limit)
-    with pytest.raises(
-        ModelFolderError, match=rf"more than {limit} tokens.*max_model_len to {limit} or less"
-    ):
+    with pytest.raises(ModelFolderError, match=f"max_model_len to {limit} or less"):
         refuse_rotations_by_length(config, longest=limit + 1)
 
 
@@ -158,9 +156,7 @@ def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
 
 @pytest.mark.parametrize("config", [MambaConfig(), RwkvConfig()], ids=lambda config: config.model_type)
 def test_models_without_attention_are_told_as_such(config):
-    with pytest.raises(
-        ModelFolderError, match=rf"'{config.model_type}' is not a decoder of layers with attention"
-    ):
+    with pytest.raises(ModelFolderError, match=f"'{config.model_type}' is not a decoder"):
         model_shape(config, None)
 
 

@@ -31,10 +31,11 @@ def another_run(job, path):
     return run
 
 
-@pytest.fixture
-def two(tmp_path):
-    first = small_run(tiny_job(), tmp_path / "first")
-    second = another_run(tiny_job(algorithm__gamma=0.5), tmp_path / "second")
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    first = small_run(tiny_job(), folder / "first")
+    second = another_run(tiny_job(algorithm__gamma=0.5), folder / "second")
     return [first.path, second.path]
 
 

@@ -18,9 +18,9 @@ ROLLOUT = "r/train/1/1/0"  # of world 2, one decision
 FIRST_ROLLOUT = "r/train/1/0/0"
 
 
-@pytest.fixture
-def job_id(shown, tmp_path) -> str:
-    return shown.small(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def job_id(shared, tmp_path_factory) -> str:
+    return shared.small(tmp_path_factory.mktemp("run") / "tiny")
 
 
 def addresses(job_id):
@@ -31,9 +31,9 @@ def addresses(job_id):
     ]  # fmt: skip
 
 
-def test_no_page_runs_or_loads_what_is_not_the_dashboard_s_own(shown: Shown, job_id):
+def test_no_page_runs_or_loads_what_is_not_the_dashboard_s_own(shared: Shown, job_id):
     for address in addresses(job_id):
-        answer = shown.client.get(address)
+        answer = shared.client.get(address)
         assert answer.status_code == 200, address
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
@@ -44,24 +44,24 @@ def test_no_page_runs_or_loads_what_is_not_the_dashboard_s_own(shown: Shown, job
         )
 
 
-def test_what_a_run_holds_is_text_and_never_markup(shown: Shown, job_id, tmp_path):
-    page = shown.page(f"/runs/{job_id}/rollouts/{ROLLOUT}")
+def test_what_a_run_holds_is_text_and_never_markup(shared: Shown, job_id, tmp_path):
+    page = shared.page(f"/runs/{job_id}/rollouts/{ROLLOUT}")
     assert "&lt;script&gt;alert(&#39;saw&#39;)&lt;/script&gt;" in page
     assert "<script>alert" not in page
-    named = shown.small(tmp_path / "x", name="<b>bold</b>")
-    jobs.transition(shown.store, jobs.get(shown.store, named), code="c", detail="<i>why</i>")
+    named = shared.small(tmp_path / "x", name="<b>bold</b>")
+    jobs.transition(shared.store, jobs.get(shared.store, named), code="c", detail="<i>why</i>")
     for address in ("/", f"/runs/{named}", f"/runs/{job_id}?with={named}"):
-        text = shown.page(address)
+        text = shared.page(address)
         assert "&lt;b&gt;bold" in text and "<b>bold" not in text and "<i>why" not in text
 
 
-def test_a_run_shows_its_charts_rates_and_checkpoints(shown: Shown, job_id):
-    text = shown.page(f"/runs/{job_id}")
+def test_a_run_shows_its_charts_rates_and_checkpoints(shared: Shown, job_id):
+    text = shared.page(f"/runs/{job_id}")
     assert 'data-chart="outcome"' in text and 'data-chart="clip"' in text
     assert 'data-chart="critic"' not in text  # it has none
     assert "held-out unique achievements" in text
     assert re.search(r"eat cow.*?100%", text, re.S)
-    charts = shown.client.get(f"/runs/{job_id}/charts").json()["charts"]
+    charts = shared.client.get(f"/runs/{job_id}/charts").json()["charts"]
     by_key = {chart["key"]: chart for chart in charts}
     assert set(by_key) == set(re.findall(r'data-chart="([^"]*)"', text))
     assert by_key["outcome"]["x"] == [0, 1, 2]
@@ -71,47 +71,47 @@ def test_a_run_shows_its_charts_rates_and_checkpoints(shown: Shown, job_id):
     assert by_key["failures"]["x"] == [0, 1, 2], "warm-up and evaluations count too"
 
 
-def test_a_run_tells_what_each_stage_lost_and_why(shown: Shown, job_id):
-    text = shown.page(f"/runs/{job_id}")
+def test_a_run_tells_what_each_stage_lost_and_why(shared: Shown, job_id):
+    text = shared.page(f"/runs/{job_id}")
     assert re.search(r"lost rollouts</dt><dd[^>]*>2 of 14 \(14\.3%\)", text), "in the head of each page"
     rows = re.findall(r'<th scope="row">(iteration \d)</th><td class="number">(.*?)</td><td>(.*?)</td>', text)
     assert rows == [(f"iteration {n}", "1 of 5", LOST.replace("<b>", "&lt;b&gt;")) for n in (1, 2)]
 
 
-def test_what_stands_in_no_chart_is_a_chart_of_its_own_when_it_is_asked_for(shown: Shown, job_id):
-    keys = set(re.findall(r'data-chart="([^"]*)"', shown.page(f"/runs/{job_id}/rest")))
-    charts = shown.client.get(f"/runs/{job_id}/charts?rest=true").json()["charts"]
+def test_what_stands_in_no_chart_is_a_chart_of_its_own_when_it_is_asked_for(shared: Shown, job_id):
+    keys = set(re.findall(r'data-chart="([^"]*)"', shared.page(f"/runs/{job_id}/rest")))
+    charts = shared.client.get(f"/runs/{job_id}/charts?rest=true").json()["charts"]
     assert keys == {chart["key"] for chart in charts} and "rest:decision/batch_nonzero" in keys
 
 
-def test_a_chart_can_be_read_as_a_table(shown: Shown, job_id):
-    text = shown.page(f"/runs/{job_id}/values?panel=outcome")
+def test_a_chart_can_be_read_as_a_table(shared: Shown, job_id):
+    text = shared.page(f"/runs/{job_id}/values?panel=outcome")
     assert re.findall(r'<th scope="row" class="number">(\d)</th>', text) == ["2", "1", "0"]
     assert "2 (1 to 3)" in text
 
 
-def test_runs_are_laid_over_one_another_a_chart_for_each_line(shown: Shown, job_id, tmp_path):
-    other = shown.small(tmp_path / "other")
-    answer = shown.client.get(f"/compare?run={job_id}&run={other}")
+def test_runs_are_laid_over_one_another_a_chart_for_each_line(shared: Shown, job_id, tmp_path):
+    other = shared.small(tmp_path / "other")
+    answer = shared.client.get(f"/compare?run={job_id}&run={other}")
     assert answer.headers["location"] == f"/runs/{job_id}?with={other}"
-    text = shown.page(answer.headers["location"])
+    text = shared.page(answer.headers["location"])
     assert "2 runs laid over one another" in text
     assert 'data-chart="clip:0"' in text and 'data-chart="clip:1"' in text
-    chart = shown.client.get(f"/runs/{job_id}/charts?with={other}").json()["charts"][0]
+    chart = shared.client.get(f"/runs/{job_id}/charts?with={other}").json()["charts"][0]
     assert [curve["label"] for curve in chart["curves"]] == ["tiny", "other"]
     assert f'href="/runs/{job_id}?"' in text  # takes the other away
 
 
-def test_runs_under_way_that_are_laid_over_one_another_are_asked_for_again(shown: Shown, job_id, tmp_path):
-    ended = shown.small(tmp_path / "ended")
-    assert "data-every" not in shown.page(f"/runs/{job_id}?with={ended}")
-    running = shown.small(tmp_path / "running", state="running")
-    text = shown.page(f"/runs/{job_id}?with={running}")
+def test_runs_under_way_that_are_laid_over_one_another_are_asked_for_again(shared: Shown, job_id, tmp_path):
+    ended = shared.small(tmp_path / "ended")
+    assert "data-every" not in shared.page(f"/runs/{job_id}?with={ended}")
+    running = shared.small(tmp_path / "running", state="running")
+    text = shared.page(f"/runs/{job_id}?with={running}")
     assert f'id="overlaid" data-live="/runs/{job_id}?with={running}" data-every=' in text
 
 
-def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shown: Shown, job_id):
-    text = shown.page(f"/runs/{job_id}/rollouts?stage=train&sort=reward&down=0")
+def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shared: Shown, job_id):
+    text = shared.page(f"/runs/{job_id}/rollouts?stage=train&sort=reward&down=0")
     (list_of,) = re.findall(r'<div id="list" data-live="([^"]*)" data-on="metrics">', text)
     assert list_of == f"/runs/{job_id}/rollouts?stage=train&amp;sort=reward&amp;down=0"
     part = text[text.index('<div id="list"') :]
@@ -202,18 +202,18 @@ REFUSED = [
 ]
 
 
-def test_what_an_address_does_not_lead_to_is_told_with_its_status(shown: Shown, job_id):
+def test_what_an_address_does_not_lead_to_is_told_with_its_status(shared: Shown, job_id):
     for address, status, told in REFUSED:
-        assert told in shown.page(address.format(job_id), status), address
+        assert told in shared.page(address.format(job_id), status), address
 
 
-def test_an_episode_is_shown_decision_by_decision(shown: Shown, job_id):
-    text = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
+def test_an_episode_is_shown_decision_by_decision(shared: Shown, job_id):
+    text = shared.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
     assert 'data-turn="2"' in text and 'id="turn-1"' in text
     assert 'rel="prev"' in text and 'rel="next"' not in text
     assert "collect wood" in text
     assert "Not to be trained on" in text  # played without token ids
-    assert "decision-title" in shown.page(f"/runs/{job_id}/rollouts/eval/2/1/0"), "by the end of its id"
+    assert "decision-title" in shared.page(f"/runs/{job_id}/rollouts/eval/2/1/0"), "by the end of its id"
 
 
 def test_decisions_made_in_the_same_state_are_shown_together(shown: Shown, tmp_path):
@@ -237,7 +237,8 @@ def test_decisions_made_in_the_same_state_are_shown_together(shown: Shown, tmp_p
     assert "1, 1</a>" not in shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
 
 
-def test_pictures_come_when_they_are_asked_for_or_a_sentence_says_why_there_are_none(shown: Shown, job_id):
+def test_pictures_come_when_they_are_asked_for_or_a_sentence_says_why_there_are_none(shown: Shown, tmp_path):
+    job_id = shown.small(tmp_path / "tiny")
     episode = f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}"
     assert "played again to draw it" in shown.page(episode)
     text = shown.page(f"/runs/{job_id}/frames?rollout={FIRST_ROLLOUT}&turn=1")
@@ -259,7 +260,7 @@ def test_without_runs_a_page_says_how_to_begin_one_and_browsers_keep_the_files_t
     assert shown.client.get("/static/old/turnwise.css").headers["cache-control"] == "no-store"
 
 
-def test_two_lanes_show_when_a_run_collected_and_learned_and_follow_it(shown: Shown, job_id, tmp_path):
+def test_two_lanes_show_when_a_run_collected_and_learned_and_follow_it(shared: Shown, job_id, tmp_path):
     run = numbered_run(tmp_path / "timed")
     for iteration in (3, 4):
         start = 1.8e9 + 30.0 * iteration
@@ -268,11 +269,11 @@ def test_two_lanes_show_when_a_run_collected_and_learned_and_follow_it(shown: Sh
             f"timeline/{name}": start + after for name, after in times.items()
         }
         run.append_metrics(row | {"time/wait_collect_s": 20.0, "time/wait_learner_s": 10.0})
-    timed = shown.add(run, state="running")
-    assert 'id="timeline"' not in shown.page(f"/runs/{job_id}")  # its rows have no times
-    text = shown.page(f"/runs/{timed}")
+    timed = shared.add(run, state="running")
+    assert 'id="timeline"' not in shared.page(f"/runs/{job_id}")  # its rows have no times
+    text = shared.page(f"/runs/{timed}")
     (lanes,) = re.findall(r'<figure class="chart timeline".*?</figure>', text, re.S)
     assert f'data-live="/runs/{timed}" data-on="metrics"' in lanes
     assert re.findall(r'<text x="[^"]*" y="\d+">(\d)</text>', lanes) == ["3", "4", "3", "4"]
     assert "They took turns: 67 % of the time was collecting, 33 % learning." in lanes
-    assert "rest:timeline" not in shown.page(f"/runs/{timed}/rest")
+    assert "rest:timeline" not in shared.page(f"/runs/{timed}/rest")

@@ -12,17 +12,18 @@ from trainer_backend.store.reads import RunFilter
 from trainer_backend.store.rows import Job
 
 
-@pytest.fixture
-def three(shown: Shown, tmp_path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def three(shared: Shown, tmp_path_factory) -> dict[str, str]:
     """Two runs that trained alike, of which one still runs, and an empty one of another environment."""
-    other = empty_run(tiny_job(rollout__env_name="dialogue"), tmp_path / "talk")
+    folder = tmp_path_factory.mktemp("runs")
+    other = empty_run(tiny_job(rollout__env_name="dialogue"), folder / "talk")
     ids = {
-        "done": shown.small(tmp_path / "tiny", name="done", tags={"team": "red", "who": "me"}),
-        "live": shown.small(tmp_path / "tiny2", name="live", state="running", tags={"team": "blue"}),
-        "talk": shown.add(other, name="Talk", state="running"),
+        "done": shared.small(folder / "tiny", name="done", tags={"team": "red", "who": "me"}),
+        "live": shared.small(folder / "tiny2", name="live", state="running", tags={"team": "blue"}),
+        "talk": shared.add(other, name="Talk", state="running"),
     }
-    talk = jobs.get(shown.store, ids["talk"])
-    jobs.transition(shown.store, talk, state="failed", detail="x" * 1000)
+    talk = jobs.get(shared.store, ids["talk"])
+    jobs.transition(shared.store, talk, state="failed", detail="x" * 1000)
     return ids
 
 
@@ -30,18 +31,18 @@ def names(shown: Shown, query: str) -> list[str]:
     return [line["name"] for line in list_runs(shown.store, QueryParams(query))["lines"]]
 
 
-def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does(shown: Shown, three):
-    talk, live, done = list_runs(shown.store, QueryParams())["lines"]
+def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does(shared: Shown, three):
+    talk, live, done = list_runs(shared.store, QueryParams())["lines"]
     assert (done["where"], done["tags"], done["done"]) == ("tiny", ["team=red", "who=me"], 2)
     assert (done["outcome"], done["held_out"], done["bounds"]) == ("2", "2", "1 to 3")
-    text = shown.page("/")
+    text = shared.page("/")
     assert 'aria-label="training outcome from 1 to 2"' in text and "2 of 14 lost" in text
     assert (done["lost"], done["live"], live["live"]) == ("2 of 14", False, True)
     assert (talk["outcome"], talk["bounds"], talk["took"], talk["lost"]) == ("–", "", "", "")  # noqa: RUF001
     assert len(talk["detail"]) == 400
 
 
-def test_runs_are_searched_filtered_and_sorted_by_the_address(shown: Shown, three):
+def test_runs_are_searched_filtered_and_sorted_by_the_address(shared: Shown, three):
     found = {
         "": ["Talk", "live", "done"],
         "text=TAL": ["Talk"],
@@ -56,39 +57,39 @@ def test_runs_are_searched_filtered_and_sorted_by_the_address(shown: Shown, thre
         "sort=outcome&down=0": ["done", "live", "Talk"],
         "sort=iteration": ["live", "done", "Talk"],
     }
-    assert {query: names(shown, query) for query in found} == found
+    assert {query: names(shared, query) for query in found} == found
 
 
-def test_links_of_the_list_keep_all_else_that_the_address_asks_for(shown: Shown, three):
+def test_links_of_the_list_keep_all_else_that_the_address_asks_for(shared: Shown, three):
     query = f"text=&state=ended&tag=team%3Dred&run={three['live']}&sort=name&down=0"
-    page = list_runs(shown.store, QueryParams(query))
+    page = list_runs(shared.store, QueryParams(query))
     kept = query.removeprefix("text=&")
     assert page["address"] == f"/?{kept}"
     assert page["sorted_by"]["name"] == f"/?{kept.replace('down=0', 'down=1')}"
     assert page["sorted_by"]["state"].endswith("sort=state&down=1")
     assert page["chosen"] == [{"id": three["live"], "name": "live", "shown": False}]
     assert page["unchosen"] == "/?state=ended&tag=team%3Dred&sort=name&down=0"
-    assert list_runs(shown.store, QueryParams("run=deleted"))["chosen"] == []
+    assert list_runs(shared.store, QueryParams("run=deleted"))["chosen"] == []
 
 
-def test_the_form_offers_the_values_that_runs_have_and_the_chosen_tag_too(shown: Shown, three):
-    assert count_values(shown.store, RunFilter(tags={"gone": "1"})) == {
+def test_the_form_offers_the_values_that_runs_have_and_the_chosen_tag_too(shared: Shown, three):
+    assert count_values(shared.store, RunFilter(tags={"gone": "1"})) == {
         "states": {"failed": 1, "running": 1, "succeeded": 1},
         "environments": {"crafter": 2, "dialogue": 1},
         "models": {"tiny-0.3m": 3},
         "tags": {"gone": {}, "team": {"team=blue": 1, "team=red": 1}, "who": {"who=me": 1}},
     }
-    text = shown.page("/?tag=gone%3D1")
+    text = shared.page("/?tag=gone%3D1")
     assert '<option value="gone=1" selected>gone=1 (0)</option>' in text
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/{}/rollouts"])
 def test_a_list_that_is_followed_counts_no_values_and_one_that_comes_back_from_history_does(
-    shown: Shown, three, path
+    shared: Shown, three, path
 ):
     path = path.format(three["done"])
     part, whole = {"HX-Request": "true"}, {"HX-Request": "true", "HX-History-Restore-Request": "true"}
-    texts = [shown.client.get(path, headers=headers).text for headers in (part, whole)]
+    texts = [shared.client.get(path, headers=headers).text for headers in (part, whole)]
     assert [text.count('<form class="filters"') for text in texts] == [0, 1]
     assert all('<div id="list"' in text for text in texts)
 
@@ -103,8 +104,8 @@ def test_a_long_list_is_turned_page_by_page(shown: Shown):
     assert (later["later"], later["first"], later["paged"]) == ("", "/?sort=name&down=0", True)
 
 
-def test_chosen_runs_stand_side_by_side_with_their_numbers_and_the_keys_that_differ(shown: Shown, three):
-    page = compare_numbers(shown.store, [three["done"], three["talk"]])
+def test_chosen_runs_stand_side_by_side_with_their_numbers_and_the_keys_that_differ(shared: Shown, three):
+    page = compare_numbers(shared.store, [three["done"], three["talk"]])
     assert [(one["name"], one["held_out"], one["without"]) for one in page["runs"]] == [
         ("done", "2", f"run={three['talk']}"), ("Talk", "–", f"run={three['done']}"),  # noqa: RUF001
     ]  # fmt: skip
@@ -115,6 +116,6 @@ def test_chosen_runs_stand_side_by_side_with_their_numbers_and_the_keys_that_dif
     assert ("loss/entropy", ["1.5", "–"]) in iteration["rows"]  # noqa: RUF001
 
     query = f"run={three['done']}&run={three['live']}"
-    text = shown.page(f"/compare/numbers?{query}")
+    text = shared.page(f"/compare/numbers?{query}")
     assert f'href="/runs/{three["live"]}"' in text
     assert f'href="/compare?{query}"'.replace("&", "&amp;") in text
