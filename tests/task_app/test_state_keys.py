@@ -12,13 +12,7 @@ from shared_schemas.state_keys import OF_ENVIRONMENT, TEXT_LAST_N, list_state_ke
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.episode.prompts import Prompt
-from task_app.episode.state_keys import (
-    STATE_KEYS,
-    EpisodeStateKeys,
-    StateKey,
-    keys_by_name,
-    select_keys,
-)
+from task_app.episode.state_keys import STATE_KEYS, EpisodeStateKeys, StateKey, keys_by_name, select_keys
 from task_app.errors import UnknownName
 from task_app.plugins import ENVIRONMENTS
 from task_app.protocols import Observation, ToolRequest
