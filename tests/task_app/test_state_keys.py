@@ -66,15 +66,6 @@ def test_an_n_that_is_no_number_from_1_on_is_refused(name):
         find_keys(name, [seen()])
 
 
-def test_two_episodes_with_the_same_history_share_its_key_and_one_other_word_parts_them():
-    first, second = (
-        find_keys("text_history", [seen("a"), seen("b")]),
-        find_keys("text_history", [seen("a"), seen("b")]),
-    )
-    other = find_keys("text_history", [seen("c"), seen("b")])
-    assert first == second and other[1] != first[1]
-
-
 def test_parts_that_join_to_the_same_text_are_told_apart():
     assert (
         find_keys("text_last_2", [seen("ab"), seen("c")])[1]

@@ -12,7 +12,6 @@ import numpy as np
 import opensimplex
 import pytest
 
-from task_app.environments.crafter import picture
 from task_app.environments.crafter.engine import CrafterEngine, EpisodeOver, NotReset, daylight_at
 from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.environments.crafter.noise import LAYERS, _layer_points, geometry, noise_layers
@@ -20,32 +19,20 @@ from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Z
 from task_app.environments.crafter.picture import _textures
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from task_app.environments.crafter.world import seeded_bits
-from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, draws_between, ground, meadow, put
+from tests.task_app.environments.crafter.hand_made import (
+    MIDNIGHT,
+    act,
+    draws_between,
+    ground,
+    meadow,
+    played_games,
+    put,
+)
 from tests.task_app.environments.crafter.reference import Duel, compare_episode, differences, reference_state
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
 # Stock needs two seconds for a world, so there is one: of the largest seed.
 SEED = 2**31 - 2
-
-
-def played_games() -> list[str]:
-    """The fingerprints of two games of 300 steps."""
-    prints = []
-    for seed in (3, 11):
-        engine, rng = CrafterEngine(seed), np.random.default_rng(seed)
-        engine.reset()
-        for _ in range(300):
-            engine.inventory.update(health=9, food=9, drink=9, energy=9)
-            engine.act(int(rng.integers(17)))
-        prints.append(engine.fingerprint())
-    return prints
-
-
-def textures() -> int:
-    """How many pictures this process has read."""
-    return picture._textures.cache_info().currsize
 
 
 def test_random_play_equals_stock_in_everything_from_the_new_world_on():
@@ -65,7 +52,10 @@ def test_play_with_refilled_inventory_equals_stock_and_crafts_and_places_everyth
 def test_a_process_with_another_hash_seed_plays_the_same_games_and_loads_no_picture():
     hash_seed = "1" if os.environ.get("PYTHONHASHSEED") == "4242" else "4242"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-    code = f"from {__name__} import played_games, textures; print(played_games(), textures())"
+    code = (
+        "from tests.task_app.environments.crafter.hand_made import _textures, played_games\n"
+        "print(played_games(), _textures.cache_info().currsize)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
