@@ -115,7 +115,7 @@ async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why():
 
 
 async def test_a_file_that_cannot_be_imported_in_the_child_is_told(tmp_path):
-    file = tmp_path / "late.py"
+    file = tmp_path / "a_file_that_breaks_later.py"
     file.write_text(FILE.read_text())
     plugin = with_plugins(default_plug_boards(), [file]).reward_functions["fair"]
     file.write_text("1 / 0")
