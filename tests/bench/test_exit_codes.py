@@ -1,14 +1,26 @@
-"""A figure that misses its target fails its script, so that `make bench` and CI notice."""
+"""A figure that misses its target fails its script, and a script says what it lacks."""
 
 import ast
+import asyncio
 import re
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from bench import credit_cost
+from bench import credit_cost, generation_speed
+from bench.decision_rate import cpu_seconds, serving_cpu_seconds
 from bench.demo_iteration import JOB, QUICK, Played, played_in
+from bench.http_batch import NoPeer, peer_parts
+from bench.http_rates import running
 from bench.kit import ROOT
+from service_kit.server import Listener, ServerThread
 from trainer_backend.job.load import load_job
 from trainer_backend.metrics import DECLARED
 from trainer_backend.rundir.layout import open_run
@@ -50,3 +62,46 @@ def test_every_metric_that_a_script_reads_is_one_of_a_run(iteration):
     }
     assert len(read) > 20
     assert [name for name in read if not any(metric.matches(name) for metric in DECLARED)] == []
+
+
+@pytest.mark.parametrize(
+    ("generate", "generate_batch", "met"), [(1.1, 5.0, True), (1.09, 50.0, False), (3.0, 4.9, False)]
+)
+def test_the_engine_must_reach_both_of_its_ratios(
+    generate: float, generate_batch: float, met: bool, capsys: pytest.CaptureFixture[str]
+):
+    ratios = {"generate": generate, "generate_batch": generate_batch}
+    assert generation_speed.targets_met(ratios, generation_speed.BATCH_TARGETS) is met
+    assert ("TOO SLOW" in capsys.readouterr().out) is not met
+
+
+async def busy(request: Request) -> Response:
+    """Reply after 50 ms of CPU time."""
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    return Response()
+
+
+def test_the_cpu_time_of_the_gateway_is_that_of_its_servers_thread():
+    with ServerThread(Starlette(routes=[Route("/", busy)]), Listener("127.0.0.1", 0)) as url:
+        before = cpu_seconds()
+        assert httpx.get(url).status_code == 200
+        spent = {who: seconds - before[who] for who, seconds in cpu_seconds().items()}
+        assert spent["gateway"] >= 0.03  # the system counts in ticks of 10 ms
+        with pytest.raises(SystemExit, match="turnwise-engine"):
+            serving_cpu_seconds()
+
+
+def test_a_python_without_the_peer_is_named_with_what_it_lacks():
+    with pytest.raises(NoPeer, match="No module named 'openenv'"):
+        peer_parts(sys.executable)
+
+
+def test_a_server_that_ends_before_it_listens_is_told_with_its_last_words():
+    async def start() -> None:
+        async with running(sys.executable, "-c", "raise ImportError('no uvloop')"):
+            raise AssertionError("it never listens")
+
+    with pytest.raises(SystemExit, match=r"exit code 1 .*ImportError: no uvloop"):
+        asyncio.run(start())

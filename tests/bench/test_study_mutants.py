@@ -14,8 +14,8 @@ from bench.mutations import changes
 MODULE = '''"""Doc."""
 
 
-def is_big(n: int) -> bool:
-    return n > 3
+def is_big(n: int, least: int) -> bool:
+    return n > least
 
 
 def rest(n: int) -> int:
@@ -24,7 +24,7 @@ def rest(n: int) -> int:
 TEST = """from tiny.module import is_big
 
 def test_a_big_number():
-    assert is_big(9) and not is_big(2)
+    assert is_big(9, 3) and not is_big(2, 3)
 """
 
 
@@ -69,10 +69,8 @@ def test_a_test_kills_what_it_runs_and_a_row_that_is_there_stays(tmp_path: Path)
     code, rows = study(tmp_path)
     assert code == 1
     assert {row["change"]: (row["line"], row["killed_by"]) for row in rows} == {
-        "n > 3 -> n >= 3": (5, ""),
-        "n > 3 -> n <= 3": (5, "tests/test_tiny.py::test_a_big_number"),
-        "3 -> 0": (5, "tests/test_tiny.py::test_a_big_number"),
-        "3 -> 4": (5, ""),
+        "n > least -> n >= least": (5, ""),
+        "n > least -> n <= least": (5, "tests/test_tiny.py::test_a_big_number"),
         "return n -> return n + 1": (9, ""),
     }
     assert (tmp_path / "tiny/module.py").read_text() == MODULE

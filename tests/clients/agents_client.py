@@ -1,7 +1,5 @@
 """The package `openai-agents`, in its mode of Chat Completions and of Responses."""
 
-import asyncio
-
 from agents import (
     Agent,
     ModelSettings,
@@ -42,30 +40,17 @@ def _output(agent, *answers):
     return Runner.run_sync(agent, script(*answers), run_config=RunConfig(tracing_disabled=True)).final_output
 
 
-def plain(server):
-    for agent in _agents(server, instructions="Be short.", model_settings=ModelSettings(temperature=0.1)):
-        assert _output(agent, "Two.") == "Two."
-
-
 def tools(server):
-    for agent in _agents(server, instructions="Be short.", tools=[add]):
-        assert _output(agent, CALL, "5") == "5"
-
-
-def tools_one_at_a_time(server):
-    for agent in _agents(server, tools=[add], model_settings=ModelSettings(parallel_tool_calls=False)):
-        assert _output(agent, CALL, "5") == "5"
+    settings = ModelSettings(temperature=0.1, parallel_tool_calls=False)
+    for options in ({}, {"model_settings": settings}):
+        for agent in _agents(server, instructions="Be short.", tools=[add], **options):
+            assert _output(agent, CALL, "5") == "5"
 
 
 def forced_tool(server):
     for choice in ("required", "add"):
         for agent in _agents(server, tools=[add], model_settings=ModelSettings(tool_choice=choice)):
             assert _output(agent, CALL, "5") == "5"
-
-
-def structured(server):
-    for agent in _agents(server, output_type=City):
-        assert _output(agent, CITY) == City(name="Ulm", people=130)
 
 
 def structured_after_tools(server):
@@ -91,23 +76,12 @@ def handoff(server):
         assert _output(first, transfer, "Second here.") == "Second here."
 
 
-async def asynchronous(server):
-    for agent in _agents(server):
-        runs = await asyncio.gather(*[Runner.run(agent, script(f"No {i}")) for i in range(3)])
-        assert [run.final_output for run in runs] == ["No 0", "No 1", "No 2"]
-
-
 @on("capture")
 def by_variables(server):
     """The library's own default: Responses, and the settings that it has for the model's name."""
     for model in (server.model, "gpt-5"):
         agent = Agent(name="adder", instructions="Be short.", model=model, tools=[add])
         assert _output(agent, CALL, "5") == "5"
-
-
-def retries(server):
-    for agent in _agents(server):
-        assert _output(agent, "ok") == "ok"
 
 
 if __name__ == "__main__":

@@ -96,19 +96,6 @@ def structured(server):
 
 
 @on("capture")
-def structured_by_hand(server):
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}},
-        "required": ["name"],
-        "additionalProperties": False,
-    }
-    config = {"format": {"type": "json_schema", "schema": schema}}
-    reply = _client().messages.create(**_asked(server, CITY, output_config=config))
-    assert reply.content[0].text == CITY
-
-
-@on("capture")
 def effort(server):
     reply = _client().messages.create(**_asked(server, "Two.", output_config={"effort": "low"}))
     assert reply.content[0].text == "Two."

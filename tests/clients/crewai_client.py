@@ -1,6 +1,5 @@
 """The package `crewai`."""
 
-import asyncio
 import os
 
 os.environ |= {
@@ -58,11 +57,6 @@ def plain(server):
         assert model.call([{"role": "user", "content": script("Two.")}]) == "Two."
 
 
-def crew(server):
-    for model in _models(server):
-        assert "Two." in _crew(model, "Two.").kickoff().raw
-
-
 def tools(server):
     for model in _models(server):
         assert "5" in _crew(model, CALL, "It is 5.", tools=[add]).kickoff().raw
@@ -73,14 +67,6 @@ def structured(server):
         assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == City(
             name="Ulm", people=130
         )
-
-
-def structured_json(server):
-    for model in _models(server):
-        assert _crew(model, CITY, CITY, output_json=City).kickoff().json_dict == {
-            "name": "Ulm",
-            "people": 130,
-        }
 
 
 def structured_call(server):
@@ -104,17 +90,6 @@ def stop_words(server):
 def streaming(server):
     for model in _models(server, stream=True):
         assert model.call([{"role": "user", "content": script("One, two.")}]) == "One, two."
-
-
-async def asynchronous(server):
-    for model in _models(server):
-        results = await asyncio.gather(*[_crew(model, f"No {i}").kickoff_async() for i in range(2)])
-        assert [f"No {i}" in result.raw for i, result in enumerate(results)] == [True, True]
-
-
-def retries(server):
-    for model in _models(server):
-        assert model.call([{"role": "user", "content": script("ok")}]) == "ok"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The package `dspy`, with each of its adapters."""
 
-import asyncio
-
 import dspy
 import litellm
 from script import CALL, main, script
@@ -52,12 +50,6 @@ def plain(server):
         assert (reply["text"] if isinstance(reply, dict) else reply) == "Two."
 
 
-def structured_by_marks(server):
-    """ChatAdapter, the default."""
-    for _ in _each(server):
-        assert dspy.Predict(Sum)(question=script(MARKED)).total == 5
-
-
 def structured_by_schema(server):
     """JSONAdapter sends a JSON Schema, or JSON mode."""
     for _ in _each(server, dspy.JSONAdapter()):
@@ -105,13 +97,6 @@ def native_tools(server):
         assert result.outputs.tool_calls[0].args == {"a": 2, "b": 3}
 
 
-async def asynchronous(server):
-    for _ in _each(server):
-        predict = dspy.Predict(Sum)
-        results = await asyncio.gather(*[predict.acall(question=script(MARKED)) for _ in range(3)])
-        assert [result.total for result in results] == [5, 5, 5]
-
-
 async def streaming(server):
     answer = "[[ ## answer ## ]]\nIt is five.\n\n[[ ## completed ## ]]"
     model, *_ = _models(server)
@@ -120,11 +105,6 @@ async def streaming(server):
         program = dspy.streamify(dspy.Predict("question -> answer"), stream_listeners=listeners)
         parts = [part async for part in program(question=script(answer))]
     assert parts[-1].answer == "It is five.", parts
-
-
-def retries(server):
-    for model in _models(server, num_retries=2):
-        assert model(script("ok")) in (["ok"], [{"text": "ok"}])
 
 
 if __name__ == "__main__":

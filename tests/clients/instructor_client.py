@@ -1,11 +1,10 @@
 """The package `instructor`, in each of its modes."""
 
-import asyncio
 import warnings
 
 import instructor
 from anthropic import Anthropic
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from pydantic import BaseModel, field_validator
 from script import main, on, script
 
@@ -32,33 +31,13 @@ def _asked(server, *answers, **more):
     return {"model": server.model, "messages": messages, "response_model": City, **more}
 
 
-def _chat(mode, answer, server):
-    client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
-    assert list(client.chat.completions.create(**_asked(server, answer))) == ULM
-
-
-def mode_tools(server):
-    _chat(instructor.Mode.TOOLS, CITY_CALL, server)
-
-
-def mode_tools_strict(server):
-    _chat(instructor.Mode.TOOLS_STRICT, CITY_CALL, server)
-
-
-def mode_json(server):
-    _chat(instructor.Mode.JSON, CITY, server)
-
-
-def mode_json_schema(server):
-    _chat(instructor.Mode.JSON_SCHEMA, CITY, server)
-
-
-def mode_json_o1(server):
-    _chat(instructor.Mode.JSON_O1, CITY, server)
-
-
-def mode_markdown_json(server):
-    _chat(instructor.Mode.MD_JSON, f"```json\n{CITY}\n```", server)
+def modes(server):
+    of_responses = [("RESPONSES_TOOLS", CITY_CALL)] if server.kind == "capture" else []
+    by_text = [(name, CITY) for name in ("JSON", "JSON_SCHEMA", "JSON_O1")]
+    fenced = ("MD_JSON", f"```json\n{CITY}\n```")
+    for name, answer in (("TOOLS", CITY_CALL), ("TOOLS_STRICT", CITY_CALL), *by_text, fenced, *of_responses):
+        client = instructor.from_openai(OpenAI(max_retries=0), mode=instructor.Mode[name])
+        assert list(client.chat.completions.create(**_asked(server, answer))) == ULM, name
 
 
 def mode_parallel_tools(server):
@@ -71,22 +50,10 @@ def mode_parallel_tools(server):
 
 
 @on("capture")
-def mode_responses_tools(server):
-    for mode in (instructor.Mode.RESPONSES_TOOLS,):
-        client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
-        assert list(client.chat.completions.create(**_asked(server, CITY_CALL))) == ULM
-
-
-@on("capture")
-def mode_anthropic_tools(server):
-    client = instructor.from_anthropic(Anthropic(max_retries=0))
-    assert list(client.chat.completions.create(**_asked(server, CITY_CALL, max_tokens=200))) == ULM
-
-
-@on("capture")
-def mode_anthropic_json(server):
-    client = instructor.from_anthropic(Anthropic(max_retries=0), mode=instructor.Mode.ANTHROPIC_JSON)
-    assert list(client.chat.completions.create(**_asked(server, CITY, max_tokens=200))) == ULM
+def modes_of_anthropic(server):
+    for name, answer in (("ANTHROPIC_TOOLS", CITY_CALL), ("ANTHROPIC_JSON", CITY)):
+        client = instructor.from_anthropic(Anthropic(max_retries=0), mode=instructor.Mode[name])
+        assert list(client.chat.completions.create(**_asked(server, answer, max_tokens=200))) == ULM, name
 
 
 def asks_again(server):
@@ -113,25 +80,12 @@ def streaming_list(server):
     assert len(list(client.chat.completions.create_iterable(**_asked(server, answer)))) == 2
 
 
-async def asynchronous(server):
-    client = instructor.from_openai(AsyncOpenAI(max_retries=0))
-    cities = await asyncio.gather(
-        *[client.chat.completions.create(**_asked(server, CITY_CALL)) for _ in range(3)]
-    )
-    assert [city.people for city in cities] == [130] * 3
-
-
 @on("capture")
 def by_variables(server):
     for name in (f"openai/{server.model}", "openai/gpt-5", f"anthropic/{server.claude}"):
         client, asked = instructor.from_provider(name), _asked(server, CITY_CALL, max_tokens=200)
         del asked["model"]
         assert list(client.chat.completions.create(**asked)) == ULM
-
-
-def retries(server):
-    client = instructor.from_openai(OpenAI(max_retries=1))
-    assert list(client.chat.completions.create(**_asked(server, CITY_CALL))) == ULM
 
 
 if __name__ == "__main__":

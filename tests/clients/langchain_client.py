@@ -1,6 +1,5 @@
 """The packages `langchain`, `langchain-openai`, `langchain-anthropic` and `langgraph`."""
 
-import asyncio
 import warnings
 
 from langchain.agents import create_agent
@@ -54,40 +53,21 @@ def tools(server):
         assert bound.invoke([*messages, first, add.invoke(first.tool_calls[0])]).text == "5"
 
 
-def forced_tool(server):
+def settings_of_tools(server):
+    choices = ("tool_choice", "add"), ("tool_choice", "any")
     for model in _models(server):
-        for choice in ("add", "any"):
-            reply = model.bind_tools([add], tool_choice=choice).invoke(script(CALL))
-            assert reply.tool_calls[0]["name"] == "add"
-
-
-def one_call_at_a_time(server):
-    for model in _models(server):
-        assert model.bind_tools([add], parallel_tool_calls=False).invoke(script(CALL)).tool_calls
-
-
-def strict_tools(server):
-    for model in _models(server):
-        assert model.bind_tools([add], strict=True).invoke(script(CALL)).tool_calls
+        for name, value in (*choices, ("parallel_tool_calls", False), ("strict", True)):
+            bound = model.bind_tools([add], **{name: value})
+            assert bound.invoke(script(CALL)).tool_calls[0]["name"] == "add", name
 
 
 def structured(server):
-    """By its default: JSON Schema at OpenAI's models, a forced call at Anthropic's."""
+    """By its default (JSON Schema at OpenAI's models, a forced call at Anthropic's) and by name."""
     for model in _models(server):
-        answer = CITY_CALL if isinstance(model, ChatAnthropic) else CITY
-        assert model.with_structured_output(City).invoke(script(answer)) == City(name="Ulm", people=130)
-
-
-def structured_by_call(server):
-    for model in _models(server):
-        bound = model.with_structured_output(City, method="function_calling")
-        assert bound.invoke(script(CITY_CALL)) == City(name="Ulm", people=130)
-
-
-def structured_by_schema(server):
-    for model in _models(server):
-        bound = model.with_structured_output(City, method="json_schema", include_raw=True)
-        assert bound.invoke(script(CITY))["parsed"] == City(name="Ulm", people=130)
+        default = CITY_CALL if isinstance(model, ChatAnthropic) else CITY
+        for method, answer in ((None, default), ("function_calling", CITY_CALL), ("json_schema", CITY)):
+            bound = model.with_structured_output(City, **({"method": method} if method else {}))
+            assert bound.invoke(script(answer)) == City(name="Ulm", people=130), method
 
 
 def json_mode(server):
@@ -110,23 +90,9 @@ def streaming_of_calls(server):
         assert first.tool_calls[0]["args"] == {"a": 2, "b": 3}
 
 
-async def asynchronous(server):
-    for model in _models(server):
-        replies = await asyncio.gather(*[model.ainvoke(script(f"No {i}")) for i in range(3)])
-        assert [reply.text for reply in replies] == ["No 0", "No 1", "No 2"]
-        assert [part.text async for part in model.astream(script("Yes."))]
-
-
 def batch(server):
     for model in _models(server):
         assert [one.text for one in model.batch([script("a"), script("b")])] == ["a", "b"]
-
-
-def react_agent(server):
-    for model in _models(server):
-        agent = create_react_agent(model, [add], prompt="Be short.")
-        state = agent.invoke({"messages": [("user", script(CALL, "5"))]})
-        assert state["messages"][-1].text == "5"
 
 
 def agent(server):
@@ -179,11 +145,6 @@ def by_variables(server):
     for name in (f"openai:{server.model}", "openai:gpt-5", f"anthropic:{server.claude}"):
         graph = create_agent(name, [add])
         assert graph.invoke({"messages": [("user", script(CALL, "5"))]})["messages"][-1].text == "5"
-
-
-def retries(server):
-    for model in _models(server, max_retries=1):
-        assert model.invoke(script("ok")).text == "ok"
 
 
 def too_long(server):

@@ -1,7 +1,5 @@
 """The package `litellm`: the server as `openai/…`, `hosted_vllm/…` and `anthropic/…`."""
 
-import asyncio
-
 import litellm
 from pydantic import BaseModel
 from script import CALL, SCHEMA, main, on, script
@@ -85,14 +83,6 @@ def streaming_of_calls(server):
         parts = list(litellm.completion(**way, messages=messages, tools=[TOOL], stream=True))
         whole = litellm.stream_chunk_builder(parts, messages=messages)
         assert whole.choices[0].message.tool_calls[0].function.name == "add"
-
-
-async def asynchronous(server):
-    for way in _ways(server):
-        replies = await asyncio.gather(
-            *[litellm.acompletion(**way, messages=_user(f"No {i}")) for i in range(3)]
-        )
-        assert [reply.choices[0].message.content for reply in replies] == ["No 0", "No 1", "No 2"]
 
 
 @on("capture")

@@ -128,37 +128,19 @@ def retries(server):
         assert client.responses.create(model=server.model, input=script("ok")).output_text == "ok"
 
 
-def unknown_model(server):
-    error = _refused(
-        openai.NotFoundError, lambda: _client().chat.completions.create(model="no-such", messages=_user("x"))
-    )
-    assert error.code == "model_not_found", error.body
+def errors(server):
+    def asks(model=server.model, text="", **options):
+        return _client(**options).chat.completions.create(model=model, messages=_user("x", text=text))
 
-
-def too_long(server):
-    error = _refused(
-        openai.BadRequestError,
-        lambda: _client().chat.completions.create(model=server.model, messages=_user("x", text=LONG)),
-    )
-    assert error.code == "context_length_exceeded", error.body
-
-
-def unknown_route(server):
-    error = _refused(openai.NotFoundError, lambda: _client().embeddings.create(model=server.model, input="x"))
-    assert error.body and error.body["message"], error.response.text
-
-
-def wrong_method(server):
-    error = _refused(openai.APIStatusError, lambda: _client().models.delete(server.model))
-    assert error.body and error.body["message"], error.response.text
-
-
-def wrong_key(server):
-    error = _refused(
-        openai.AuthenticationError,
-        lambda: _client(api_key="wrong").chat.completions.create(model=server.model, messages=_user("x")),
-    )
-    assert error.body and error.body["message"], error.response.text
+    assert _refused(openai.NotFoundError, lambda: asks("no-such")).code == "model_not_found"
+    assert _refused(openai.BadRequestError, lambda: asks(text=LONG)).code == "context_length_exceeded"
+    for kind, call in (
+        (openai.AuthenticationError, lambda: asks(api_key="wrong")),
+        (openai.NotFoundError, lambda: _client().embeddings.create(model=server.model, input="x")),
+        (openai.APIStatusError, lambda: _client().models.delete(server.model)),
+    ):
+        error = _refused(kind, call)
+        assert error.body and error.body["message"], error.response.text
 
 
 def models(server):

@@ -1,9 +1,7 @@
 """The package `pydantic-ai`."""
 
-import asyncio
-
 from pydantic import BaseModel
-from pydantic_ai import Agent, ModelRetry, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.exceptions import ModelContextWindowExceededError, ModelHTTPError
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -49,23 +47,17 @@ def tools(server):
         assert again.output == "Six."
 
 
-def structured_by_call(server):
-    """The library's default: the output is a tool, and a call is required."""
-    answer = {"calls": [["final_result", CITY_VALUES]]}
-    for agent in _agents(server, output_type=City):
-        assert agent.run_sync(script(answer)).output == City(**CITY_VALUES)
-    for agent in _agents(server, output_type=ToolOutput(City, name="city", strict=True)):
-        assert agent.run_sync(script({"calls": [["city", CITY_VALUES]]})).output == City(**CITY_VALUES)
-
-
-def structured_native(server):
-    for agent in _agents(server, output_type=NativeOutput(City)):
-        assert agent.run_sync(script(CITY)).output == City(**CITY_VALUES)
-
-
-def structured_prompted(server):
-    for agent in _agents(server, output_type=PromptedOutput(City)):
-        assert agent.run_sync(script(CITY)).output == City(**CITY_VALUES)
+def structured(server):
+    """By its default, for which the output is a tool and a call is required, and by the other ways."""
+    by_call = [["final_result", CITY_VALUES]], [["city", CITY_VALUES]]
+    for form, answer in (
+        (City, {"calls": by_call[0]}),
+        (ToolOutput(City, name="city", strict=True), {"calls": by_call[1]}),
+        (NativeOutput(City), CITY),
+        (PromptedOutput(City), CITY),
+    ):
+        for agent in _agents(server, output_type=form):
+            assert agent.run_sync(script(answer)).output == City(**CITY_VALUES), form
 
 
 def tools_and_structured(server):
@@ -83,19 +75,6 @@ def retries_of_the_library(server):
         assert agent.run_sync(script(wrong, right)).output.people == 130
 
 
-def retry_of_a_tool(server):
-    for agent in _agents(server):
-
-        @agent.tool_plain
-        def add(a: int, b: int) -> int:
-            raise ModelRetry("not now")
-
-        try:
-            agent.run_sync(script(CALL, "I give up."))
-        except Exception as error:
-            assert "UnexpectedModelBehavior" in type(error).__name__, error
-
-
 async def streaming(server):
     for agent in _agents(server):
         agent.tool_plain(_add, name="add")
@@ -109,12 +88,6 @@ async def streaming_structured(server):
         for agent in _agents(server, output_type=form):
             async with agent.run_stream(script(answer)) as run:
                 assert await run.get_output() == City(**CITY_VALUES)
-
-
-async def asynchronous(server):
-    for agent in _agents(server):
-        runs = await asyncio.gather(*[agent.run(script(f"No {i}")) for i in range(3)])
-        assert [run.output for run in runs] == ["No 0", "No 1", "No 2"]
 
 
 def unknown_model(server):
@@ -134,11 +107,6 @@ def by_variables(server):
         agent = Agent(name)
         agent.tool_plain(_add, name="add")
         assert agent.run_sync(script(CALL, "5")).output == "5"
-
-
-def retries(server):
-    for agent in _agents(server):
-        assert agent.run_sync(script("ok")).output == "ok"
 
 
 def too_long(server):

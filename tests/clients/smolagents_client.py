@@ -27,21 +27,20 @@ def _messages(*answers):
     return [{"role": "user", "content": [{"type": "text", "text": script(*answers)}]}]
 
 
-def plain(server):
-    for model in _models(server):
-        assert model(_messages("Two.")).content == "Two."
+def _agent(kind, model, tools=(add,), **options):
+    return kind(tools=list(tools), model=model, verbosity_level=LogLevel.OFF, max_steps=3, **options)
 
 
 def tool_calling_agent(server):
     for model in _models(server):
-        agent = ToolCallingAgent(tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=3)
+        agent = _agent(ToolCallingAgent, model)
         assert agent.run(script(CALL, FIVE)) == "5"
 
 
 def code_agent(server):
     code = "Thought: I add.\n<code>\nfinal_answer(add(2, 3))\n</code>"
     for model in _models(server):
-        agent = CodeAgent(tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=3)
+        agent = _agent(CodeAgent, model)
         assert agent.run(script(code)) == 5
 
 
@@ -49,21 +48,13 @@ def code_agent_structured(server):
     """Its answers are JSON with a thought and code, by a schema."""
     answer = '{"thought": "I add.", "code": "final_answer(add(2, 3))"}'
     for model in _models(server):
-        agent = CodeAgent(
-            tools=[add],
-            model=model,
-            verbosity_level=LogLevel.OFF,
-            max_steps=3,
-            use_structured_outputs_internally=True,
-        )
+        agent = _agent(CodeAgent, model, use_structured_outputs_internally=True)
         assert agent.run(script(answer)) == 5
 
 
 def planning(server):
     for model in _models(server):
-        agent = ToolCallingAgent(
-            tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=3, planning_interval=2
-        )
+        agent = _agent(ToolCallingAgent, model, planning_interval=2)
         assert agent.run(script("A plan. <end_plan>", CALL, FIVE)) == "5"
 
 
@@ -75,33 +66,16 @@ def streaming(server):
 
 def streaming_agent(server):
     for model in _models(server):
-        agent = ToolCallingAgent(
-            tools=[add], model=model, verbosity_level=LogLevel.OFF, max_steps=3, stream_outputs=True
-        )
+        agent = _agent(ToolCallingAgent, model, stream_outputs=True)
         assert list(agent.run(script(CALL, FIVE), stream=True))[-1].output == "5"
 
 
 def managed_agent(server):
     for model in _models(server):
-        helper = ToolCallingAgent(
-            tools=[add],
-            model=model,
-            verbosity_level=LogLevel.OFF,
-            max_steps=2,
-            name="helper",
-            description="Adds.",
-        )
-        agent = ToolCallingAgent(
-            tools=[], model=model, managed_agents=[helper], verbosity_level=LogLevel.OFF, max_steps=3
-        )
+        helper = _agent(ToolCallingAgent, model, name="helper", description="Adds.")
+        agent = _agent(ToolCallingAgent, model, tools=[], managed_agents=[helper])
         ask = {"calls": [["helper", {"task": script(CALL, FIVE)}]]}
         assert agent.run(script(ask, FIVE)) == "5"
-
-
-def retries(server):
-    """Of the client below it; LiteLLM leaves it to smolagents, which waits for more than a minute."""
-    model, *_ = _models(server)
-    assert model(_messages("ok")).content == "ok"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """synth-ai 0.2.16: its client of task apps, its checks of their replies, and its clients of models."""
 
-import asyncio
 import os
 
 from script import CALL, SCHEMA, main, on, script
@@ -61,14 +60,6 @@ async def streaming(server):
     )
     texts = [part.choices[0].delta.content or "" async for part in stream if part.choices]
     assert "".join(texts) == "One, two."
-
-
-async def asynchronous(server):
-    client = AsyncOpenAI(api_key=server.key, base_url=server.openai_url)
-    replies = await asyncio.gather(
-        *[client.chat.completions.create(model=server.model, messages=_user(f"No {i}")) for i in range(3)]
-    )
-    assert [reply.choices[0].message.content for reply in replies] == ["No 0", "No 1", "No 2"]
 
 
 @on("capture")

@@ -1,4 +1,4 @@
-"""The gate and its doors, apart from any service."""
+"""The gate, its doors and keys, and what is counted of a request; apart from any service."""
 
 import asyncio
 import base64
@@ -19,7 +19,8 @@ from service_kit.gate import (
     while_connected,
     whole_body,
 )
-from service_kit.keys import Keys, presented_keys
+from service_kit.keys import Guesses, Keys, presented_keys
+from service_kit.observed import LATENCY_EDGES_S, Histogram, RequestObserver, Requests
 from service_kit.problems import BodyError
 
 
@@ -63,8 +64,7 @@ JSON = [(b"content-type", b"application/json")]
 
 
 @pytest.mark.parametrize(
-    ("messages", "status"),
-    [([part(b"[1")], 408), ([part(b"[" * 11)], 413), ([part(b"[1", more=False)], 422)],
+    ("messages", "status"), [([part(b"[1")], 408), ([part(b"[" * 11)], 413), ([part(b"[1", more=False)], 422)]
 )
 async def test_a_json_body_is_whole_small_and_readable_before_the_app_is_asked(messages, status):
     start, _ = await ask_gate(None, *messages, headers=JSON, unreadable=Unreadable)
@@ -226,3 +226,96 @@ async def test_a_body_is_whole_in_one_piece_and_in_several(pieces):
         return messages.pop(0)
 
     assert await whole_body(receive) == b"".join(pieces)
+
+
+KEY = "the-key-of-these-tests"
+
+
+def test_a_key_is_right_in_any_header_that_may_hold_one():
+    keys = Keys([SecretStr(KEY), SecretStr("another")], variable="KEY")
+    right = [
+        [(b"x-api-key", KEY.encode())],
+        [(b"x-api-keys", b"no, another ,")],
+        [(b"authorization", b"bearer  " + KEY.encode())],
+        [(b"x-api-key", b"no"), (b"authorization", b"Bearer another")],
+    ]
+    wrong = [
+        [],
+        *([(b"x-api-key", key.encode())] for key in ("", KEY[:-1], KEY + "x", KEY.upper(), f"{KEY},another")),
+        [(b"x-api-key", b"\xff\xfe")],
+        [(b"x-api-keys", b",,")],
+        [(b"authorization", KEY.encode())],
+        [(b"authorization", b"Basic " + KEY.encode())],
+    ]
+    assert [keys.match(headers) for headers in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+    assert not Keys([], variable="KEY").match([(b"x-api-key", b"")])
+    assert keys.opens(f" {KEY} ") and not keys.opens("")
+
+
+def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
+    now_s = [0.0]
+    guesses = Guesses(lambda: now_s[0])
+    for second in range(10):
+        assert guesses.wait_s("a") == 0.0
+        now_s[0] = float(second)
+        guesses.count("a")
+    assert (guesses.wait_s("a"), guesses.wait_s("b")) == (51.0, 0.0)  # the first came at 0, now it is 9
+    now_s[0] = 60.0
+    assert guesses.wait_s("a") == 0.0
+
+
+KEYS = Keys((), variable="KEY")
+
+
+def test_a_latency_falls_below_the_first_edge_that_holds_it():
+    histogram = Histogram()
+    for took_s in (0.0005, 0.0006, 99.0):
+        histogram.observe(took_s)
+    found = dict(histogram.cumulative())
+    assert (found["0.0005"], found["0.001"], found["30"], found["+Inf"]) == (1, 2, 2, 3)
+    assert histogram.sum_s == 0.0005 + 0.0006 + 99.0
+    assert list(LATENCY_EDGES_S) == sorted(LATENCY_EDGES_S)
+
+
+def test_a_made_up_method_is_no_label_of_its_own():
+    requests = Requests()
+    for number in range(100):
+        requests.count(f"METHOD{number}", "/", 405)
+    assert dict(requests.replies) == {("other", "/", 405): 100}
+
+
+class Route:
+    path = "/jobs/{job_id}/events"
+
+
+async def test_an_answer_has_an_id_and_is_counted_as_it_begins_and_a_stream_has_no_time():
+    requests, sent, counted = Requests(), [], []
+
+    async def answers(scope, receive, send):
+        scope["route"] = Route
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        counted.append(requests.replies["GET", Route.path, 200])  # a stream may go on for hours
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"x-request-id", b"mine-1")]}
+    observed = RequestObserver(answers, requests=requests, keys=KEYS, streams=[Route.path])
+    await observed(scope, None, send)
+    assert sent[0]["headers"] == [
+        (b"a", b"b"), (b"x-request-id", b"mine-1"), (b"x-content-type-options", b"nosniff"),
+    ]  # fmt: skip
+    assert requests.latency == {}
+    await RequestObserver(answers, requests=requests, keys=KEYS)(scope, None, send)
+    assert (requests.latency.keys(), counted) == ({Route.path}, [1, 2])
+
+
+async def test_a_client_that_leaves_before_the_answer_is_no_fault_of_the_service():
+    requests = Requests()
+
+    async def says_nothing(scope, receive, send):
+        return
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await RequestObserver(says_nothing, requests=requests, keys=KEYS)(scope, None, None)
+    assert dict(requests.replies) == {("GET", "none", 499): 1}

@@ -215,7 +215,7 @@ async def test_a_kept_connection_that_the_server_has_closed_is_replaced():
 async def test_a_kept_connection_that_ends_under_a_request_is_an_error_and_nothing_is_repeated():
     async with peer([FULL], [CLOSE], [FULL]) as at, HttpClient() as client:
         await ask(client, at.url)
-        with pytest.raises(NoReply, match="closed the connection before its reply was complete"):
+        with pytest.raises(NoReply, match="closed the connection"):
             await ask(client, at.url)
         assert len(at.requests) == 2
 

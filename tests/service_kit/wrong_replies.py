@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "NaN": float("nan"),
     "an empty text": "",
     "a number as text": "7",
-    "a megabyte": "x" * 1_000_000,
+    "a long text": "x" * 20_000,
     "an empty list": [],
     "a nested list": [[[]]],
     "an empty object": {},

@@ -1,7 +1,9 @@
 """How tests talk to /rollouts: as a trainer does."""
 
+from contextlib import asynccontextmanager
+
 from shared_schemas.rollouts import RolloutPage
-from tests.task_app.counting import WaitingPolicy, boards
+from tests.task_app.counting import WaitingPolicy, boards, running_app
 
 
 async def accept(client, *rollouts):
@@ -30,6 +32,14 @@ def waiting_boards(count):
     policies = [WaitingPolicy() for _ in range(count)]
     given = iter(policies)
     return policies, boards(waiting=lambda: next(given))
+
+
+@asynccontextmanager
+async def waiting_app(count, **settings):
+    """A client of an app with these boards, and the policies."""
+    policies, plug_boards = waiting_boards(count)
+    async with running_app(plug_boards, **settings) as client:
+        yield client, policies
 
 
 WAITING = {"policy": {"policy_name": "waiting"}}

@@ -14,6 +14,7 @@ from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.tools.environment import ToolEnvironment
 from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
+from tests.task_app.playing import new_policy, post
 from tests.task_app.rollout_client import accept, wait_for_all
 
 KINDS: dict[str, type[BaseException]] = {
@@ -35,31 +36,21 @@ class Faulty(CountingEnvironment):
         super().__init__()
         self._config = config
         self.quick_step = config.quick
-        self._raise_in("__init__")
+        if config.place == "__init__":
+            raise KINDS[config.kind]
 
-    def _raise_in(self, place: str) -> None:
+
+def _raise_in(place: str) -> Any:
+    def method(self: Faulty, *arguments: Any, **options: Any) -> Any:
         if self._config.place == place:
             raise KINDS[self._config.kind]
+        return getattr(super(Faulty, self), place)(*arguments, **options)
 
-    def reset(self, seed: int) -> Observation:
-        self._raise_in("reset")
-        return super().reset(seed)
+    return method
 
-    def step(self, calls: Any, *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._raise_in("step")
-        return super().step(calls, invalid_reason=invalid_reason)
 
-    def tools(self) -> Any:
-        self._raise_in("tools")
-        return super().tools()
-
-    def messages(self, observation: Any, past: Any) -> Any:
-        self._raise_in("messages")
-        return super().messages(observation, past)
-
-    def outcome_reward(self) -> float:
-        self._raise_in("outcome_reward")
-        return super().outcome_reward()
+for _place in ("reset", "step", "tools", "messages", "outcome_reward"):
+    setattr(Faulty, _place, _raise_in(_place))
 
 
 class FaultyPolicy(PlannedPolicy):
@@ -163,21 +154,16 @@ async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
     calls = [{"tool": "add", "args": {"names": ["a"]}}]
     data = {"step": 3, "view": [[0, 1], [2, 3]], "near": [0.5], "up": True}
     async with running_app(plug_boards) as client:
-        made = (await client.post("/env/create", json={"env_name": "counting"})).json()
-        step = (await client.post("/env/step", json={"env_id": made["env_id"], "tool_calls": calls})).json()
-        kept = await client.post("/env/snapshot", json={"env_id": made["env_id"]})
-        policy = (
-            await client.post(
-                "/policy/create", json={"policy_name": "planned", "bound_env_id": made["env_id"]}
-            )
-        ).json()
-        asked = (await client.post("/policy/step", json={"policy_id": policy["policy_id"]})).json()
+        made = await post(client, "/env/create", env_name="counting")
+        step = await post(client, "/env/step", env_id=made["env_id"], tool_calls=calls)
+        await post(client, "/env/snapshot", env_id=made["env_id"])
+        policy_id = await new_policy(client, "planned", bound_env_id=made["env_id"])
+        asked = await post(client, "/policy/step", policy_id=policy_id)
         await accept(client, rollout("a"))
         played = (await wait_for_all(client, 1))["a"]
     assert made["observation"]["data"] == data
     assert made["observation"]["achievements_counts"] == {"a": 0, "b": 0}
     assert (step["env_rewards"], step["reward"], step["observation"]["data"]) == ([0.5], 0.5, data)
-    assert kept.status_code == 200, kept.text
     assert asked["meta"]["margins"] == [0.5, 1.0]
     assert played.trajectory.outcome_reward == 0.5
     assert played.trajectory.steps[0].policy_value_estimate == 0.25
@@ -202,7 +188,7 @@ async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told)
 
     plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: Odd())}, {})
     async with running_app(plug_boards) as client:
-        made = (await client.post("/env/create", json={"env_name": "counting"})).json()
+        made = await post(client, "/env/create", env_name="counting")
         body = {"env_id": made["env_id"], "tool_calls": [{"tool": "add", "args": {"names": ["a"]}}]}
         answer = await client.post("/env/step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
@@ -296,7 +282,7 @@ class Workshop(ToolEnvironment[NoState]):
 async def test_a_tool_that_exits_is_named_with_its_line():
     plug_boards = PlugBoards({"workshop": EnvironmentPlugin(NoConfig, Workshop)}, {})
     async with running_app(plug_boards) as client:
-        made = (await client.post("/env/create", json={"env_name": "workshop"})).json()
+        made = await post(client, "/env/create", env_name="workshop")
         body = {"env_id": made["env_id"], "tool_calls": [{"tool": "leave", "args": {}}]}
         answer = await client.post("/env/step", json=body)
     line = Workshop.leave.__code__.co_firstlineno + 2

@@ -1,13 +1,19 @@
-"""/env: an environment that the caller steps itself."""
+"""/env: environments that the caller steps itself, by each of their routes, one by one and many at once."""
 
 import asyncio
-import re
+import json
+from dataclasses import replace
 
 import pytest
 
-from task_app.plugins import default_plug_boards
+from shared_schemas.problem import Problem
+from task_app.dialects.one_call.request import legacy_calls
+from task_app.environments.crafter.prompt import tool_spec
+from task_app.environments.crafter.rules import ACTIONS
+from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.sessions.sessions import EnvironmentSession
-from tests.task_app.counting import CountingEnvironment, running_app
+from tests.task_app.counting import CountingConfig, CountingEnvironment, running_app
+from tests.task_app.playing import act, decision, new_env, new_policy, post, refused
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 # The same in the words of source 1, as a job's [training] has them.
@@ -28,9 +34,8 @@ async def stepped(client, env_id, tool_calls):
     return await client.post("/env/step", json={"env_id": env_id, "tool_calls": tool_calls})
 
 
-async def test_create_shows_the_first_observation_and_the_tools():
-    async with running_app() as client:
-        made = await created(client)
+async def test_create_shows_the_first_observation_and_the_tools(client):
+    made = await created(client)
     assert made["step_idx"] == 0
     assert made["info"]["seed"] == 3
     assert made["info"]["tools"][0]["function"]["name"] == "add"
@@ -55,11 +60,10 @@ async def test_nothing_is_left_of_an_environment_that_is_terminated(last, live):
         await live.until_gone(EnvironmentSession)
 
 
-async def test_a_step_carries_what_the_design_says():
-    async with running_app() as client:
-        made = await created(client, config={"step_rewards": ON})
-        await stepped(client, made["env_id"], calls("a"))
-        answer = (await stepped(client, made["env_id"], calls("a", "b", "x"))).json()
+async def test_a_step_carries_what_the_design_says(client):
+    made = await created(client, config={"step_rewards": ON})
+    await stepped(client, made["env_id"], calls("a"))
+    answer = (await stepped(client, made["env_id"], calls("a", "b", "x"))).json()
     assert answer.pop("observation")["achievements_counts"] == {"a": 2, "b": 1}
     assert answer == {
         "reward": 1.0,
@@ -97,70 +101,38 @@ async def test_a_step_carries_what_the_design_says():
         ("/env/counting/initialize", {"rollout": TRAINING}),
     ],
 )
-async def test_the_published_switches_act_in_a_training_or_a_rollout_table(path, body):
-    async with running_app() as client:
-        made = await client.post(path, json={"env_name": "counting", **body})
-        assert made.status_code == 200, made.text
-        answer = (await stepped(client, made.json()["env_id"], calls("a"))).json()
+async def test_the_published_switches_act_in_a_training_or_a_rollout_table(client, path, body):
+    made = await client.post(path, json={"env_name": "counting", **body})
+    assert made.status_code == 200, made.text
+    answer = (await stepped(client, made.json()["env_id"], calls("a"))).json()
     assert answer["metadata"]["decision_rewards"]["unique"] == ["a"]
 
 
 @pytest.mark.parametrize("path", ["/env/create", "/policy/create"])
-async def test_a_rollout_table_must_agree_and_without_our_names_it_is_left_alone(path):
-    async with running_app() as client:
-        body = {"env_name": "counting", "policy_name": "planned"}
-        if path == "/env/create":
-            body.pop("policy_name")
-        differ = {"training": {"step_rewards_enabled": False}, "rollout": TRAINING}
-        other = await client.post(path, json=body | differ)
-        wrong = await client.post(path, json=body | {"rollout": {"step_rewards_mode": "x"}})
-        alone = await client.post(path, json=body | {"rollout": {"episodes": 2}})
+async def test_a_rollout_table_must_agree_and_without_our_names_it_is_left_alone(client, path):
+    body = {"env_name": "counting", "policy_name": "planned"}
+    if path == "/env/create":
+        body.pop("policy_name")
+    differ = {"training": {"step_rewards_enabled": False}, "rollout": TRAINING}
+    other = await client.post(path, json=body | differ)
+    wrong = await client.post(path, json=body | {"rollout": {"step_rewards_mode": "x"}})
+    alone = await client.post(path, json=body | {"rollout": {"episodes": 2}})
     assert (other.status_code, other.json()["where"]) == (422, "rollout")
     assert (wrong.status_code, wrong.json()["where"]) == (422, "rollout.step_rewards_mode")
     assert alone.status_code == 200, alone.text
 
 
-async def test_openai_tool_calls_are_taken_as_they_come():
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"names": ["a"]}'}}
-    async with running_app() as client:
-        made = await created(client)
-        answer = (await stepped(client, made["env_id"], [call, *calls("b")])).json()
-    assert answer["info"]["executed_actions"] == ["a", "b"]
-
-
-@pytest.mark.parametrize("tool_calls", [[], [{"tool": "sub", "args": {}}], [{"tool": "add", "args": "{"}]])
-async def test_a_refused_call_runs_one_noop_and_says_why(tool_calls):
-    async with running_app() as client:
-        made = await created(client)
-        answer = await stepped(client, made["env_id"], tool_calls)
-    assert answer.status_code == 200
-    assert answer.json()["info"]["invalid_reason"]
-    assert (answer.json()["step_idx"], answer.json()["info"]["executed_actions"]) == (1, ["noop"])
-
-
-async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_again():
-    async with running_app() as client:
-        made = await created(client)
-        ended = (await stepped(client, made["env_id"], calls("a", "end", "b"))).json()
-        assert (ended["done"], ended["terminated"], ended["step_idx"]) == (True, True, 2)
-        after = await stepped(client, made["env_id"], calls("a"))
-        assert (after.status_code, after.json()["code"]) == (409, "episode_over")
-        again = (await client.post("/env/reset", json={"env_id": made["env_id"]})).json()
-        assert (again["step_idx"], again["info"]["seed"]) == (0, 3)
-        other = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
-        assert other.json()["info"]["seed"] == 9
-        assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
-
-
-async def test_an_unknown_or_terminated_id_is_a_404():
-    async with running_app() as client:
-        made = await created(client)
-        assert (await client.post("/env/terminate", json={"env_id": made["env_id"]})).json() == {"ok": True}
-        for path in ("reset", "step", "terminate"):
-            body = {"env_id": made["env_id"], "tool_calls": []}
-            answer = await client.post(f"/env/{path}", json=body)
-            assert (answer.status_code, answer.json()["code"]) == (404, "unknown_id")
-            assert answer.json()["where"] == "env_id"
+async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_again(client):
+    made = await created(client)
+    ended = (await stepped(client, made["env_id"], calls("a", "end", "b"))).json()
+    assert (ended["done"], ended["terminated"], ended["step_idx"]) == (True, True, 2)
+    after = await stepped(client, made["env_id"], calls("a"))
+    assert (after.status_code, after.json()["code"]) == (409, "episode_over")
+    again = (await client.post("/env/reset", json={"env_id": made["env_id"]})).json()
+    assert (again["step_idx"], again["info"]["seed"]) == (0, 3)
+    other = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
+    assert other.json()["info"]["seed"] == 9
+    assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
 
 
 @pytest.mark.parametrize(
@@ -194,9 +166,8 @@ async def test_an_unknown_or_terminated_id_is_a_404():
         ({"rollouts": TRAINING}, "rollouts"),
     ],
 )
-async def test_what_is_wrong_with_a_create_is_named(changes, where):
-    async with running_app() as client:
-        answer = await client.post("/env/create", json={"env_name": "counting", **changes})
+async def test_what_is_wrong_with_a_create_is_named(client, changes, where):
+    answer = await client.post("/env/create", json={"env_name": "counting", **changes})
     assert (answer.status_code, answer.json()["where"]) == (422, where)
 
 
@@ -209,65 +180,293 @@ async def test_a_decision_has_a_bounded_number_of_calls_and_each_names_a_tool():
         assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
 
 
-async def test_a_broken_environment_is_named_with_file_and_line():
-    async with running_app() as client:
-        made = await created(client)
-        answer = await stepped(client, made["env_id"], calls("boom"))
-    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
-    assert re.fullmatch(
-        r"environment\.step raised KeyError: 'boom' \(counting\.py:\d+\)", answer.json()["detail"]
-    )
-
-
-async def test_concurrent_steps_of_one_environment_happen_one_after_the_other():
-    async with running_app() as client:
-        made = await created(client)
-        answers = await asyncio.gather(*(stepped(client, made["env_id"], calls("a")) for _ in range(20)))
+async def test_concurrent_steps_of_one_environment_happen_one_after_the_other(client):
+    made = await created(client)
+    answers = await asyncio.gather(*(stepped(client, made["env_id"], calls("a")) for _ in range(20)))
     assert sorted(answer.json()["info"]["turn"] for answer in answers) == list(range(1, 21))
     assert sum(answer.json()["reward"] for answer in answers) == 1.0
 
 
-async def test_the_number_of_environments_is_bounded():
-    async with running_app(max_sessions=2) as client:
-        first = await created(client)
-        await created(client)
-        full = await client.post("/env/create", json={"env_name": "counting"})
-        assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
-        await client.post("/env/terminate", json={"env_id": first["env_id"]})
-        await created(client)
-
-
 @pytest.mark.parametrize("name", ["CrafterClassic", "crafter_classic"])
-async def test_an_alias_names_an_environment_wherever_its_own_name_does(name):
-    async with running_app(default_plug_boards()) as client:
-        made = await created(client, env_name=name)
-        shown = await client.get("/task_info", params={"env_name": name})
-        snapshot = await client.post("/env/snapshot", json={"env_id": made["env_id"]})
-        state = await client.get(f"/openenv/{name}/state", params={"session_id": made["env_id"]})
+async def test_an_alias_names_an_environment_wherever_its_own_name_does(real, name):
+    made = await created(real, env_name=name)
+    shown = await real.get("/task_info", params={"env_name": name})
+    snapshot = await real.post("/env/snapshot", json={"env_id": made["env_id"]})
+    state = await real.get(f"/openenv/{name}/state", params={"session_id": made["env_id"]})
     assert made["observation"]["text"].startswith("=== CRAFTER GAME STATE ===")
     assert shown.json()["taskset"]["id"] == "crafter_procedural"
     assert snapshot.json()["info"]["env_name"] == "crafter", "a snapshot has the name on the board"
     assert state.status_code == 200
 
 
-async def test_further_keys_of_other_task_apps_are_taken():
-    async with running_app() as client:
-        await created(client, rl_run_id="run-1", parent_env_id=None)
-
-
-async def test_a_misspelling_of_one_of_our_keys_is_told_from_a_key_of_others():
+async def test_a_misspelling_of_one_of_our_keys_is_told_from_a_key_of_others(client):
     others = {"run_id": "r", "parent_env_id": None, "x" * 10_000: 1}
-    async with running_app() as client:
-        made = await created(client, **others)
-        answer = await client.post("/env/reset", json={"env_id": made["env_id"], "sede": 1, "sead": 1})
-        assert answer.status_code == 200, "too far from 'seed' to be sure"
-        answer = await client.post("/env/step", json={"env_id": made["env_id"], "tool_call": calls("a")})
+    made = await created(client, **others)
+    answer = await client.post("/env/reset", json={"env_id": made["env_id"], "sede": 1, "sead": 1})
+    assert answer.status_code == 200, "too far from 'seed' to be sure"
+    answer = await client.post("/env/step", json={"env_id": made["env_id"], "tool_call": calls("a")})
     assert (answer.status_code, answer.json()["where"]) == (422, "tool_call")
     assert answer.json()["detail"] == "tool_call: unknown key 'tool_call'. Did you mean 'tool_calls'?"
 
 
-async def test_a_long_name_is_cut_in_the_message():
-    async with running_app() as client:
-        for body in ({"env_name": "x" * 200}, {"env_name": "counting", "config": {"y" * 5_000: 1}}):
-            answer = await client.post("/env/create", json=body)
-            assert (answer.status_code, len(answer.json()["detail"]) < 400) == (422, True)
+async def test_a_long_name_or_number_is_cut_in_the_message(client):
+    counting = {"env_name": "counting"}
+    bodies = {"env_name": "x" * 200}, {**counting, "config": {"y" * 5_000: 1}}, {**counting, "seed": 10**300}
+    for body in bodies:
+        answer = await client.post("/env/create", json=body)
+        assert (answer.status_code, len(answer.json()["detail"]) < 400) == (422, True)
+
+
+async def step_many(client, *steps):
+    answer = await client.post("/env/step_many", json={"steps": list(steps)})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["results"]
+
+
+def item(env_id, *names):
+    return {"env_id": env_id, "tool_calls": calls(*names)}
+
+
+async def test_an_item_answers_what_the_single_route_answers(client):
+    one, other = (await created(client))["env_id"], (await created(client))["env_id"]
+    single = (await stepped(client, one, calls("a", "b"))).json()
+    (many,) = await step_many(client, item(other, "a", "b"))
+    assert many == {"env_id": other, "status": 200, **single}
+
+
+async def test_decisions_are_carried_out_in_order_over_many_environments(client):
+    first, second = (await created(client))["env_id"], (await created(client))["env_id"]
+    results = await step_many(client, item(first, "a"), item(second, "b", "b"), item(first, "a"))
+    assert [one["env_id"] for one in results] == [first, second, first]
+    assert [one["info"]["turn"] for one in results] == [1, 1, 2]
+    assert [one["reward"] for one in results] == [1.0, 1.0, 0.0], "the second 'a' pays nothing"
+
+
+async def test_a_bad_item_takes_no_step_and_spoils_no_other():
+    async with running_app(max_calls_per_step=2) as client:
+        good, ended = (await created(client))["env_id"], (await created(client))["env_id"]
+        results = await step_many(
+            client,
+            item(good, "a"),
+            item("unknown", "a"),
+            {"env_id": good, "tool_calls": [{"args": {}}]},
+            {"env_id": good, "tool_calls": calls("a") * 3},
+            item(ended, "end"),
+            item(ended, "a"),
+            item(good, "boom"),
+            item(good, "b"),
+        )
+    assert [one["status"] for one in results] == [200, 404, 422, 422, 200, 409, 424, 200]
+    problems = [Problem.model_validate(one["problem"]) for one in results if one["status"] != 200]
+    assert [one.where for one in problems] == [
+        "steps.1.env_id", "steps.2.tool_calls", "steps.3.tool_calls", "steps.5", "steps.6",
+    ]  # fmt: skip
+    assert "boom" in json.dumps(results[6])
+    assert results[7]["info"]["turn"] == 2, "three refused items and a broken one took no turn"
+
+
+class Unspeakable(CountingEnvironment):
+    """What it shows after `nan` is no JSON."""
+
+    def _observe(self, reward):
+        seen = super()._observe(reward)
+        return replace(seen, data={"x": float("nan")}) if "nan" in self._counts else seen
+
+    def _count(self, name):
+        self._counts |= {"nan": 1} if name == "nan" else {}
+        return super()._count(name)
+
+
+async def test_an_answer_that_cannot_be_written_takes_no_other_along():
+    async with running_app(
+        PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Unspeakable)}, {})
+    ) as client:
+        good, bad = (await created(client))["env_id"], (await created(client))["env_id"]
+        results = await step_many(client, item(good, "a"), item(bad, "nan"), item(good, "b"))
+    assert [one["status"] for one in results] == [200, 424, 200]
+    assert (results[1]["problem"]["code"], results[1]["problem"]["where"]) == ("critical_error", "steps.1")
+
+
+async def test_the_number_of_items_is_bounded_and_none_is_refused_as_a_whole():
+    async with running_app(max_steps_per_request=2) as client:
+        env_id = (await created(client))["env_id"]
+        for steps, where in (([item(env_id, "a")] * 3, "steps"), ([], "steps")):
+            answer = await client.post("/env/step_many", json={"steps": steps})
+            assert (answer.status_code, answer.json()["where"]) == (422, where)
+        (result,) = await step_many(client, item(env_id, "a"))
+    assert result["info"]["turn"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [({"step": []}, "step"), ({"steps": [{"env_id": "e", "tool_call": []}]}, "tool_call"), ([], "body")],
+)
+async def test_a_body_of_another_shape_is_told_where_it_differs(client, body, where):
+    answer = await client.post("/env/step_many", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert where in answer.json()["where"]
+
+
+async def test_a_long_batch_lets_others_in_between_its_slices(client):
+    busy, quick = (await created(client))["env_id"], (await created(client))["env_id"]
+    long = asyncio.create_task(step_many(client, *[item(busy, *"x" * 50)] * 100))
+    answered_early = False
+    while not long.done():
+        await stepped(client, quick, calls("a"))
+        answered_early |= not long.done()
+    assert answered_early
+    assert len(await long) == 100
+
+
+ENV, POLICY = ("step", "reset", "snapshot", "terminate"), ("step", "snapshot", "terminate")
+PATHS = [*(("env", act) for act in ENV), *(("policy", act) for act in POLICY)]
+MORE = {("env", "step"): {"tool_calls": act("noop")}, ("policy", "step"): {"observation": {"text": "x"}}}
+
+
+async def made(client):
+    return {
+        "env": await new_env(client),
+        "policy": await new_policy(client, env={"env_name": "crafter"}, config={"seed": 1}),
+    }
+
+
+@pytest.mark.parametrize(("kind", "what"), PATHS)
+async def test_the_id_may_stand_in_the_path_and_again_in_the_body_but_not_another_one(real, kind, what):
+    ids = await made(real)
+    path, key, more = f"/{kind}/{ids[kind]}/{what}", f"{kind}_id", MORE.get((kind, what), {})
+    told = await refused(real, path, **more, **{key: f"{kind}_other"})
+    assert told[:3] == (422, "invalid_request", key)
+    assert f"'{kind}_other'" in told[3], "found"
+    assert ids[kind] in told[3], "allowed"
+    await post(real, path, **more, **{key: ids[kind]})
+    gone = await real.post(path, json=more)
+    assert gone.status_code == (404 if what == "terminate" else 200)
+
+
+async def test_the_answers_are_those_of_the_routes_without_an_id_in_the_path(real):
+    one, other = await made(real), await made(real)
+    for _ in range(2):
+        by_path = await post(real, f"/env/{one['env']}/step", **MORE["env", "step"])
+        assert by_path == await post(real, "/env/step", env_id=other["env"], **MORE["env", "step"])
+    reset = await post(real, f"/env/{one['env']}/reset", seed=5)
+    assert reset == await post(real, "/env/reset", env_id=other["env"], seed=5)
+    assert "Did you mean 'seed'" in (await refused(real, f"/env/{one['env']}/reset", sed=7))[3]
+    for _ in range(2):
+        by_path = await post(real, f"/policy/{one['policy']}/step", **MORE["policy", "step"])
+        by_path["meta"].pop("policy_s")
+        expected = await decision(real, other["policy"], **MORE["policy", "step"])
+        assert (by_path["tool_calls"], by_path["meta"]) == expected
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"{}"])
+async def test_a_body_that_says_nothing_may_be_absent_null_or_empty(real, body):
+    ids = await made(real)
+    env, policy = f"/env/{ids['env']}", f"/policy/{ids['policy']}"
+    bare = (f"{env}/reset", f"{env}/snapshot", f"{policy}/snapshot", "/openenv/crafter/reset")
+    for path in (*bare, f"{env}/terminate"):
+        answer = await real.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200, answer.text
+
+
+NAME = "/env/CrafterClassic"
+
+
+async def started(client, name=NAME, **body):
+    answer = await client.post(f"{name}/initialize", json={"seed": 17, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_an_evaluation_script_finds_its_way():
+    async with running_app(default_plug_boards(), inference_url="http://vllm:8000/v1") as client:
+        assert (await client.get("/health")).json()["healthy"]
+        info = (await client.get("/info")).json()
+        assert info["inference"]["base_url"] == "http://vllm:8000/v1", "the script asks it"
+        tasks = (await client.get("/task_info", params={"seed": [17, 18]})).json()
+        assert tasks[0]["rubric"] == {}, "an object, as the contract has it"
+        assert tasks[0]["inference"]["inference_url"] == "http://vllm:8000/v1"
+        assert tasks[0]["observation"]["player_position"] == [32, 32]
+        assert [task["task_metadata"]["seed"] for task in tasks] == [17, 18]
+        made = await started(client)
+        env_id = made["env_id"]
+        assert made["observation"]["inventory"]["health"] == 9
+        assert made["observation"]["player_position"] == [32, 32]
+        walk = [{"tool": "interact", "args": {"action": "move_right"}}] * 3
+        action = {"tool_calls": [*walk, {"tool": "do"}]}
+        answer = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["info"]["achievements_added"] == ["collect_wood"], "docs/http.md, by other words"
+        assert answer.json()["step_idx"] == 4
+        assert answer.json()["observation"]["inventory"]["wood"] == 1
+        assert answer.json()["observation"]["player_position"] == [35, 32]
+        ended = await client.post(f"{NAME}/terminate", json={"env_id": env_id})
+        assert ended.json() == {"ok": True}
+        gone = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
+    assert (gone.status_code, gone.json()["where"]) == (404, "env_id")
+
+
+@pytest.mark.parametrize("body", [{"world_config": "hard"}, {"config": {"difficulty": "easy"}}])
+async def test_a_difficulty_is_ignored_aloud(real, body):
+    made, plain = await started(real, **body), await started(real)
+    assert "difficulty is ignored" in made["warnings"][0]
+    assert plain["warnings"] == []
+    assert made["observation"] == plain["observation"]
+
+
+async def test_a_session_answers_to_its_own_name_and_to_both_kinds_of_routes(client):
+    made = await started(client, "/env/counting")
+    env_id = made["env_id"]
+    call = {"tool": "add", "args": {"names": ["a"]}}
+    body = {"env_id": env_id, "action": {"tool_calls": [call]}}
+    named = await client.post("/env/counting/step", json=body)
+    plain = await client.post("/env/step", json={"env_id": env_id, "tool_calls": [call]})
+    assert [answer.json()["info"]["turn"] for answer in (named, plain)] == [1, 2]
+    for name in ("other", "CrafterClassic"):
+        answer = await client.post(f"/env/{name}/step", json=body)
+        assert (answer.status_code, answer.json()["where"]) == (422, "env_name")
+
+
+async def test_a_session_of_another_environment_is_not_found_under_this_name():
+    crafter = default_plug_boards().environments["crafter"]
+    boards = default_plug_boards()
+    boards = type(boards)({"crafter": crafter, "twin": crafter}, boards.policies)
+    async with running_app(boards) as client:
+        made = await started(client, "/env/twin")
+        answer = await client.post(f"{NAME}/terminate", json={"env_id": made["env_id"]})
+    assert (answer.status_code, answer.json()["hint"]) == (404, "it is 'twin'")
+
+
+@pytest.mark.parametrize(
+    "action", [{}, {"tool_calls": "do"}, {"tool_calls": ["do"]}, {"tool_calls": [{"args": {}}]}]
+)
+async def test_an_action_of_no_known_form_is_refused_and_takes_no_step(real, action):
+    env_id = (await started(real))["env_id"]
+    answer = await real.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
+    assert (answer.status_code, answer.json()["where"].split(".")[0]) == (422, "action")
+    after = await real.post(f"{NAME}/step", json={"env_id": env_id, "action": {"actions": ["noop"]}})
+    assert after.json()["info"]["turn"] == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "names"),
+    [
+        ({"actions": ["do", 1]}, ["do", "move_left"]),
+        ({"actions": 5}, ["do"]),
+        ({"tool_calls": [{"tool": "interact", "args": {"action": 16}}]}, ["make_iron_sword"]),
+        ({"tool_calls": [{"name": "interact", "arguments": {"actions": ["do"]}}]}, ["do"]),
+        ({"tool_calls": [{"function": {"name": "sleep", "arguments": "{}"}}]}, ["sleep"]),
+        ({"tool_calls": [{"tool": "interact", "args": {"action": 17}}]}, [17]),
+        ({"tool_calls": [{"tool": "interact", "args": {"action": True}}]}, [True]),
+    ],
+)
+def test_older_spellings_become_calls_of_the_tool_on_offer(action, names):
+    assert legacy_calls(action, [tool_spec(8)]) == [{"tool": "interact_many", "args": {"actions": names}}]
+
+
+def test_numbers_are_those_of_the_games_own_action_list():
+    assert [ACTIONS[number] for number in (0, 5, 16)] == ["noop", "do", "make_iron_sword"]
+
+
+def test_what_is_no_older_spelling_passes_as_it_is():
+    calls = [{"tool": "interact_many", "args": {"actions": [5]}}, {"tool": "fly"}, {"tool": "interact"}]
+    assert legacy_calls({"tool_calls": calls}, [tool_spec(8)]) == calls

@@ -93,31 +93,20 @@ def build_contract(**changes: Any) -> EnvironmentContract:
     return contract
 
 
+EARNS = "every_decision_says_what_ran_and_what_it_earned"
+REFUSES = "what_cannot_be_carried_out_runs_one_env_step_and_says_why"
+PROMPTS = "the_prompt_is_a_pure_function_of_what_was_seen_and_done"
+
+
 @pytest.mark.parametrize(
     ("changes", "test", "sentence"),
     [
-        ({"env_rewards": ()}, "every_decision_says_what_ran_and_what_it_earned", "env_rewards is empty"),
-        (
-            {"executed_actions": ()},
-            "every_decision_says_what_ran_and_what_it_earned",
-            "0 executed_actions, but 1 env_rewards",
-        ),
-        (
-            {"terminated": True, "truncated": True},
-            "every_decision_says_what_ran_and_what_it_earned",
-            "terminated and truncated at once",
-        ),
-        (
-            {},
-            "what_cannot_be_carried_out_runs_one_env_step_and_says_why",
-            "is carried out as if it were valid",
-        ),
+        ({"env_rewards": ()}, EARNS, "env_rewards is empty"),
+        ({"executed_actions": ()}, EARNS, "0 executed_actions, but 1 env_rewards"),
+        ({"terminated": True, "truncated": True}, EARNS, "terminated and truncated at once"),
+        ({}, REFUSES, "is carried out as if it were valid"),
         ({"terminated": True}, "after_the_end_nothing_runs", "step() ran although no episode"),
-        (
-            {"result": "x"},
-            "the_prompt_is_a_pure_function_of_what_was_seen_and_done",
-            "reads more than its arguments",
-        ),
+        ({"result": "x"}, PROMPTS, "reads more than its arguments"),
     ],
 )
 def test_a_broken_promise_is_named(changes: dict[str, Any], test: str, sentence: str):

@@ -1,6 +1,5 @@
 """RLRolloutWorker over the counting environment: what every step carries, and how an episode ends."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +10,7 @@ from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import RewardPart, StopReason, Trajectory, prompts
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.episode.conversation import Conversation
+from task_app.episode.decisions import achievements_added, achievements_status, step_metadata
 from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import (
     Conflict,
@@ -54,7 +54,7 @@ async def played(*moves, **options):
     return one.trajectory()
 
 
-async def test_every_step_carries_what_the_design_says():
+async def test_every_step_and_the_trajectory_carry_what_the_design_says():
     trajectory = await played(add("a"), add("a", "b"), add("x"))
     first, second, third = trajectory.steps
     assert [step.turn for step in trajectory.steps] == [1, 2, 3]
@@ -72,14 +72,10 @@ async def test_every_step_carries_what_the_design_says():
     assert third.system_step_index == 2
     assert first.observation_data.messages[-1].content == "step 0 past=0"
     assert third.observation_data.messages[-1].content == "step 3 past=2"
-
-
-async def test_the_trajectory_carries_outcome_and_totals():
-    trajectory = await played(add("a"), add("b", "b"), add("x"))
     assert (trajectory.env_name, trajectory.policy_name, trajectory.seed) == ("counting", "planned", 7)
     assert (trajectory.outcome_reward, trajectory.env_steps) == (2.0, 4)
     assert trajectory.outcome_definition == "number of different names counted"
-    assert trajectory.achievements_counts == {"a": 1, "b": 2}
+    assert trajectory.achievements_counts == {"a": 2, "b": 1}
     assert trajectory.stop_reason is StopReason.MAX_DECISIONS
     assert (trajectory.terminated, trajectory.truncated) == (False, True)
 
@@ -114,20 +110,6 @@ async def test_at_most_three_past_decisions_reach_the_prompt():
     assert [prompt[-1] for prompt in prompts if prompt] == ["0", "1", "2", "3", "3", "3"]
 
 
-async def test_the_conversation_holds_prompt_answer_and_result_of_each_decision():
-    _, messages, ground_truth = await worker(add("a"), TEXT, max_episode_steps=2).run_episode()
-    assert [message.role for message in messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "user",
-        "assistant",
-    ]
-    assert messages[-1].content == "I think."
-    assert ground_truth is None
-
-
 async def test_the_ground_truth_comes_back_and_the_policy_never_sees_it():
     policy = PlannedPolicy(add("a"))
     one = worker(policy=policy, ground_truth={"answer": "forty-two"})
@@ -136,18 +118,10 @@ async def test_the_ground_truth_comes_back_and_the_policy_never_sees_it():
     assert "forty-two" not in repr(policy.seen) + one.trajectory().model_dump_json()
 
 
-async def test_the_first_observation_is_not_changed_by_what_follows():
-    policy = PlannedPolicy(add("a"), add("a", "b"))
-    await worker(policy=policy, max_episode_steps=5).run_episode()
-    first = policy.seen[0]
-    assert (first.data, [message.content for message in first]) == (
-        {"step": 0},
-        ["count", "step 0 past=0"],
-    )
-
-
 async def test_the_conversation_after_a_decision_begins_the_one_after_the_next():
-    steps, messages, _ = await worker(add("a"), TEXT, add("b"), max_episode_steps=3).run_episode()
+    steps, messages, ground_truth = await worker(add("a"), TEXT, add("b"), max_episode_steps=3).run_episode()
+    roles = "system user assistant tool user assistant user assistant tool"
+    assert ([message.role for message in messages], ground_truth) == (roles.split(), None)
     histories = [step.resulting_messages_history for step in steps]
     assert [step.system_step_index for step in steps] == [0, 1, 2]
     assert all(later[: len(one)] == one for one, later in pairwise(histories))
@@ -182,18 +156,20 @@ async def test_a_step_of_a_conversation_knows_its_prompt_and_what_followed_while
     assert str(shown[1]) != str(shown[1].model_copy(update={"messages_reused": 0})), "all that it saw"
     sent = Trajectory.model_validate_json(one.trajectory().model_dump_json())
     assert sent.steps == tuple(steps), "what a process remembers is no part of a step"
-    with pytest.raises(ValueError, match="2 messages of this prompt stand in earlier steps"):
+    with pytest.raises(ValueError, match="2 messages"):
         list(sent.steps[1].observation_data)
-    with pytest.raises(ValueError, match="step 2 was made without resulting_messages_history, or came over"):
+    with pytest.raises(ValueError, match=r"step 2 .*resulting_messages_history"):
         sent.steps[1].resulting_messages_history  # noqa: B018
 
 
-async def test_the_policy_cannot_change_what_was_recorded():
-    policy = PlannedPolicy(add("a"))
-    one = worker(policy=policy)
+async def test_neither_the_policy_nor_later_steps_change_what_was_recorded():
+    policy = PlannedPolicy(add("a"), add("a", "b"))
+    one = worker(policy=policy, max_episode_steps=5)
     await one.run_episode()
+    first = policy.seen[0]
+    assert (first.data, [message.content for message in first]) == ({"step": 0}, ["count", "step 0 past=0"])
     with pytest.raises(ValueError, match="frozen"):
-        policy.seen[0][0].content = "other"
+        first[0].content = "other"
     assert one.trajectory().steps[0].observation_data.messages == tuple(policy.seen[0])
 
 
@@ -227,6 +203,7 @@ async def test_an_episode_ends_for_its_reason_and_only_its_last_step_is_done(
     assert [step.is_done for step in trajectory.steps] == [False] * (decisions - 1) + [True]
     last = trajectory.steps[-1]
     assert (last.terminated, last.truncated, last.stop_reason) == (is_over, not is_over, reason)
+    assert last.reward_parts == (), "a fresh prompt that does not fit costs no penalty"
     for step, move in zip(trajectory.steps, moves, strict=False):
         assert bool(step.step_info.invalid_reason) == (move is TEXT)
 
@@ -237,12 +214,6 @@ async def test_a_terminate_decision_is_not_paid_again_for_the_last_env_step():
     paid = [step.next_observation.reward_last_step for step in trajectory.steps if step.next_observation]
     assert paid == [1.0, 0.0]
     assert trajectory.steps[-1].next_observation.achievements_counts == {"a": 1, "b": 0}
-
-
-async def test_a_single_call_may_stand_in_the_action_itself():
-    trajectory = await played({"type": "tool_call", "name": "add", "arguments": {"names": ["a"]}})
-    assert trajectory.outcome_reward == 1.0
-    assert trajectory.steps[0].tool_calls[0].function.arguments == '{"names": ["a"]}'
 
 
 async def test_a_refused_decision_pays_the_penalty_and_no_other_one_does():
@@ -287,22 +258,6 @@ async def test_what_hinders_an_episode_fails_it_and_is_no_end_of_its_own(given, 
         await one.run_episode()
     assert words in str(caught.value)
     assert caught.value.decisions_done == decisions
-
-
-class NaNEnvironment(CountingEnvironment):
-    """Pays NaN, as a broken reward function may."""
-
-    def step(self, calls, *, invalid_reason=None):
-        outcome = super().step(calls, invalid_reason=invalid_reason)
-        return replace(outcome, env_rewards=(float("nan"),))
-
-
-async def test_a_reward_that_is_no_number_is_a_critical_error_and_never_a_zero():
-    one = RLRolloutWorker(
-        task_definition=task(), environment=NaNEnvironment(), agent_policy=PlannedPolicy(add("a")), seed=1
-    )
-    with pytest.raises(CriticalError, match="env_rewards is"):
-        await one.run_episode()
 
 
 class CountingTokens(PlannedPolicy):
@@ -353,3 +308,44 @@ async def test_a_state_whose_prompt_does_not_fit_has_no_view_and_the_episode_is_
     trajectory = await played(policy=policy, final_view=True)
     assert (trajectory.stop_reason, trajectory.final_view) == (StopReason.MAX_DECISIONS, None)
     assert len(trajectory.steps) == 3 and len(policy.seen) == 4
+
+
+def test_the_two_deltas_differ_when_an_achievement_is_repeated():
+    # wood was collected before and is collected again; a table is placed for the first time
+    before = {"collect_wood": 1, "place_table": 0, "eat_cow": 0}
+    after = {"collect_wood": 3, "place_table": 1, "eat_cow": 0}
+    record = step_metadata(before, after, turn=5, step_rewards=ON).decision_rewards
+    assert record is not None
+    assert record.model_dump() == {
+        "turn": 5,
+        "ach_delta": 2,
+        "unique_delta": 1,
+        "all": ("collect_wood", "place_table"),
+        "unique": ("place_table",),
+    }
+
+
+def test_a_decision_that_achieved_nothing_has_a_record_of_zeros():
+    record = step_metadata({"a": 1}, {"a": 1}, turn=1, step_rewards=ON).decision_rewards
+    assert record is not None
+    assert (record.ach_delta, record.unique_delta, record.all, record.unique) == (0, 0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("switches", "counts"),
+    [
+        (StepRewards(), {"a": 1}),
+        (StepRewards(enabled=True, mode="off"), {"a": 1}),
+        (StepRewards(enabled=True, mode="env_sparse"), {"a": 1}),
+        (StepRewards(enabled=False, mode="decision_stepwise"), {"a": 1}),
+        (ON, {}),
+    ],
+)
+def test_no_record_unless_enabled_and_decision_stepwise_or_without_achievements(switches, counts):
+    metadata = step_metadata(dict.fromkeys(counts, 0), counts, turn=1, step_rewards=switches)
+    assert metadata.decision_rewards is None
+
+
+def test_status_and_added_follow_the_counters():
+    assert achievements_status({"a": 0, "b": 2}) == {"a": False, "b": True}
+    assert achievements_added({"b": 1}, {"a": 1, "b": 2, "c": 0}) == ["a"]

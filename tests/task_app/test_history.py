@@ -97,14 +97,14 @@ def test_a_conversation_needs_an_opening_and_a_result_needs_a_caller():
     with pytest.raises(ValueError, match="at least one message"):
         History.start((), shows_ids=True)
     (call,) = assistant(2, ("readChunk", {})).tool_calls
-    with pytest.raises(ValueError, match="'readChunk' has no assistant message that called it"):
+    with pytest.raises(ValueError, match="'readChunk'"):
         opened().with_result(call, "red")
 
 
 def test_an_edit_names_messages_that_are_there():
     history = opened()
     assert history.with_edit({}) is history
-    with pytest.raises(ValueError, match="no message has the id 9; ids run from 0 to 1"):
+    with pytest.raises(ValueError, match="id 9; ids run from 0 to 1"):
         history.with_edit({9: None})
     with pytest.raises(IndexError, match="ids run from 0 to 1"):
         history[2]

@@ -19,12 +19,11 @@ def logs():
         yield found
 
 
-async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs):
-    async with running_app() as client:
-        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
-        logs.clear()
-        step = {"env_id": env_id, "tool_calls": BOOM}
-        answer = await client.post("/env/step", json=step, headers={"X-Request-ID": "mine-1"})
+async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs, client):
+    env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+    logs.clear()
+    step = {"env_id": env_id, "tool_calls": BOOM}
+    answer = await client.post("/env/step", json=step, headers={"X-Request-ID": "mine-1"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (424, "mine-1")
     assert [line["event"] for line in logs] == ["boundary", "request"]
     assert all((line["request_id"], line["env_id"]) == ("mine-1", env_id) for line in logs)
@@ -46,10 +45,9 @@ IDS = ["", "two words", "x" * 129, "schlüssel", f"trace-{KEY}", KEY, "a\tb", '"
 
 
 @pytest.mark.parametrize(("sent", "presented"), [*((one, KEY) for one in IDS), (KEY, "")])
-async def test_an_id_that_is_no_id_or_holds_a_key_is_replaced(sent, presented, logs):
-    async with running_app() as client:
-        headers = {"X-Request-ID": sent.encode(), "X-API-Key": presented}
-        answer = await client.get("/health", headers=headers)
+async def test_an_id_that_is_no_id_or_holds_a_key_is_replaced(logs, client, sent, presented):
+    headers = {"X-Request-ID": sent.encode(), "X-API-Key": presented}
+    answer = await client.get("/health", headers=headers)
     found = answer.headers["x-request-id"]
     assert found != sent
     assert len(found) == 16
@@ -57,8 +55,7 @@ async def test_an_id_that_is_no_id_or_holds_a_key_is_replaced(sent, presented, l
     assert KEY not in str(answer.headers) + str(logs)
 
 
-async def test_ids_of_requests_differ_and_nothing_stays_bound():
-    async with running_app() as client:
-        answers = [await client.get("/health") for _ in range(20)]
+async def test_ids_of_requests_differ_and_nothing_stays_bound(client):
+    answers = [await client.get("/health") for _ in range(20)]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 20
     structlog.contextvars.clear_contextvars()

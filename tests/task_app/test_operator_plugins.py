@@ -1,8 +1,10 @@
 """`--plugins FILE`: an operator's environments join the plug boards, or the start is refused."""
 
+import asyncio
 import os
 import shutil
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,15 @@ from pydantic import AliasChoices, ConfigDict, Field
 from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.__main__ import main
+from task_app.app import create_app
+from task_app.board import Board
 from task_app.errors import InvalidRequest
 from task_app.interactions.config_file import package_interactions
 from task_app.operator_plugins import with_packages, with_plugins
 from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
 from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
-from tests.task_app.counting import rollout, running_app
+from tests.task_app.counting import KEY, boards, rollout, running_app
 from tests.task_app.rollout_client import accept, wait_for_all
 
 PLUGINS = """
@@ -54,10 +58,7 @@ def test_the_entries_of_all_files_join_ours(tmp_path: Path):
         ("x = 1", "defines none of ENVIRONMENTS, POLICIES, REWARD_FUNCTIONS"),
         ("ENVIRONMENTS = []", "ENVIRONMENTS is no dict but list"),
         ("ENVIRONMENTS = {3: None}", "ENVIRONMENTS has the key 3; a name is needed"),
-        (
-            "ENVIRONMENTS = {'cave': object()}",
-            "ENVIRONMENTS['cave'] is object; write EnvironmentPlugin(ConfigClass, build)",
-        ),
+        ("ENVIRONMENTS = {'cave': object()}", "ENVIRONMENTS['cave'] is object; write EnvironmentPlugin("),
         ("POLICIES = {'p': 1}", "POLICIES['p'] is int; write PolicyPlugin(ConfigClass, build)"),
         (
             "def judge(messages, **kwargs): ...\nREWARD_FUNCTIONS = {'judge': judge}",
@@ -216,13 +217,11 @@ def test_two_packages_with_an_interaction_of_one_name_are_refused(packages: Path
     (packages / "holes-1.0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: holes\nVersion: 1.0\n"
     )
-    with pytest.raises(SettingsError, match="another package offers an interaction 'guide' too"):
+    with pytest.raises(SettingsError, match="interaction 'guide'"):
         package_interactions(Settings())
 
 
-async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_process(
-    packages: Path,
-):
+async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_process(packages: Path):
     install(packages, POINTS)
     boards = with_packages(default_plug_boards())
     assert {"cave", *ENVIRONMENTS} == set(boards.environments)
@@ -250,3 +249,22 @@ def test_a_package_that_cannot_be_taken_is_named(packages: Path, points: str, to
     with pytest.raises(SettingsError) as error:
         with_packages(default_plug_boards())
     assert told in error.value.detail and error.value.detail.startswith("caves, entry point ")
+
+
+def test_an_entry_is_loaded_when_it_is_first_looked_up_and_its_names_load_nothing():
+    loads = []
+    board = Board({"a": lambda: loads.append("a") or "A", "b": lambda: loads.append("b") or "B"})
+    more = ChainMap({"c": "C"}, board)
+    assert (list(more), "b" in more, len(board)) == (["a", "b", "c"], True, 2) and loads == []
+    assert (board["b"], more["b"], more["c"]) == ("B", "B", "C") and loads == ["b"]
+
+
+async def test_the_session_of_plug_ins_is_opened_once_on_whatever_thread_asks_and_closed_in_the_end():
+    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
+    async with app.router.lifespan_context(app):
+        context = app.state.services.policy_context(inference_key=None)
+        asked = [asyncio.to_thread(lambda: context.session) for _ in range(8)]
+        (session,) = set(await asyncio.gather(*asked))
+        assert session is context.session and not session.closed
+        assert session.connector.limit == 2 * Settings().max_concurrent_rollouts
+    assert session.closed

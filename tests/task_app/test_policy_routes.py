@@ -1,12 +1,14 @@
-"""/policy: a policy that the caller asks itself."""
+"""/policy: policies that the caller asks itself, and those that whole rollouts ask by their id."""
 
 import asyncio
 
 import pytest
 
-from task_app.plugins import default_plug_boards
-from tests.task_app.counting import running_app
-from tests.task_app.fake_inference import calling, fake_inference, status, tokens
+from tests.task_app.counting import PlannedPolicy, add, boards, running_app
+from tests.task_app.dialects.one_call.test_rollout import body, played
+from tests.task_app.fake_inference import calling, completion, fake_inference, status, tokens
+from tests.task_app.rollout_client import waiting_app
+from tests.task_app.sessions.test_recovery import SECRET, app_on, killed, post
 from tests.task_app.slow import Gates, slow_boards
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
@@ -28,21 +30,6 @@ async def asked(client, policy_id, **body):
     return await client.post("/policy/step", json={"policy_id": policy_id, **body})
 
 
-async def test_a_bound_policy_and_its_environment_play_together():
-    async with running_app() as client:
-        env_id = await create_env(client)
-        policy_id = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
-        first = (await asked(client, policy_id)).json()
-        assert first["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"names": ["a"]}'}
-        assert "decision_rewards" not in first["meta"], "no decision was taken yet"
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": first["tool_calls"]})
-        record = step.json()["metadata"]["decision_rewards"]
-        assert record == {"turn": 1, "ach_delta": 1, "unique_delta": 1, "all": ["a"], "unique": ["a"]}
-        second = (await asked(client, policy_id)).json()
-        assert second["meta"]["decision_rewards"] == record
-        assert second["meta"]["turn"] == 2
-
-
 async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
     gates = Gates()
     async with running_app(slow_boards(gates)) as client:
@@ -62,13 +49,12 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
 
 
 @pytest.mark.parametrize("table", ["training", "rollout"])
-async def test_the_published_switches_of_a_policy_act_in_a_table(table):
+async def test_the_published_switches_of_a_policy_act_in_a_table(client, table):
     training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-    async with running_app() as client:
-        env_id = await create_env(client)
-        policy_id = await create_policy(client, bound_env_id=env_id, **{table: training})
-        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-        assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
+    env_id = await create_env(client)
+    policy_id = await create_policy(client, bound_env_id=env_id, **{table: training})
+    await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+    assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
 
 
 async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks():
@@ -81,30 +67,28 @@ async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks(
     assert answer["meta"]["policy_name"] == "openai"
 
 
-async def test_switches_of_the_environment_and_its_policy_must_agree():
-    async with running_app() as client:
-        env_id = await create_env(client, step_rewards=ON)
-        body = {"policy_name": "planned", "bound_env_id": env_id}
-        other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
-        assert (await client.post("/policy/create", json=other)).status_code == 422
-        assert (await client.post("/policy/create", json=body)).status_code == 200
+async def test_switches_of_the_environment_and_its_policy_must_agree(client):
+    env_id = await create_env(client, step_rewards=ON)
+    body = {"policy_name": "planned", "bound_env_id": env_id}
+    other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
+    assert (await client.post("/policy/create", json=other)).status_code == 422
+    assert (await client.post("/policy/create", json=body)).status_code == 200
 
 
-async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first():
+async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first(client):
     sparse = {"enabled": True, "mode": "env_sparse"}
-    async with running_app() as client:
-        env_id = await create_env(client)
-        first = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
-        other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
-        refused = await client.post("/policy/create", json=other)
-        assert (refused.status_code, refused.json()["where"]) == (422, "config.step_rewards")
-        assert first in refused.json()["detail"]
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-        assert "decision_rewards" in step.json()["metadata"], "the first policy's switches hold"
-        await client.post("/policy/terminate", json={"policy_id": first})
-        assert (await client.post("/policy/create", json=other)).status_code == 200
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-        assert "decision_rewards" not in step.json()["metadata"]
+    env_id = await create_env(client)
+    first = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
+    other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
+    refused = await client.post("/policy/create", json=other)
+    assert (refused.status_code, refused.json()["where"]) == (422, "config.step_rewards")
+    assert first in refused.json()["detail"]
+    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+    assert "decision_rewards" in step.json()["metadata"], "the first policy's switches hold"
+    await client.post("/policy/terminate", json={"policy_id": first})
+    assert (await client.post("/policy/create", json=other)).status_code == 200
+    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+    assert "decision_rewards" not in step.json()["metadata"]
 
 
 async def test_an_expired_policy_takes_its_switches_with_it():
@@ -118,16 +102,15 @@ async def test_an_expired_policy_takes_its_switches_with_it():
     assert step.json()["metadata"] == {}
 
 
-async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request():
+async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request(client):
     env = {"env_name": "counting", "config": {"step_rewards": ON}}
-    async with running_app() as client:
-        env_id = await create_env(client)
-        await create_policy(client, bound_env_id=env_id, env=env)
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-        assert "decision_rewards" in step.json()["metadata"]
-        await create_policy(client, env=env)
-        both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
-        answer = await client.post("/policy/create", json=both)
+    env_id = await create_env(client)
+    await create_policy(client, bound_env_id=env_id, env=env)
+    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+    assert "decision_rewards" in step.json()["metadata"]
+    await create_policy(client, env=env)
+    both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
+    answer = await client.post("/policy/create", json=both)
     assert (answer.status_code, answer.json()["where"]) == (422, "env.config.step_rewards")
 
 
@@ -188,11 +171,10 @@ async def test_an_unbound_policy_takes_messages_or_a_text():
 
 
 @pytest.mark.parametrize("env", [None, {"env_name": "crafter"}, {"env_name": "documents"}])
-async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(env):
+async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(real, env):
     observation = {"text": "x", "data": {"position": None}}
-    async with running_app(default_plug_boards()) as client:
-        policy_id = await create_policy(client, "crafter_teacher", env=env)
-        answer = await asked(client, policy_id, observation=observation)
+    policy_id = await create_policy(real, "crafter_teacher", env=env)
+    answer = await asked(real, policy_id, observation=observation)
     told = answer.json()
     assert (answer.status_code, told["where"]) == (422, "observation"), told
     assert "cannot read this observation" in told["detail"]
@@ -209,43 +191,110 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
             assert (answer.status_code, answer.json()["code"]) == expected
 
 
+EVIL = {"policy_name": "openai", "config": {"inference_url": "http://evil.example", "model": "m"}}
+
+
 @pytest.mark.parametrize(
-    ("body", "where", "status_code"),
+    ("changes", "where", "status_code"),
     [
         ({"policy_name": "plannd"}, "policy_name", 422),
-        ({"policy_name": "planned", "config": {"nams": []}}, "config.nams", 422),
-        ({"policy_name": "planned", "bound_env_id": "env_x"}, "bound_env_id", 404),
-        (
-            {"policy_name": "planned", "training": {"step_rewards_mode": "on"}},
-            "training.step_rewards_mode",
-            422,
-        ),
-        ({"policy_name": "planned", "event_rewards_kind": "unique"}, "event_rewards_kind", 422),
-        ({"policy_name": "planned", "env": {"env_name": "x"}}, "env.env_name", 422),
-        (
-            {"policy_name": "planned", "env": {"env_name": "counting", "config": {"x": 1}}},
-            "env.config.x",
-            422,
-        ),
-        (
-            {"policy_name": "openai", "config": {"inference_url": "http://evil.example", "model": "m"}},
-            "config.inference_url",
-            422,
-        ),
+        ({"config": {"nams": []}}, "config.nams", 422),
+        ({"bound_env_id": "env_x"}, "bound_env_id", 404),
+        ({"training": {"step_rewards_mode": "on"}}, "training.step_rewards_mode", 422),
+        ({"event_rewards_kind": "unique"}, "event_rewards_kind", 422),
+        ({"env": {"env_name": "x"}}, "env.env_name", 422),
+        ({"env": {"env_name": "counting", "config": {"x": 1}}}, "env.config.x", 422),
+        (EVIL, "config.inference_url", 422),
     ],
 )
-async def test_what_is_wrong_with_a_create_is_named(body, where, status_code):
-    async with running_app() as client:
-        answer = await client.post("/policy/create", json=body)
+async def test_what_is_wrong_with_a_create_is_named(client, changes, where, status_code):
+    answer = await client.post("/policy/create", json={"policy_name": "planned", **changes})
     assert (answer.status_code, answer.json()["where"]) == (status_code, where)
 
 
-async def test_terminated_policies_and_environments_are_gone():
-    async with running_app() as client:
+RANDOM = {"policy_name": "random", "config": {"seed": 7}, "env": {"env_name": "crafter"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}
+REPLY = completion({"role": "assistant", "tool_calls": [CALL]})
+
+
+def build_rollout(policy_id, **more):
+    return body(decisions=3, env={"env_name": "crafter"}, policy={"policy_id": policy_id, **more})
+
+
+def chosen(answer):
+    return [step["tool_calls"][0]["arguments"] for step in answer["trajectories"][0]["steps"]]
+
+
+async def test_a_living_policy_goes_on_after_a_restart_from_where_its_rollouts_left_it(tmp_path):
+    async with app_on(tmp_path / "s") as client:
+        policy_id = (await post(client, "/policy/create", RANDOM))["policy_id"]
+        first = chosen(await post(client, "/rollout", build_rollout(policy_id)))
+        taken = await post(client, "/policy/snapshot", {"policy_id": policy_id})
+        left = killed(tmp_path / "s", tmp_path)
+        expected = chosen(await post(client, "/rollout", build_rollout(policy_id)))
+    assert taken["info"]["turn"] == 3
+    async with app_on(left) as client:
+        found = chosen(await post(client, "/rollout", build_rollout(policy_id)))
+    assert found == expected
+    assert found != first
+
+
+async def test_a_rollout_may_not_ask_a_policy_whose_key_is_lost_and_may_bring_it(tmp_path):
+    async with fake_inference(REPLY) as fake:
+        config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
+        policy = {"policy_name": "openai", "config": config, "inference_key": SECRET}
+        async with app_on(tmp_path / "s") as client:
+            policy_id = (await post(client, "/policy/create", policy))["policy_id"]
+            left = killed(tmp_path / "s", tmp_path)
+        async with app_on(left) as client:
+            key = {"Idempotency-Key": "k"}
+            needed = await post(client, "/rollout", build_rollout(policy_id), status=428, **key)
+            assert (needed["code"], needed["where"]) == ("inference_key_needed", "policy.inference_key")
+            assert fake.bodies == []
+            await post(client, "/rollout", build_rollout(policy_id, inference_key=SECRET), **key)
+        assert {one["authorization"] for one in fake.headers} == {f"Bearer {SECRET}"}
+
+
+async def test_another_inference_key_replaces_the_one_of_a_living_policy():
+    async with running_app() as client, fake_inference(REPLY) as fake:
+        config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
+        policy_id = await create_policy(client, "openai", config=config, inference_key="old")
+        seen = {"observation": {"text": "x"}}
+        for more in (seen, {**seen, "inference_key": "new"}, seen):
+            assert (await asked(client, policy_id, **more)).status_code == 200
+        newest = {"policy_id": policy_id, "inference_key": "newest"}
+        await played(client, decisions=1, policy=newest)
+        assert (await asked(client, policy_id, **seen)).json()["meta"]["turn"] == 5
+    told = [one["authorization"].removeprefix("Bearer ") for one in fake.headers]
+    assert told == ["old", "new", "new", "newest", "newest"]
+
+
+async def test_a_policy_without_snapshots_says_that_it_cannot_take_another_key():
+    scripted = boards(scripted=lambda: PlannedPolicy(add("a")))
+    async with running_app(scripted) as client:
+        policy_id = await create_policy(client, "scripted")
+        refused = await asked(client, policy_id, observation={"text": "x"}, inference_key="new")
+    assert (refused.status_code, refused.json()["where"]) == (422, "inference_key")
+    assert "'planned' cannot take another inference_key" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("part", ["env", "policy"])
+async def test_a_busy_session_is_told_to_come_later_and_its_key_is_free(part):
+    async with waiting_app(3) as (client, (policy, *_)):
         env_id = await create_env(client)
-        policy_id = await create_policy(client, bound_env_id=env_id)
-        await client.post("/env/terminate", json={"env_id": env_id})
-        answer = await asked(client, policy_id)
-        assert (answer.status_code, answer.json()["where"]) == (404, "bound_env_id")
-        assert (await client.post("/policy/terminate", json={"policy_id": policy_id})).json() == {"ok": True}
-        assert (await asked(client, policy_id)).json()["where"] == "policy_id"
+        policy_id = await create_policy(client, "waiting")
+        who = {"env": {"env_name": None, "env_id": env_id, "seed": None}} if part == "env" else {}
+        first = asyncio.create_task(
+            client.post("/rollout", json=body(decisions=1, policy={"policy_id": policy_id}, **who))
+        )
+        await policy.asked.wait()
+        other = {"policy_name": "planned"} if part == "env" else {"policy_id": policy_id}
+        again = {"json": body(decisions=1, policy=other, **who), "headers": {"Idempotency-Key": "k"}}
+        busy = await client.post("/rollout", **again)
+        policy.go.set()
+        assert (await first).status_code == 200
+        done = await client.post("/rollout", **again)
+    assert (busy.status_code, busy.json()["code"]) == (503, "session_busy")
+    assert busy.json()["where"] == f"{part}.{part}_id"
+    assert busy.headers["retry-after"] == "1"
+    assert (done.status_code, "idempotency-replayed" in done.headers) == (200, False)

@@ -18,7 +18,7 @@ from task_app.episode.worker import RLRolloutWorker
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_app
 
 CRAFTER = {
     "start": {"seed": 17},
@@ -35,47 +35,32 @@ class PicturedCounting(CountingEnvironment):
         return np.full((height, width, 3), 30 * self._steps, np.uint8)
 
 
-class Forgetful(PicturedCounting):
-    """Every episode of a process is another one, as no environment may be."""
-
-    episodes = 0
-
-    def reset(self, seed):
-        Forgetful.episodes += 1
-        return super().reset(seed)
-
-    def _count(self, name):
-        return super()._count(name) + Forgetful.episodes
-
-
-def pictured(kind=PicturedCounting):
+def pictured():
     default = default_plug_boards()
-    environments = {"counting": EnvironmentPlugin(CountingConfig, kind), **default.environments}
+    environments = {"counting": EnvironmentPlugin(CountingConfig, PicturedCounting), **default.environments}
     return PlugBoards(environments, {**default.policies, "planned": boards().policies["planned"]})
 
 
-async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start():
-    async with running_app(default_plug_boards()) as client:
-        await accept(client, rollout("a/b", **CRAFTER))
-        await wait_for_all(client, 1)
-        answer = await client.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
-        last = await client.get("/rollouts/a/b/frames", params={"turn": 6})
+async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start(real):
+    await accept(real, rollout("a/b", **CRAFTER))
+    await wait_for_all(real, 1)
+    answer = await real.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
+    last = await real.get("/rollouts/a/b/frames", params={"turn": 6})
     gif = Image.open(io.BytesIO(answer.content))
     assert (answer.headers["content-type"], answer.headers["x-frames-every"]) == ("image/gif", "1")
     assert (gif.size, gif.n_frames, gif.info["duration"], gif.info["loop"]) == ((90, 90), 7, 250, 0)
     assert Image.open(io.BytesIO(last.content)).size == (144, 144)
 
 
-async def test_a_turn_is_the_picture_that_the_environment_showed_then():
-    async with running_app(default_plug_boards()) as client:
-        await accept(client, rollout("a", **CRAFTER))
-        steps = (await wait_for_all(client, 1))["a"].trajectory.steps
-        drawn = (await client.get("/rollouts/a/frames", params={"turn": 3})).content
-        env_id = (await client.post("/env/create", json={"env_name": "crafter", "seed": 17})).json()["env_id"]
-        for step in steps[:3]:
-            calls = [call.model_dump() for call in step.tool_calls]
-            await client.post("/env/step", json={"env_id": env_id, "tool_calls": calls})
-        same = (await client.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
+async def test_a_turn_is_the_picture_that_the_environment_showed_then(real):
+    await accept(real, rollout("a", **CRAFTER))
+    steps = (await wait_for_all(real, 1))["a"].trajectory.steps
+    drawn = (await real.get("/rollouts/a/frames", params={"turn": 3})).content
+    env_id = (await real.post("/env/create", json={"env_name": "crafter", "seed": 17})).json()["env_id"]
+    for step in steps[:3]:
+        calls = [call.model_dump() for call in step.tool_calls]
+        await real.post("/env/step", json={"env_id": env_id, "tool_calls": calls})
+    same = (await real.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
     assert drawn == same
 
 
@@ -139,22 +124,13 @@ async def test_bad_questions_are_told_what_is_wrong(query, status, where):
 
 
 async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
-    _, plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
+    async with waiting_app(1) as (client, _):
         await accept(client, rollout("done"), rollout("open", **WAITING))
         await client.get("/rollouts", params={"run_id": "r", "wait_s": 20})
         answers = [await client.get(f"/rollouts/{name}/frames") for name in ("done", "open", "none")]
     assert [answer.status_code for answer in answers] == [404, 409, 404]
     assert answers[0].json()["hint"] == "environment 'counting' draws none"
     assert "is running" in answers[1].json()["detail"]
-
-
-async def test_a_replay_that_departs_from_the_record_is_refused():
-    async with running_app(pictured(Forgetful)) as client:
-        await accept(client, rollout("a"))
-        await wait_for_all(client, 1)
-        answer = await client.get("/rollouts/a/frames")
-    assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
 
 
 async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
@@ -167,16 +143,19 @@ async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
     assert gif.headers["content-type"] == "image/gif"
 
 
-async def test_a_replay_ends_when_its_time_is_over():
-    async with running_app(default_plug_boards()) as client:
-        await accept(client, rollout("a", **CRAFTER))
-        trajectory = (await wait_for_all(client, 1))["a"].trajectory
+async def test_a_replay_ends_when_its_time_is_over(real):
+    await accept(real, rollout("a", **CRAFTER))
+    trajectory = (await wait_for_all(real, 1))["a"].trajectory
     turns = [ReplayTurn.of(step) for step in trajectory.steps]
     replay = Replay(CrafterEnvironment(), EnvSpec(env_name="crafter"), turns, 17)
     ticks = iter(range(100))
     with pytest.raises(RequestDeadline, match="decision 3"):
         list(replay.moments([6], until_s=1.0, clock=lambda: next(ticks)))
     assert [moment.turn for moment in replay.moments([0, 6], until_s=1.0, clock=lambda: 0.0)] == [0, 6]
+
+
+async def replayed(client, body):
+    return await client.post("/replay", json=body)
 
 
 async def played(client, **changes):
@@ -193,14 +172,12 @@ async def played(client, **changes):
     return trajectory, episode.model_dump(mode="json", exclude_defaults=True)
 
 
-async def test_an_episode_in_a_body_is_drawn_as_the_rollout_that_it_records():
-    async with running_app(default_plug_boards()) as client:
-        _, body = await played(client, **CRAFTER)
-        answer = await client.post("/replay", json=body | {"frames": [6, 0, 3, 6], "side": 90})
-        known = {
-            turn: await client.get("/rollouts/a/frames", params={"turn": turn, "side": 90})
-            for turn in (0, 3, 6)
-        }
+async def test_an_episode_in_a_body_is_drawn_as_the_rollout_that_it_records(real):
+    _, body = await played(real, **CRAFTER)
+    answer = await real.post("/replay", json=body | {"frames": [6, 0, 3, 6], "side": 90})
+    known = {
+        turn: await real.get("/rollouts/a/frames", params={"turn": turn, "side": 90}) for turn in (0, 3, 6)
+    }
     frames = answer.json()["frames"]
     assert [frame["turn"] for frame in frames] == [0, 3, 6]
     for frame in frames:
@@ -211,16 +188,12 @@ async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_dr
     async with running_app(pictured(), max_frames=2) as client:
         _, body = await played(client)
         other = body["turns"][1] | {"env_rewards": [9.0]}
-        departs = await client.post(
-            "/replay", json=body | {"turns": [body["turns"][0], other], "frames": [2]}
-        )
-        undrawn = await client.post(
-            "/replay", json=body | {"env_name": "dialogue", "config": {"prompt": "?"}}
-        )
-        beyond = await client.post("/replay", json=body | {"frames": [len(body["turns"]) + 1]})
-        many = await client.post("/replay", json=body | {"frames": [0, 1, 2]})
-        strict = await client.post("/replay", json=body | {"rollout_id": "a"})
-        idle = await client.post("/replay", json=body | {"frames": []})
+        departs = await replayed(client, body | {"turns": [body["turns"][0], other], "frames": [2]})
+        undrawn = await replayed(client, body | {"env_name": "dialogue", "config": {"prompt": "?"}})
+        beyond = await replayed(client, body | {"frames": [len(body["turns"]) + 1]})
+        many = await replayed(client, body | {"frames": [0, 1, 2]})
+        strict = await replayed(client, body | {"rollout_id": "a"})
+        idle = await replayed(client, body | {"frames": []})
     assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
     assert "at decision 2" in departs.json()["detail"]
     assert (undrawn.status_code, undrawn.json()["code"]) == (404, "no_pictures")
@@ -234,72 +207,67 @@ async def test_a_recorded_result_is_compared_and_a_replay_that_ends_before_its_r
         _, body = await played(client)
         body |= {"frames": [2]}
         same, other = ([turn | {"result": text} for turn in body["turns"]] for text in ("did 1", "did 2"))
-        drawn = await client.post("/replay", json=body | {"turns": same})
-        departs = await client.post("/replay", json=body | {"turns": [same[0], other[1]]})
-        ends = await client.post("/replay", json=body | {"config": {"length": 1}})
+        drawn = await replayed(client, body | {"turns": same})
+        departs = await replayed(client, body | {"turns": [same[0], other[1]]})
+        ends = await replayed(client, body | {"config": {"length": 1}})
     assert drawn.status_code == 200
     for answer in (departs, ends):
         assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
         assert "at decision 2" in answer.json()["detail"]
 
 
-async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record():
-    async with running_app(default_plug_boards()) as client:
-        trajectory, body = await played(client, **CRAFTER)
-        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [3]})
-        (moment,) = answer.json()["snapshots"]
-        rest = await continued(client, "b", moment["snapshot"])
+async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record(real):
+    trajectory, body = await played(real, **CRAFTER)
+    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [3]})
+    (moment,) = answer.json()["snapshots"]
+    rest = await continued(real, "b", moment["snapshot"])
     assert moment["turn"] == 3
     assert did(rest)[:3] == did(trajectory)[3:]
 
 
-async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer_episode():
-    async with running_app(default_plug_boards()) as client:
-        trajectory, _ = await played(client, **CRAFTER)
-        short = {"limits": {"max_decisions": 3}, "snapshot_turns": [4]}
-        await accept(client, rollout("short", **CRAFTER | short))
-        first = (await wait_for_all(client, 2))["short"].trajectory
-        rest = await continued(client, "b", first.final_snapshot)
+async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer_episode(real):
+    trajectory, _ = await played(real, **CRAFTER)
+    short = {"limits": {"max_decisions": 3}, "snapshot_turns": [4]}
+    await accept(real, rollout("short", **CRAFTER | short))
+    first = (await wait_for_all(real, 2))["short"].trajectory
+    rest = await continued(real, "b", first.final_snapshot)
     assert trajectory.final_snapshot is None
     assert did(first) + did(rest)[:3] == did(trajectory)
 
 
-async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_same():
+async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_same(real):
     night = CRAFTER | {"limits": {"max_decisions": 30}}
-    async with running_app(default_plug_boards()) as client:
-        _, body = await played(client, **CRAFTER)
-        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [0]})
-        start = answer.json()["snapshots"][0]["snapshot"]
-        own = await continued(client, "own", start, night)
-        one, again, other = [
-            await continued(client, name, start, night, draws_seed=seed)
-            for name, seed in (("one", 1), ("again", 1), ("other", 2))
-        ]
-        refused = await client.post(
-            "/rollouts",
-            json={"rollouts": [rollout("seeded", start={"seed": 17, "draws_seed": 1})]},
-        )
+    _, body = await played(real, **CRAFTER)
+    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [0]})
+    start = answer.json()["snapshots"][0]["snapshot"]
+    own = await continued(real, "own", start, night)
+    one, again, other = [
+        await continued(real, name, start, night, draws_seed=seed)
+        for name, seed in (("one", 1), ("again", 1), ("other", 2))
+    ]
+    refused = await real.post(
+        "/rollouts", json={"rollouts": [rollout("seeded", start={"seed": 17, "draws_seed": 1})]}
+    )
     assert seen(one) == seen(again)
     assert seen(one)[0] == seen(other)[0] == seen(own)[0], "what was seen stays"
     assert seen(own) != seen(one) != seen(other)
     assert "draws_seed goes with a snapshot" in refused.text
 
 
-async def test_an_episode_that_began_at_a_snapshot_is_replayed_from_there_with_its_draws():
+async def test_an_episode_that_began_at_a_snapshot_is_replayed_from_there_with_its_draws(real):
     night = CRAFTER | {"limits": {"max_decisions": 30}}
-    async with running_app(default_plug_boards()) as client:
-        trajectory, body = await played(client, **CRAFTER)
-        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [3]})
-        start = {"snapshot": answer.json()["snapshots"][0]["snapshot"], "draws_seed": 1}
-        rest = await continued(client, "b", start["snapshot"], night, draws_seed=1)
-        turns = [ReplayTurn.of(step).model_dump(mode="json") for step in rest.steps]
-        body |= {"turns": turns, "frames": [], "snapshots": [20]}
-        again = await client.post("/replay", json=body | {"start": start})
-        departs = await client.post("/replay", json=body | {"start": start | {"draws_seed": 2}})
-        other = await client.post(
-            "/replay", json=body | {"start": start, "config": {"text": "compact", "max_actions": 3}}
-        )
-        last = await continued(client, "c", again.json()["snapshots"][0]["snapshot"], night)
+    trajectory, body = await played(real, **CRAFTER)
+    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [3]})
+    start = {"snapshot": answer.json()["snapshots"][0]["snapshot"], "draws_seed": 1}
+    rest = await continued(real, "b", start["snapshot"], night, draws_seed=1)
+    turns = [ReplayTurn.of(step).model_dump(mode="json") for step in rest.steps]
+    body |= {"turns": turns, "frames": [], "snapshots": [20]}
+    again = await real.post("/replay", json=body | {"start": start})
+    departs = await real.post("/replay", json=body | {"start": start | {"draws_seed": 2}})
+    other = await real.post(
+        "/replay", json=body | {"start": start, "config": {"text": "compact", "max_actions": 3}}
+    )
+    last = await continued(real, "c", again.json()["snapshots"][0]["snapshot"], night)
     before = trajectory.steps[3].observation_data.achievements_counts
     assert rest.outcome_before == sum(count > 0 for count in before.values())
     assert trajectory.outcome_before == 0
@@ -308,11 +276,10 @@ async def test_an_episode_that_began_at_a_snapshot_is_replayed_from_there_with_i
     assert (other.status_code, other.json()["where"]) == (422, "start.snapshot")
 
 
-async def test_other_draws_of_an_environment_without_reseed_are_refused():
-    async with running_app() as client:
-        start = {"snapshot": "any", "parent_rollout_id": "a", "parent_turn": 1, "draws_seed": 1}
-        body = {"rollouts": [rollout("a"), rollout("b", start=start)]}
-        refused = (await client.post("/rollouts", json=body)).json()
+async def test_other_draws_of_an_environment_without_reseed_are_refused(client):
+    start = {"snapshot": "any", "parent_rollout_id": "a", "parent_turn": 1, "draws_seed": 1}
+    body = {"rollouts": [rollout("a"), rollout("b", start=start)]}
+    refused = (await client.post("/rollouts", json=body)).json()
     assert (refused["status"], refused["code"]) == (422, "not_reseedable")
     assert refused["where"] == "rollouts.1.start.draws_seed"
     assert refused["detail"] == "environment 'counting' cannot be given other draws: it has no reseed()"
@@ -346,12 +313,6 @@ def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
     replay = Replay(environment, EnvSpec(env_name="counting"), [ReplayTurn(terminate=True)], 3)
     first, last = [replay.picture(18) for _ in replay.moments([0, 1], until_s=1.0, clock=lambda: 0.0)]
     assert np.array_equal(first, last)
-
-
-def test_a_decision_without_a_call_is_refused_for_its_recorded_reason():
-    turn = ReplayTurn(invalid_reason="why", result="why", executed_actions=("noop",), env_rewards=(0.0,))
-    replay = Replay(PicturedCounting(), EnvSpec(env_name="counting"), [turn], 3)
-    assert [moment.turn for moment in replay.moments([1], until_s=1.0, clock=lambda: 0.0)] == [1]
 
 
 def test_a_gif_of_nothing_is_refused():

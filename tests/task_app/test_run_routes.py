@@ -3,8 +3,8 @@
 import asyncio
 
 from task_app.rollouts.runs import Runs
-from tests.task_app.counting import rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
+from tests.task_app.counting import rollout
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_app
 
 
 async def abort(client, run_id="r"):
@@ -27,8 +27,7 @@ def legacy(run_id="r", **policy):
 
 
 async def test_a_run_is_running_until_all_of_it_has_ended():
-    (policy,), plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
+    async with waiting_app(1) as (client, (policy,)):
         await accept(client, rollout("a"), rollout("b", limits={"max_decisions": 1}, **WAITING))
         await policy.asked.wait()
         await wait_for_all(client, 1)
@@ -42,8 +41,7 @@ async def test_a_run_is_running_until_all_of_it_has_ended():
 
 
 async def test_an_abort_ends_what_runs_and_what_waits_and_nothing_of_another_run():
-    policies, plug_boards = waiting_boards(3)
-    async with running_app(plug_boards, max_concurrent_rollouts=2) as client:
+    async with waiting_app(3, max_concurrent_rollouts=2) as (client, policies):
         await accept(client, rollout("a", **WAITING), rollout("o", run_id="other", **WAITING))
         await accept(client, rollout("b", **WAITING))
         await policies[0].asked.wait()
@@ -55,36 +53,28 @@ async def test_an_abort_ends_what_runs_and_what_waits_and_nothing_of_another_run
         await abort(client, "other")
 
 
-async def test_an_abort_before_the_start_is_kept():
-    async with running_app() as client:
-        assert (await client.get("/run/status/r")).status_code == 404
-        early = await abort(client)
-        assert (early["stopped"], early["status"], early["started_at"]) == (0, "aborted", None)
-        refused = await accept(client, rollout("a"))
-        assert (refused.status_code, refused.json()["code"]) == (409, "run_aborted")
-        assert refused.json()["where"] == "rollouts.0.run_id"
-        answer = (await client.post("/rollout", json=legacy())).json()
+async def test_an_abort_before_the_start_is_kept(client):
+    assert (await client.get("/run/status/r")).status_code == 404
+    early = await abort(client)
+    assert (early["stopped"], early["status"], early["started_at"]) == (0, "aborted", None)
+    assert await abort(client) == early
+    refused = await accept(client, rollout("a"))
+    assert (refused.status_code, refused.json()["code"]) == (409, "run_aborted")
+    assert refused.json()["where"] == "rollouts.0.run_id"
+    answer = (await client.post("/rollout", json=legacy())).json()
     assert (answer["aborted"], answer["trajectories"], answer["ops_executed"]) == (True, [], 0)
     assert "'r' was aborted" in answer["warnings"][0]
 
 
-async def test_an_abort_again_says_the_same_and_when_it_was():
-    async with running_app() as client:
-        first, second = await abort(client), await abort(client)
-    assert first == second
-
-
-async def test_a_run_that_was_complete_stays_so_but_starts_nothing_more():
-    async with running_app() as client:
-        assert (await client.post("/rollout", json=legacy())).json()["aborted"] is False
-        answer = await abort(client)
-        assert (answer["stopped"], answer["status"]) == (0, "completed")
-        assert (await client.post("/rollout", json=legacy())).json()["aborted"] is True
+async def test_a_run_that_was_complete_stays_so_but_starts_nothing_more(client):
+    assert (await client.post("/rollout", json=legacy())).json()["aborted"] is False
+    answer = await abort(client)
+    assert (answer["stopped"], answer["status"]) == (0, "completed")
+    assert (await client.post("/rollout", json=legacy())).json()["aborted"] is True
 
 
 async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
-    (policy,), plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
+    async with waiting_app(1) as (client, (policy,)):
         body = legacy() | {"policy": {"policy_name": "waiting"}}
         playing = asyncio.create_task(client.post("/rollout", json=body))
         await policy.asked.wait()
@@ -99,12 +89,11 @@ async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
     assert answer["trajectories"][0]["final"]["rollout_status"] == "partial_aborted"
 
 
-async def test_a_run_of_which_nothing_finished_has_failed():
-    async with running_app() as client:
-        url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
-        await accept(client, rollout("a", policy={"policy_name": "openai", "config": url}))
-        await wait_for_all(client, 1)
-        assert (await status(client))["status"] == "failed"
+async def test_a_run_of_which_nothing_finished_has_failed(client):
+    url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
+    await accept(client, rollout("a", policy={"policy_name": "openai", "config": url}))
+    await wait_for_all(client, 1)
+    assert (await status(client))["status"] == "failed"
 
 
 def test_only_so_many_runs_are_remembered_and_never_one_that_runs_is_forgotten():

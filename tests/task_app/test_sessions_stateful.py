@@ -215,7 +215,7 @@ class Sessions(RuleBasedStateMachine):
 
 TestSessions = Sessions.TestCase
 TestSessions.settings = settings(
-    max_examples=15,
+    max_examples=10,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

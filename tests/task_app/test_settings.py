@@ -103,18 +103,12 @@ def write_servers(server: str) -> str:
         (None, "cannot be read: No such file"),
         ("{", "EOF while parsing"),
         ("{}", "mcpServers: Field required; the file has the form"),
-        (
-            '{"mcpServers": {"files": {"command": "npx", "args": "files"}}}',
-            "mcpServers.files.args: Input should be",
-        ),
-        (write_servers('{"url": "far:9000"}'), "far.url: Value error, it is no http or https URL"),
-        (
-            write_servers('{"url": "https://secret@a:secret/"}'),
-            "far.url: Value error, it is no http or https URL",
-        ),
-        (write_servers('{"url": "https://a/secret\\n"}'), "far.url: Value error, it is no http or https URL"),
-        (write_servers('{"headers": {"Key": "secret\\n"}}'), "far.headers: String should match"),
-        (write_servers('{"headers": {"Key: secret": ""}}'), "far.headers: String should match"),
+        (write_servers('{"command": "npx", "args": "files"}'), "mcpServers.far.args: "),
+        (write_servers('{"url": "far:9000"}'), "far.url: "),
+        (write_servers('{"url": "https://secret@a:secret/"}'), "far.url: "),
+        (write_servers('{"url": "https://a/secret\\n"}'), "far.url: "),
+        (write_servers('{"headers": {"Key": "secret\\n"}}'), "far.headers: "),
+        (write_servers('{"headers": {"Key: secret": ""}}'), "far.headers: "),
     ],
 )
 def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path, text, sentence):

@@ -28,6 +28,12 @@ def quick_boards() -> PlugBoards:
     )
 
 
+@pytest.fixture
+async def client():
+    async with served_app(quick_boards()) as (client, _):
+        yield client
+
+
 def build_body(env_id, tool_calls, **more):
     return json.dumps({"env_id": env_id, "tool_calls": tool_calls, **more}).encode()
 
@@ -50,21 +56,18 @@ DECISIONS = [
 
 
 @pytest.mark.parametrize("switches", [{}, {"step_rewards": ON}])
-async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
+async def test_both_ways_give_the_same_answers_decision_by_decision(client, switches):
     # An Idempotency-Key sends a request the long way.
-    async with served_app(quick_boards()) as (client, _):
-        short = (await created(client, env_name="quick", config=switches))["env_id"]
-        long = (await created(client, env_name="quick", config=switches))["env_id"]
-        for number, decision in enumerate(DECISIONS):
-            here = await client.post("/env/step", content=build_body(short, decision), headers=JSON)
-            there = await client.post(
-                "/env/step",
-                content=build_body(long, decision),
-                headers={**JSON, "Idempotency-Key": str(number)},
-            )
-            assert (here.status_code, here.content) == (there.status_code, there.content), decision
-            assert here.headers["content-type"] == there.headers["content-type"]
-            assert here.headers.get("retry-after") == there.headers.get("retry-after")
+    short = (await created(client, env_name="quick", config=switches))["env_id"]
+    long = (await created(client, env_name="quick", config=switches))["env_id"]
+    for number, decision in enumerate(DECISIONS):
+        here = await client.post("/env/step", content=build_body(short, decision), headers=JSON)
+        there = await client.post(
+            "/env/step", content=build_body(long, decision), headers={**JSON, "Idempotency-Key": str(number)}
+        )
+        assert (here.status_code, here.content) == (there.status_code, there.content), decision
+        assert here.headers["content-type"] == there.headers["content-type"]
+        assert here.headers.get("retry-after") == there.headers.get("retry-after")
 
 
 @pytest.mark.parametrize(
@@ -87,15 +90,14 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
         b'{"env_id": "' + b"x" * 201 + b'", "tool_calls": []}',
     ],
 )
-async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
-    async with served_app(quick_boards()) as (client, _):
-        told = []
-        for headers in ({}, {"Idempotency-Key": "k"}):
-            env_id = (await created(client, env_name="quick"))["env_id"]
-            answer = await client.post(
-                "/env/step", content=content.replace(b"%s", env_id.encode()), headers={**JSON, **headers}
-            )
-            told.append((answer.status_code, answer.text.replace(env_id, "ID")))
+async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(client, content):
+    told = []
+    for headers in ({}, {"Idempotency-Key": "k"}):
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        answer = await client.post(
+            "/env/step", content=content.replace(b"%s", env_id.encode()), headers={**JSON, **headers}
+        )
+        told.append((answer.status_code, answer.text.replace(env_id, "ID")))
     assert told[0] == told[1]
 
 
@@ -106,16 +108,15 @@ def test_a_request_with_a_key_is_passed_on_before_its_body_is_read():
     assert reads == []
 
 
-async def test_a_body_that_comes_in_pieces_is_put_together():
-    async with served_app(quick_boards()) as (client, _):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        whole = build_body(env_id, calls("a"))
+async def test_a_body_that_comes_in_pieces_is_put_together(client):
+    env_id = (await created(client, env_name="quick"))["env_id"]
+    whole = build_body(env_id, calls("a"))
 
-        async def pieces():
-            yield whole[:10]
-            yield whole[10:]
+    async def pieces():
+        yield whole[:10]
+        yield whole[10:]
 
-        answer = await client.post("/env/step", content=pieces(), headers=JSON)
+    answer = await client.post("/env/step", content=pieces(), headers=JSON)
     assert (answer.status_code, answer.json()["step_idx"]) == (200, 1)
 
 
@@ -132,14 +133,14 @@ async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
         assert ((await waiting).status_code, session.step_idx) == (200, 1)
 
 
-async def test_metrics_count_both_ways_under_the_same_route():
-    async with served_app(quick_boards()) as (client, _):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        for headers in ({}, {"Idempotency-Key": "k"}):
-            await client.post(
-                "/env/step", content=build_body(env_id, calls("a")), headers={**JSON, **headers}
-            )
-        text = (await client.get("/metrics")).text
+async def test_both_ways_have_the_same_head_and_are_counted_under_the_same_route(client):
+    body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
+    given = {**JSON, "X-Request-ID": "mine"}
+    ways = ({}, {"Idempotency-Key": "k"})
+    heads = [(await client.post("/env/step", content=body, headers=given | way)).headers for way in ways]
+    text = (await client.get("/metrics")).text
+    assert heads[0]["x-request-id"] == "mine"
+    assert [sorted(head) for head in heads] == [sorted(heads[0])] * 2
     assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="200"} 2.0' in text
 
 
@@ -160,60 +161,43 @@ async def answers(reader, count):
     return numbers
 
 
-async def test_requests_that_follow_each_other_at_once_are_answered_in_order_whatever_their_way():
-    async with served_app(quick_boards()) as (client, _):
-        body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        short, long = build_request(body), build_request(body, b"Idempotency-Key: k")
-        writer.write(short + long + short + short)
-        assert await answers(reader, 4) == [1, 2, 3, 4]
-        writer.write(short[:40])
-        await asyncio.sleep(0)
-        writer.write(short[40:-5])
-        await asyncio.sleep(0)
-        writer.write(short[-5:] + short)
-        assert await answers(reader, 2) == [5, 6]
-        writer.write(build_request(body, b"Connection: close"))
-        assert await answers(reader, 1) == [7]
-        assert await reader.read() == b""
-        writer.close()
-
-
-async def test_an_answer_at_once_has_the_head_of_any_other_answer():
-    async with served_app(quick_boards()) as (client, _):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        one = {**JSON, "X-Request-ID": "mine"}
-        heads = [
-            (
-                await client.post("/env/step", content=build_body(env_id, calls("a")), headers=one | more)
-            ).headers
-            for more in ({}, {"Idempotency-Key": "k"})
-        ]
-    assert heads[0]["x-request-id"] == "mine"
-    assert [sorted(head) for head in heads] == [sorted(heads[0])] * 2
+async def test_requests_that_follow_each_other_at_once_are_answered_in_order_whatever_their_way(client):
+    body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    short, long = build_request(body), build_request(body, b"Idempotency-Key: k")
+    writer.write(short + long + short + short)
+    assert await answers(reader, 4) == [1, 2, 3, 4]
+    writer.write(short[:40])
+    await asyncio.sleep(0)
+    writer.write(short[40:-5])
+    await asyncio.sleep(0)
+    writer.write(short[-5:] + short)
+    assert await answers(reader, 2) == [5, 6]
+    writer.write(build_request(body, b"Connection: close"))
+    assert await answers(reader, 1) == [7]
+    assert await reader.read() == b""
+    writer.close()
 
 
 @pytest.mark.parametrize(
     ("headers", "status"), [({"X-API-Key": "wrong"}, 401), ({"Content-Type": "text/plain"}, 422)]
 )
-async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(headers, status):
-    async with served_app(quick_boards()) as (client, _):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        body = build_body(env_id, calls("a"))
-        refusal = await client.post("/env/step", content=body, headers=JSON | headers)
-        answer = await client.post("/env/step", content=body, headers=JSON)
+async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(client, headers, status):
+    env_id = (await created(client, env_name="quick"))["env_id"]
+    body = build_body(env_id, calls("a"))
+    refusal = await client.post("/env/step", content=body, headers=JSON | headers)
+    answer = await client.post("/env/step", content=body, headers=JSON)
     assert (refusal.status_code, answer.json()["step_idx"]) == (status, 1)
 
 
-async def test_a_fault_of_the_service_is_a_500_that_is_counted_and_the_connection_ends(monkeypatch):
+async def test_a_fault_of_the_service_is_a_500_that_is_counted_and_the_connection_ends(client, monkeypatch):
     def fault(*_):
         raise KeyError("ours")
 
     monkeypatch.setattr("task_app.routes.steps.step_json", fault)
-    async with served_app(quick_boards()) as (client, _):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        answer = await client.post("/env/step", content=build_body(env_id, calls("a")), headers=JSON)
-        text = (await client.get("/metrics")).text
+    env_id = (await created(client, env_name="quick"))["env_id"]
+    answer = await client.post("/env/step", content=build_body(env_id, calls("a")), headers=JSON)
+    text = (await client.get("/metrics")).text
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert answer.headers["connection"] == "close"
     assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="500"} 1.0' in text

@@ -12,13 +12,7 @@ from shared_schemas.state_keys import OF_ENVIRONMENT, TEXT_LAST_N, list_state_ke
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.episode.prompts import Prompt
-from task_app.episode.state_keys import (
-    STATE_KEYS,
-    EpisodeStateKeys,
-    StateKey,
-    keys_by_name,
-    select_keys,
-)
+from task_app.episode.state_keys import STATE_KEYS, EpisodeStateKeys, StateKey, keys_by_name, select_keys
 from task_app.errors import UnknownName
 from task_app.plugins import ENVIRONMENTS
 from task_app.protocols import Observation, ToolRequest
@@ -70,15 +64,6 @@ def test_the_last_n_observations_forget_what_was_before_for_any_n(n):
 def test_an_n_that_is_no_number_from_1_on_is_refused(name):
     with pytest.raises(UnknownName, match="text_last_n"):
         find_keys(name, [seen()])
-
-
-def test_two_episodes_with_the_same_history_share_its_key_and_one_other_word_parts_them():
-    first, second = (
-        find_keys("text_history", [seen("a"), seen("b")]),
-        find_keys("text_history", [seen("a"), seen("b")]),
-    )
-    other = find_keys("text_history", [seen("c"), seen("b")])
-    assert first == second and other[1] != first[1]
 
 
 def test_parts_that_join_to_the_same_text_are_told_apart():

@@ -1,12 +1,24 @@
-"""Why an episode ends: DESIGN.md 4.5, worked by hand."""
+"""Why an episode ends (DESIGN.md 4.5, worked by hand), its limits as a task, and the pattern that ends it."""
 
+import re
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.patterns import MAX_EXPANSION, SEARCH_BYTES, LinearPattern
+from shared_schemas.rollouts import RolloutLimits, RolloutRequest
+from shared_schemas.task_definition import OTHER_PLACES, TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
-from task_app.episode.termination import EpisodeFacts, ends_by_a_limit, stop_reason
+from task_app.episode.termination import EpisodeFacts, ends_by_a_limit, stop_reason, termination_signal
+from task_app.episode.worker import RLRolloutWorker
+from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout
+from tests.task_app.fake_inference import calling, completion, fake_inference
+from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.served import served_app
+from tests.task_app.test_episode_worker import task
 
 LIMITS = RolloutLimits(max_decisions=3, max_invalid_decisions=2, timeout_s=10.0)
 
@@ -40,32 +52,223 @@ def test_each_reason_ends_an_episode_alone(reason):
 
 
 def test_of_two_reasons_the_earlier_one_in_the_published_order_is_given():
-    order = [
-        "critical_error",
-        "environment_done",
-        "interaction_done",
-        "terminate_action",
-        "termination_regex",
-        "invalid_action",
-        "context_length",
-        "deadline",
-        "episode_tokens",
-        "max_user_turns",
-        "max_decisions",
-    ]
-    assert [reason.value for reason in StopReason] == order
+    order = (
+        "critical_error environment_done interaction_done terminate_action termination_regex invalid_action "
+        "context_length deadline episode_tokens max_user_turns max_decisions"
+    )
+    assert " ".join(StopReason) == order
     assert list(ALONE) == list(StopReason)
     for first, second in pairwise(ALONE):
         assert reason_for(**ALONE[first], **ALONE[second]) is first
 
 
 def test_only_limits_cut_an_episode_off():
-    cut = {reason for reason in StopReason if ends_by_a_limit(reason)}
-    assert cut == {
-        StopReason.INVALID_ACTION,
-        StopReason.CONTEXT_LENGTH,
-        StopReason.DEADLINE,
-        StopReason.EPISODE_TOKENS,
-        StopReason.MAX_USER_TURNS,
-        StopReason.MAX_DECISIONS,
-    }
+    limits = "invalid_action context_length deadline episode_tokens max_user_turns max_decisions"
+    assert " ".join(reason for reason in StopReason if ends_by_a_limit(reason)) == limits
+
+
+DONE = {"type": "text", "content": "FINAL ANSWER: 7"}
+
+
+async def played(*moves, **facts):
+    one = RLRolloutWorker(
+        task_definition=task(termination_regex=r"FINAL ANSWER:\s*\d+", **facts),
+        environment=CountingEnvironment(),
+        agent_policy=PlannedPolicy(*moves),
+        seed=7,
+    )
+    await one.run_episode()
+    return one.trajectory()
+
+
+async def test_the_pattern_ends_the_episode_and_the_task_with_it():
+    trajectory = await played(add("a"), DONE)
+    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
+    assert (len(trajectory.steps), trajectory.terminated, trajectory.truncated) == (2, True, False)
+
+
+async def test_the_decision_that_says_it_is_carried_out_first():
+    trajectory = await played(add("a") | {"content": "FINAL ANSWER: 7"})
+    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
+    assert (trajectory.outcome_reward, trajectory.env_steps) == (1.0, 1)
+
+
+def signal(pattern, target="raw"):
+    return termination_signal(RolloutLimits(termination_regex=pattern, termination_target=target))
+
+
+@pytest.mark.parametrize(("target", "found"), [("raw", (True, False)), ("text", (False, True))])
+def test_the_target_says_which_text_is_searched(target, found):
+    given_by = signal("stop", target)
+    assert (given_by("<call>stop</call>", {"content": "go"}), given_by("go", {"content": "stop"})) == found
+
+
+def test_a_policy_that_writes_nothing_gives_no_signal():
+    assert not signal(".*")(None, {"type": "tool_call"})
+    assert not signal(".*", "text")("raw", {"type": "terminate"})
+    assert signal(".*")("", {})  # the empty answer is one that was written
+
+
+def test_without_a_pattern_nothing_is_a_signal():
+    assert not termination_signal(RolloutLimits())("FINAL ANSWER: 7", DONE)
+
+
+def test_a_signal_may_stand_on_any_line_and_across_lines_where_the_pattern_says_so():
+    assert signal("(?m)^done$")("so\ndone\nnow", {})
+    assert not signal("so.*now")("so\ndone\nnow", {})
+    assert signal("(?s)so.*now")("so\ndone\nnow", {})
+
+
+def test_half_a_character_hides_no_signal():
+    assert signal("done")("\ud83d done", {})
+
+
+# Each takes Python's `re` longer than the universe has: it tries all ways to cut the a's into parts.
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"(a*)*b", r"(.*a){12}c", r"(?:a?){60}aaac"])
+def test_no_text_makes_a_pattern_backtrack(pattern):
+    assert not LinearPattern(pattern).matches("a" * 99_999 + "!")
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "𐐀"])  # of 1, 2 and 4 bytes in UTF-8
+def test_of_a_longer_text_the_last_bytes_are_searched(letter):
+    pattern = LinearPattern("done")
+    fit = (SEARCH_BYTES - len("done")) // len(letter.encode())
+    assert pattern.matches(letter * 100_000 + "done")
+    assert pattern.matches("done" + letter * fit)
+    assert not pattern.matches("done" + letter * (fit + 1))
+
+
+def test_a_letter_that_the_bound_cuts_is_left_out():
+    # two bytes each from the end: the cut goes through the first of them that is not whole
+    text = "é" * SEARCH_BYTES + "x"
+    assert LinearPattern(r"^é+x$").matches(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(done", "unclosed group"),
+        ("(?=done)", "look-ahead and look-behind, is not supported"),
+        (r"(a)\1", "backreferences are not supported"),
+        ("a{3,2}", "the start must be <= the end"),
+        ("*", "repetition operator missing expression"),
+        (r"\w" * 240, "exceeds size limit"),
+        ("a{400}", "is 2400, and may be 2000 at most"),
+        ("(a{20}){20}", "is 4400, and may be 2000 at most"),
+        ("(a{20}){1,20}", "and may be 2000 at most"),
+        ("a{ 2 }", "position 1 begins no {n}, {n,} or {n,m}"),
+        ("a{,2}", "position 1 begins no"),
+        ("[{]", "position 1 begins no"),
+        ("(?:.?.?.?){#}\n900}", "position 10 begins no"),
+        # Comments within counts: 900 and 999 repetitions, which a text of 100,000 letters met for seconds.
+        ("(?x)(?:.?.?.?){#}\n900}\\#", "the flag x"),
+        ("(?x)(?:.?.?){#}\n999}\\!", "the flag x"),
+        ("(?is-mx:a)", "the flag x"),
+        (r"\\x{2028}", "and may be 2000 at most"),  # a backslash, then 2028 times x
+        ("", "at least 1 character"),
+        ("\ud83d", "unicode"),
+    ],
+)
+def test_a_pattern_that_cannot_be_searched_in_bounded_time_is_refused(pattern, words):
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        RolloutLimits(termination_regex=pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\x{2028}",
+        r"\p{Greek}",
+        r"a\{2500\}",
+        r"\d{1,30}\s*$",
+        "a{0}",
+        "a{2,}",
+        r"\b{start}done",
+        r"[\{x]",
+        r"(\(?x)",
+        "(?P<x>a)",
+        "(?i)x",
+    ],
+)
+def test_what_only_looks_like_a_repetition_or_the_flag_x_is_allowed(pattern):
+    assert RolloutLimits(termination_regex=pattern).termination_regex == pattern
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_nested_counts_never_unfold_past_the_bound(inner, outer):
+    pattern = f"(?:a{{{inner}}}){{{outer}}}"
+    unfolded = len(pattern) * max(inner, 1) * max(outer, 1)
+    try:
+        LinearPattern(pattern)
+    except ValueError:
+        assert unfolded > MAX_EXPANSION
+    else:
+        assert unfolded <= MAX_EXPANSION
+
+
+def asking(url, **limits):
+    policy = {"policy_name": "openai", "config": {"inference_url": url, "model": "m"}}
+    return rollout("a", policy=policy, limits={"max_decisions": 9, **limits})
+
+
+@pytest.mark.parametrize(("target", "decisions"), [("raw", 1), ("text", 2)])
+async def test_over_http_a_model_ends_its_episode_by_what_it_writes(target, decisions):
+    calls = calling("a", choice={"raw_text": "<call>done a</call>"})
+    async with (
+        fake_inference(calls, completion({"content": "done."})) as fake,
+        served_app(allowed_inference_hosts=("127.0.0.1",)) as (client, _),
+    ):
+        await accept(client, asking(fake.url, termination_regex="done", termination_target=target))
+        ended = (await wait_for_all(client, 1))["a"]
+    assert ended.trajectory is not None
+    assert ended.trajectory.stop_reason is StopReason.TERMINATION_REGEX
+    assert (len(ended.trajectory.steps), ended.trajectory.terminated) == (decisions, True)
+
+
+TASK_LIMITS = {
+    "max_decisions": 4,
+    "max_invalid_decisions": 2,
+    "invalid_action_penalty": -0.5,
+    "timeout_s": 9.5,
+    "termination_regex": "done",
+    "termination_target": "text",
+}
+TRUTH = {"answer": [1, None, "x"]}
+NO_TRUTHS = (float("nan"), "x" * 100_000, object(), b"x")
+
+
+def test_a_request_and_its_task_say_the_same():
+    env = {"env_name": "counting", "config": {"length": 3}}
+    request = RolloutRequest(**rollout("a", env=env, limits=TASK_LIMITS, ground_truth=TRUTH))
+    task = TaskDefinitionModel.of_request(request)
+    assert (task.resource_type, task.base_resource_config) == ("counting", {"length": 3})
+    assert (task.max_episode_steps, task.limits) == (4, request.limits)
+    assert task.ground_truth == TRUTH
+
+
+def test_the_defaults_are_those_of_a_request():
+    assert TaskDefinitionModel(resource_type="counting").limits == RolloutLimits()
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        *(
+            ({word: "x"}, f"{word!r} of a published task definition is not read here; ")
+            for word in OTHER_PLACES
+        ),
+        ({"max_episode_step": 3}, r"unknown key 'max_episode_step'\. Did you mean 'max_episode"),
+        ({"max_episode_steps": 0}, "max_episode_steps"),
+        ({"termination_regex": "("}, "termination_regex"),
+        ({"timeout_s": 0}, "timeout_s"),
+        *(({"ground_truth": value}, "ground_truth") for value in NO_TRUTHS),
+    ],
+)
+def test_a_fact_of_another_name_or_bound_is_refused(facts, words):
+    with pytest.raises(ValidationError, match=words):
+        TaskDefinitionModel(resource_type="counting", **facts)
+
+
+def test_no_log_shows_a_ground_truth():
+    request = RolloutRequest(**rollout("a", ground_truth="forty-two"))
+    assert "forty-two" not in repr(request) + repr(TaskDefinitionModel.of_request(request))

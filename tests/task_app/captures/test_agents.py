@@ -91,25 +91,19 @@ assert "ENVIRONMENT_API_KEY" not in os.environ and "PYTHONPATH" not in os.enviro
     assert (result.trajectory.stop_reason, result.trajectory.terminated) == ("environment_done", True)
 
 
-async def test_the_ground_truth_is_told_to_an_agent_that_may_see_it(tmp_path):
-    result = await played(
-        tmp_path, 'ask(task["ground_truth"])', changes={"ground_truth": "42"}, sees_ground_truth=True
-    )
-    assert result.trajectory.steps[0].observation_data.messages[0].content == "42"
-
-
 @pytest.mark.parametrize(
     ("script", "fields", "reason", "calls"),
     [
         ('ask("x"); sys.exit(3)', {"exit_codes": (0, 3)}, "environment_done", 1),
         ('ask("x"); post("/end"); time.sleep(600)', {}, "environment_done", 1),
-        ('[ask(w) for w in "abcd"]', {}, "max_decisions", 3),
+        ('[ask(task["ground_truth"]) for _ in "abcd"]', {"sees_ground_truth": True}, "max_decisions", 3),
     ],
     ids=["an allowed exit code", "it ends its capture", "a refusal by a limit, then any exit code"],
 )
 async def test_an_agent_ends_its_episode(tmp_path, script, fields, reason, calls):
-    result = await played(tmp_path, script, **fields)
+    result = await played(tmp_path, script, changes={"ground_truth": "x"}, **fields)
     assert (result.trajectory.stop_reason, len(result.trajectory.steps)) == (reason, calls)
+    assert result.trajectory.steps[0].observation_data.messages[0].content == "x"
 
 
 @pytest.mark.parametrize(
@@ -190,24 +184,17 @@ for word, reply in replies.items():
     assert {word: step.reward_parts[0].value for word, step in steps.items()} == {"a": 1.0, "b": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("changes", "where"),
-    [
-        ({"snapshot_turns": [1]}, "snapshot_turns"),
-        ({"multi_turn": {"max_user_turns": 1}}, "multi_turn"),
-        ({"interaction": {"name": "gsm8k"}}, "interaction"),
-        ({"final_view": True}, "final_view"),
-    ],
-)
-async def test_what_an_agent_cannot_have_is_refused(tmp_path, changes, where):
+async def test_a_request_names_agents_and_never_commands_or_what_an_agent_cannot_have(tmp_path):
     async with served_app(build_board(tmp_path, "")) as (client, _):
-        request = rollout("a1", env={"env_name": "agent:a"}, policy={"policy_name": "mine"}, **changes)
-        answer = await client.post("/rollouts", json={"rollouts": [request]})
-        assert (answer.status_code, answer.json()["where"]) == (422, f"rollouts.0.{where}")
-
-
-async def test_a_request_names_agents_and_never_commands(tmp_path):
-    async with served_app(build_board(tmp_path, "")) as (client, _):
+        for change in (
+            {"snapshot_turns": [1]},
+            {"multi_turn": {"max_user_turns": 1}},
+            {"interaction": {"name": "gsm8k"}},
+            {"final_view": True},
+        ):
+            request = rollout("a1", env={"env_name": "agent:a"}, policy={"policy_name": "mine"}, **change)
+            answer = await client.post("/rollouts", json={"rollouts": [request]})
+            assert (answer.status_code, answer.json()["where"]) == (422, f"rollouts.0.{next(iter(change))}")
         answer = await client.post("/env/create", json={"env_name": "agent:b"})
         assert answer.status_code == 422 and "Did you mean 'agent:a'?" in answer.json()["detail"]
         env_id = (await client.post("/env/create", json={"env_name": "agent:a"})).json()["env_id"]

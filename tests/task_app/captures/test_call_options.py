@@ -237,6 +237,7 @@ async def test_models_have_the_form_of_both_clients_and_any_name_is_the_policy_u
         whole = (await client.get("v1/models")).json()
         assert (whole["object"], whole["has_more"], whole["first_id"]) == ("list", False, "policy")
     async with captured(TEXT, models=["small"]) as (client, _, _):
+        assert [one["id"] for one in (await client.get("v1/models")).json()["data"]] == ["small"]
         call = {"model": "large", "messages": ASKED}
         for answer in (
             await client.get("v1/models/large"),
@@ -244,3 +245,4 @@ async def test_models_have_the_form_of_both_clients_and_any_name_is_the_policy_u
             await client.post("v1/chat/completions", json=call),
         ):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+            assert "known: small" in answer.json()["error"]["message"]

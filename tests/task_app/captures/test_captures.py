@@ -39,6 +39,12 @@ def texts(*words):
     return boards(mine=lambda: PlannedPolicy(*({"type": "text", "content": word} for word in words)))
 
 
+async def opened_at(client, server, **config):
+    """A capture whose policy asks this server."""
+    config = {"inference_url": server.url, "model": "job/actor", **config}
+    return await opened(client, {"policy_name": "openai", "config": config})
+
+
 def said(text, prompt, reused, sampled):
     return completion({"role": "assistant", "content": text}, **tokens(prompt, reused, sampled))
 
@@ -119,24 +125,17 @@ async def test_rewards_go_to_the_call_that_is_named_and_the_episode_s_to_the_las
     assert trajectory.outcome_reward == 3.5 and trajectory.warnings == ()
 
 
-async def test_a_retry_of_a_reward_with_its_key_has_one_effect():
-    async with running_app(texts("A")) as client:
-        capture = await opened(client)
-        await ask(client, capture, "x")
-        send = {"json": {"reward": 1.0, "turn": 1}, "headers": {"Idempotency-Key": "r1"}}
-        answers = [await client.post(f"/captures/{capture['capture_id']}/rewards", **send) for _ in "ab"]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert (await ended(client, capture)).outcome_reward == 1.0
-
-
-async def test_a_call_repeated_with_its_key_is_answered_once():
+async def test_a_call_and_a_reward_repeated_with_their_keys_have_one_effect():
     async with running_app(texts("A", "B")) as client:
         capture = await opened(client)
+        path = f"/captures/{capture['capture_id']}"
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        path = f"/captures/{capture['capture_id']}/v1/chat/completions"
-        answers = [await client.post(path, json=body, headers={"Idempotency-Key": "c1"}) for _ in "ab"]
-        assert answers[0].json() == answers[1].json()
-        assert len((await ended(client, capture)).steps) == 1
+        for name, sent in (("v1/chat/completions", body), ("rewards", {"reward": 1.0, "turn": 1})):
+            key = {"Idempotency-Key": name}
+            one, again = [await client.post(f"{path}/{name}", json=sent, headers=key) for _ in "ab"]
+            assert (one.status_code, again.status_code, one.json()) == (200, 200, again.json())
+        trajectory = await ended(client, capture)
+    assert (len(trajectory.steps), trajectory.outcome_reward) == (1, 1.0)
 
 
 async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_some_are_deleted():
@@ -185,8 +184,7 @@ async def test_a_call_is_refused_whose_trajectory_would_exceed_a_reply_and_the_r
 async def test_ids_stay_exact_after_an_answer_that_was_too_large_to_record():
     answers = said("A", [1, 2], 0, [3]), said("B" * 5_000, [1, 9], 0, [8]), said("C", [4], 3, [5])
     async with fake_inference(*answers) as fake, running_app(boards(), max_reply_bytes=6_000) as client:
-        config = {"inference_url": fake.url, "model": "job/actor"}
-        capture = await opened(client, {"policy_name": "openai", "config": config})
+        capture = await opened_at(client, fake)
         first = await ask(client, capture, "main")
         await ask(client, capture, "other", status_code=400)
         await ask(client, capture, "main", first, "more")
@@ -206,7 +204,8 @@ async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, live
         body = {"model": "m", "stream": way == "streamed", "messages": [{"role": "user", "content": "x"}]}
         await client.post(f"{path}/v1/chat/completions", json=body)
         if way == "refused":
-            await ask(client, capture, "y", status_code=400)
+            refusal = await ask(client, capture, "y", status_code=400)
+            assert refusal["error"]["code"] == "episode_over"
         assert (await client.get(path)).json()["calls"] == (way != "failed")
         assert live.count(Capture) == 1
         services = server.config.app.state.services
@@ -248,32 +247,25 @@ async def test_a_call_whose_client_went_away_is_asked_again_when_it_is_repeated_
         assert len((await ended(client, capture)).steps) == 1
 
 
-@pytest.mark.parametrize("named", [{"turn": 2}, {"response_id": "chatcmpl-other-1"}, {"response_id": "x"}])
-async def test_a_reward_for_an_unknown_call_is_a_404_with_those_that_are_there(named):
+async def test_a_reward_for_an_unknown_call_is_a_404_with_those_that_are_there():
     async with running_app(texts("A")) as client:
         capture = await opened(client)
         await ask(client, capture, "x")
-        answer = await client.post(f"/captures/{capture['capture_id']}/rewards", json={"reward": 1.0} | named)
-        assert (answer.status_code, answer.json()["where"]) == (404, next(iter(named)))
-        assert "turns 1 to 1" in answer.json()["hint"]
+        for named in ({"turn": 2}, {"response_id": "chatcmpl-other-1"}, {"response_id": "x"}):
+            path = f"/captures/{capture['capture_id']}/rewards"
+            answer = await client.post(path, json={"reward": 1.0} | named)
+            assert (answer.status_code, answer.json()["where"]) == (404, next(iter(named)))
+            assert "turns 1 to 1" in answer.json()["hint"]
 
 
-@pytest.mark.parametrize("reward", ["NaN", "1e999", '"much"'])
-async def test_a_reward_is_a_finite_number(reward):
-    async with running_app(texts("A")) as client:
-        capture = await opened(client)
-        answer = await client.post(
-            f"/captures/{capture['capture_id']}/rewards",
-            content=f'{{"reward": {reward}}}', headers={"Content-Type": "application/json"},
-        )  # fmt: skip
-        assert answer.status_code == 422
-
-
-async def test_rewards_whose_sum_is_no_finite_number_are_refused():
+async def test_a_reward_and_the_sum_of_rewards_are_finite_numbers():
     async with running_app(texts("A")) as client:
         capture = await opened(client)
         await ask(client, capture, "x")
         path = f"/captures/{capture['capture_id']}/rewards"
+        for reward in ("NaN", "1e999", '"much"'):
+            body, kind = f'{{"reward": {reward}}}', {"Content-Type": "application/json"}
+            assert (await client.post(path, content=body, headers=kind)).status_code == 422
         assert (await client.post(path, json={"reward": 1.5e308, "turn": 1})).status_code == 200
         answer = await client.post(path, json={"reward": 1.5e308})
         assert (answer.status_code, answer.json()["where"]) == (422, "reward")
@@ -295,11 +287,10 @@ async def test_every_call_of_an_episode_has_an_id_of_its_own():
     ("limit", "value"),
     [("termination_regex", "x"), ("max_invalid_decisions", 3), ("invalid_action_penalty", -0.5)],
 )
-async def test_a_limit_without_effect_on_a_capture_is_refused(limit, value):
-    async with running_app(boards()) as client:
-        spec = {"policy": {"policy_name": "planned"}, "limits": {limit: value}}
-        answer = await client.post("/captures", json=spec)
-        assert (answer.status_code, answer.json()["where"]) == (422, f"limits.{limit}")
+async def test_a_limit_without_effect_on_a_capture_is_refused(client, limit, value):
+    spec = {"policy": {"policy_name": "planned"}, "limits": {limit: value}}
+    answer = await client.post("/captures", json=spec)
+    assert (answer.status_code, answer.json()["where"]) == (422, f"limits.{limit}")
 
 
 async def test_a_capture_s_key_opens_it_alone():
@@ -318,22 +309,11 @@ async def test_a_capture_s_key_opens_it_alone():
         assert await get("/captures/capture_0", mine["key"]) == 401
 
 
-async def test_calls_beyond_the_limit_are_refused_and_the_episode_is_cut():
-    async with running_app(texts("A", "B")) as client:
-        capture = await opened(client, limits={"max_decisions": 1})
-        await ask(client, capture, "x")
-        refusal = await ask(client, capture, "y", status_code=400)
-        assert refusal["error"]["code"] == "episode_over"
-        trajectory = await ended(client, capture)
-    assert (trajectory.stop_reason, trajectory.truncated, len(trajectory.steps)) == ("max_decisions", True, 1)
-
-
 async def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on():
     long = status(400, {"error": {"code": "context_length_exceeded", "message": "300 tokens of 256"}})
     answers = said("A", [1], 0, [2]), long, said("B", [1], 0, [3]), long
     async with fake_inference(*answers) as fake, running_app(boards()) as client:
-        config = {"inference_url": fake.url, "model": "job/actor"}
-        capture = await opened(client, {"policy_name": "openai", "config": config})
+        capture = await opened_at(client, fake)
         first = await ask(client, capture, "x")
         refusal = await ask(client, capture, "x", first, "y", status_code=400)
         assert refusal["error"]["code"] == "context_length_exceeded"
@@ -343,14 +323,14 @@ async def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on():
     assert (trajectory.stop_reason, len(trajectory.steps)) == ("context_length", 2)
 
 
-@pytest.mark.parametrize("code", [400, 413, 422])
-async def test_what_the_server_of_the_model_refuses_is_the_agent_s_mistake_and_it_may_go_on(code):
-    refusal = status(code, {"error": {"code": "invalid_request", "message": "the template cannot render it"}})
-    async with fake_inference(refusal, said("B", [1], 0, [3])) as fake, running_app(boards()) as client:
-        config = {"inference_url": fake.url, "model": "job/actor"}
-        capture = await opened(client, {"policy_name": "openai", "config": config})
-        error = (await ask(client, capture, "x", status_code=400))["error"]
-        assert error["code"] == "inference_refused" and "the template cannot render it" in error["message"]
+async def test_what_the_server_of_the_model_refuses_is_the_agent_s_mistake_and_it_may_go_on():
+    body = {"error": {"code": "invalid_request", "message": "the template cannot render it"}}
+    refusals = [status(code, body) for code in (400, 413, 422)]
+    async with fake_inference(*refusals, said("B", [1], 0, [3])) as fake, running_app(boards()) as client:
+        capture = await opened_at(client, fake)
+        for _ in refusals:
+            error = (await ask(client, capture, "x", status_code=400))["error"]
+            assert error["code"] == "inference_refused" and "cannot render it" in error["message"]
         await ask(client, capture, "y")
         assert len((await ended(client, capture)).steps) == 1
 
@@ -358,8 +338,7 @@ async def test_what_the_server_of_the_model_refuses_is_the_agent_s_mistake_and_i
 async def test_a_key_that_the_server_of_the_model_refuses_fails_the_capture():
     refusal = status(401, {"error": {"code": "unauthorized"}})
     async with fake_inference(refusal) as fake, running_app(boards()) as client:
-        config = {"inference_url": fake.url, "model": "job/actor"}
-        capture = await opened(client, {"policy_name": "openai", "config": config})
+        capture = await opened_at(client, fake)
         await ask(client, capture, "x", status_code=502)
         state = (await client.get(f"/captures/{capture['capture_id']}")).json()
         assert (state["status"], state["failure"]["code"]) == ("failed", "inference_refused")
@@ -381,10 +360,9 @@ async def test_a_policy_that_cannot_be_asked_fails_the_capture_and_not_the_rewar
         assert (await client.get(f"/captures/{capture['capture_id']}")).status_code == 404
 
 
-async def test_a_wrong_policy_is_told_when_the_capture_is_opened():
-    async with running_app(boards()) as client:
-        answer = await client.post("/captures", json={"policy": {"policy_name": "plannd"}})
-        assert (answer.status_code, answer.json()["where"]) == (422, "policy.policy_name")
-        policy = {"policy_name": "planned", "config": {"seed": 3}}  # which takes none
-        answer = await client.post("/captures", json={"policy": policy})
-        assert (answer.status_code, answer.json()["where"]) == (422, "policy.config.seed")
+async def test_a_wrong_policy_is_told_when_the_capture_is_opened(client):
+    answer = await client.post("/captures", json={"policy": {"policy_name": "plannd"}})
+    assert (answer.status_code, answer.json()["where"]) == (422, "policy.policy_name")
+    policy = {"policy_name": "planned", "config": {"seed": 3}}  # which takes none
+    answer = await client.post("/captures", json={"policy": policy})
+    assert (answer.status_code, answer.json()["where"]) == (422, "policy.config.seed")

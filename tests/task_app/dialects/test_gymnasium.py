@@ -54,14 +54,6 @@ def test_every_form_of_an_action_is_the_same_decision(action):
     assert env.step(action)[4]["executed_actions"] == WOOD
 
 
-def test_an_action_that_the_environment_refuses_costs_a_noop_and_says_why():
-    env = TurnwiseEnv("crafter")
-    env.reset(seed=17)
-    info = env.step(["fly"])[4]
-    assert info["executed_actions"] == ["noop"]
-    assert "unknown action 'fly'" in info["invalid_reason"]
-
-
 @pytest.mark.parametrize("action", [3, "noop", [1], ["noop", {"name": "interact_many"}], {"arguments": {}}])
 def test_what_is_no_action_is_refused_before_anything_runs(action):
     env = TurnwiseEnv("crafter")

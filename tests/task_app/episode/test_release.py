@@ -76,51 +76,34 @@ async def test_a_cancelled_rollout_closes_its_environment():
     assert (log.resets, log.closed) == (1, 1)
 
 
-async def created(client):
-    answer = await client.post("/env/create", json={"env_name": "counting", "seed": 1})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["env_id"]
-
-
-async def test_a_session_closes_its_environment_when_it_is_terminated():
-    log = Log()
-    async with running_app(log.boards()) as client:
-        env_id = await created(client)
-        await client.post("/env/reset", json={"env_id": env_id})
-        assert log.closed == 0
-        await client.post("/env/terminate", json={"env_id": env_id})
-        await log.signal.wait()
-    assert (log.resets, log.closed) == (2, 1)
+async def test_whatever_an_environment_was_made_for_it_is_closed_once():
+    for path, body, resets in (
+        ("/env/create", {"env_name": "counting", "seed": 1}, 2),
+        ("/task_info?seed=1", None, 1),
+        ("/rollout", {"run_id": "r", "env": ENV, "policy": {"policy_name": "planned"}, "ops": OPS}, 1),
+    ):
+        log = Log()
+        async with running_app(log.boards()) as client:
+            answer = await client.request("POST" if body else "GET", path, json=body)
+            assert answer.status_code == 200, answer.text
+            if path == "/env/create":
+                session = {"env_id": answer.json()["env_id"]}
+                await client.post("/env/reset", json=session)
+                assert log.closed == 0
+                await client.post("/env/terminate", json=session)
+            await log.signal.wait()
+        assert (log.resets, log.closed) == (resets, 1), path
 
 
 async def test_the_end_of_the_service_closes_what_its_sessions_hold():
     log = Log()
     async with running_app(log.boards()) as client:
-        await created(client)
-        await created(client)
+        for _ in range(2):
+            await client.post("/env/create", json={"env_name": "counting"})
     assert (log.resets, log.closed) == (2, 2)
 
 
-async def test_a_request_that_only_asks_for_a_task_closes_its_environment():
-    log = Log()
-    async with running_app(log.boards()) as client:
-        assert (await client.get("/task_info", params={"seed": 1})).status_code == 200
-        await log.signal.wait()
-    assert (log.resets, log.closed) == (1, 1)
-
-
-async def test_one_call_rollouts_close_their_environment_too():
-    log = Log()
-    body = {
-        "run_id": "r",
-        "env": {"env_name": "counting", "seed": 1},
-        "policy": {"policy_name": "planned"},
-        "ops": ["agent", "env"],
-    }
-    async with running_app(log.boards()) as client:
-        answer = await client.post("/rollout", json=body)
-        assert answer.status_code == 200, answer.text
-    assert (log.resets, log.closed) == (1, 1)
+ENV, OPS = {"env_name": "counting", "seed": 1}, ["agent", "env"]
 
 
 class SlowSession(EnvironmentSession):

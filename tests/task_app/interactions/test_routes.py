@@ -4,14 +4,12 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
-from task_app.app import create_app
 from task_app.interactions.config_file import load_interactions
 from task_app.plugins import InteractionEntry
 from task_app.settings import Settings
-from tests.task_app.counting import KEY, boards, running_app
+from tests.task_app.counting import boards, running_app
 from tests.task_app.interactions import users
 from tests.task_app.playing import post, refused
 
@@ -60,14 +58,8 @@ async def test_each_session_is_finalised_once_however_it_ends():
 
 
 async def test_an_idle_session_is_finalised():
-    settings = Settings(api_keys=(KEY,), session_idle_s=1e-6, sweep_every_s=1e6)
-    plugs = replace(boards(), interactions={"noted": InteractionEntry("noted", users.Noted, {})})
-    app = create_app(settings, boards=plugs)
-    services = app.state.services
-    client = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://task-app", headers={"X-API-Key": KEY}
-    )
-    async with app.router.lifespan_context(app), client:
+    async with app_with(users.Noted, session_idle_s=1e-6, sweep_every_s=1e6) as client:
+        services = client._transport.app.state.services
         await post(client, "/interaction/start")
         assert (len(services.interaction_sessions), len(services.interactions)) == (1, 1)
         services.expire()
@@ -94,9 +86,8 @@ async def test_a_start_that_cannot_be_is_refused(body, found):
         assert users.BOOK == []
 
 
-async def test_without_a_file_there_is_nothing_to_start():
-    async with running_app() as client:
-        status, code, where, told = await refused(client, "/interaction/start", name="gsm8k")
+async def test_without_a_file_there_is_nothing_to_start(client):
+    status, code, where, told = await refused(client, "/interaction/start", name="gsm8k")
     assert (status, code, where) == (422, "invalid_request", "name")
     assert "--interactions FILE" in told
 
@@ -108,32 +99,27 @@ async def test_a_start_that_fails_leaves_no_session():
     assert users.counts() == {"start": 1, "finalise": 1}
 
 
-@pytest.mark.parametrize("messages", [[], None, [{"content": "no role"}], "text"])
-async def test_messages_that_are_none_are_refused(messages):
-    async with app_with(users.Noted) as client:
-        one = await post(client, "/interaction/start")
-        del one["name"]
-        answer = await refused(client, "/interaction/respond", **one, messages=messages)
-    assert answer[0] == 422 and answer[2].startswith("messages")
-
-
 SAID = {"role": "user", "content": "6 x 7?"}
 
 
-@pytest.mark.parametrize(
-    ("messages", "told"),
-    [
-        ([SAID], "messages ends with a message of 'user'; the last is the assistant's, which is what"),
-        ([{"role": "robot"}], "messages[0].role is 'robot' (str); known: system, user, assistant, tool"),
-        ([{"role": "user"}, MESSAGES[1]], "messages[0].content is None (NoneType); it is a text"),
-    ],
-)  # fmt: skip
-async def test_messages_that_hold_no_answer_are_not_scored_and_use_up_no_turn(messages, told):
+async def test_messages_that_are_none_or_hold_no_answer_are_not_scored_and_use_up_no_turn():
     async with app_with(users.Noted) as client:
         one = {"interaction_id": (await post(client, "/interaction/start"))["interaction_id"]}
-        answer = await refused(client, "/interaction/respond", **one, messages=messages)
-        assert answer[:3] == (422, "invalid_request", "messages")
-        assert answer[3].startswith(f"messages: {told}")
+        for messages, told in (
+            ([SAID], "messages: messages ends with a message of 'user'; the last is the assistant's"),
+            ([{"role": "robot"}], "messages: messages[0].role is 'robot' (str); known: system, user,"),
+            (
+                [{"role": "user"}, MESSAGES[1]],
+                "messages: messages[0].content is None (NoneType); it is a text",
+            ),
+            ([], ""),
+            (None, ""),
+            ([{"content": "no role"}], ""),
+            ("text", ""),
+        ):
+            answer = await refused(client, "/interaction/respond", **one, messages=messages)
+            assert answer[:2] == (422, "invalid_request") and answer[2].startswith("messages")
+            assert answer[3].startswith(told)
         assert (await post(client, "/interaction/respond", **one, messages=MESSAGES))["turn"] == 1
 
 

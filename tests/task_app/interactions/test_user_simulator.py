@@ -63,9 +63,9 @@ async def test_a_score_by_the_ground_truth():
         says("No."), config={"score": "gsm8k"}, ground_truth="42", asked=("#### 41", "#### 42")
     )
     assert [one.score for one in found] == [0.0, 1.0]
-    with pytest.raises(InteractionFailed, match="score is 'gsm8k', and the row gives no ground_truth"):
+    with pytest.raises(InteractionFailed, match=r"'gsm8k'.*ground_truth"):
         await answers(says("No."), config={"score": "gsm8k"})
-    with pytest.raises(InteractionFailed, match="ground_truth is a str that is no number"):
+    with pytest.raises(InteractionFailed, match="ground_truth is a str"):
         await answers(says("No."), config={"score": "gsm8k"}, ground_truth="Paris")
 
 

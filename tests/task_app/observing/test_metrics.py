@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.exposition import shape
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_app
 
 
 async def scraped(client):
@@ -25,16 +25,15 @@ def value(samples, name, **labels):
     return samples.get((name, tuple(sorted(labels.items()))))
 
 
-async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels():
-    async with running_app() as client:
-        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
-        step = {"env_id": env_id, "tool_calls": [{"tool": "add", "args": {"names": ["a", "b"]}}]}
-        for _ in range(3):
-            assert (await client.post("/env/step", json=step)).status_code == 200
-        await client.get(f"/env/{env_id}/frame")
-        await client.get("/nowhere/at/all")
-        await client.get("/info", headers={"X-API-Key": "wrong"})
-        samples = await scraped(client)
+async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels(client):
+    env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+    step = {"env_id": env_id, "tool_calls": [{"tool": "add", "args": {"names": ["a", "b"]}}]}
+    for _ in range(3):
+        assert (await client.post("/env/step", json=step)).status_code == 200
+    await client.get(f"/env/{env_id}/frame")
+    await client.get("/nowhere/at/all")
+    await client.get("/info", headers={"X-API-Key": "wrong"})
+    samples = await scraped(client)
     name = "turnwise_http_requests_total"
     assert value(samples, name, method="POST", route="/env/create", status="200") == 1
     assert value(samples, name, method="POST", route="/env/step", status="200") == 3
@@ -49,12 +48,11 @@ async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels():
     assert not [labels for _, labels in samples if any(env_id in text for pair in labels for text in pair)]
 
 
-async def test_rollouts_are_counted_by_how_they_ended():
+async def test_rollouts_are_counted_by_how_they_ended(client):
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
-    async with running_app() as client:
-        await accept(client, rollout("a"), broken)
-        await wait_for_all(client, 2)
-        samples = await scraped(client)
+    await accept(client, rollout("a"), broken)
+    await wait_for_all(client, 2)
+    samples = await scraped(client)
     ended = "turnwise_rollouts_ended_total"
     assert value(samples, ended, status="finished", reason="max_decisions") == 1
     assert value(samples, ended, status="failed", reason="critical_error") == 1
@@ -66,8 +64,7 @@ async def test_rollouts_are_counted_by_how_they_ended():
 
 
 async def test_queued_and_running_rollouts_are_told_while_they_are():
-    (policy, _), plug_boards = waiting_boards(2)
-    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+    async with waiting_app(2, max_concurrent_rollouts=1) as (client, (policy, _)):
         await accept(client, rollout("a", **WAITING), rollout("b", **WAITING))
         await policy.asked.wait()
         samples = await scraped(client)
@@ -107,8 +104,7 @@ async def test_metrics_need_the_key_unless_the_operator_opened_them():
         assert (await client.get("/info", headers={"X-API-Key": ""})).status_code == 401
 
 
-async def test_openmetrics_is_spoken_to_who_asks_for_it():
-    async with running_app() as client:
-        answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+async def test_openmetrics_is_spoken_to_who_asks_for_it(client):
+    answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")

@@ -57,14 +57,14 @@ def names(trajectory: Trajectory, t: int) -> list[str]:
 @pytest.mark.parametrize("kind", ["needle", "keeper"])
 async def test_it_answers_whatever_is_asked_and_shows_less_than_three_chunks(kind):
     # Among so many documents some have the fact on the border of two chunks.
-    for trajectory in await played(*(request(seed, kind=kind, chars=7 * CHUNK) for seed in range(40))):
+    for trajectory in await played(*(request(seed, kind=kind, chars=7 * CHUNK) for seed in range(16))):
         assert trajectory.outcome_reward == 1.0
         assert not any(step.step_info.invalid_reason for step in trajectory.steps)
         assert most_chars(trajectory) < 3 * CHUNK
 
 
 async def test_without_the_tool_it_reads_on_and_shows_all_that_it_read():
-    for trajectory in await played(*(request(seed, edits=False) for seed in range(10))):
+    for trajectory in await played(*(request(seed, edits=False) for seed in range(5))):
         assert trajectory.outcome_reward == 1.0 and not trajectory.had_delete_operation
         chunks = len(trajectory.steps) - 1
         assert most_chars(trajectory) > 0.9 * chunks * CHUNK
@@ -76,7 +76,7 @@ async def test_in_one_message_it_deletes_and_reads_and_it_forgets_as_often_as_it
     assert names(never, 1) == ["deleteContext", "readChunk"]
     (always,) = await played(request(7, chars=50 * CHUNK, forgets=1.0))
     assert always.outcome_reward == 1.0 and not always.had_delete_operation
-    half = await played(*(request(seed, chars=30 * CHUNK, forgets=0.5) for seed in range(20)))
+    half = await played(*(request(seed, chars=30 * CHUNK, forgets=0.5) for seed in range(10)))
     turns = [names(trajectory, t) for trajectory in half for t in range(1, len(trajectory.steps) - 1)]
     assert sum(len(turn) == 1 for turn in turns) / len(turns) == pytest.approx(0.5, abs=0.07)
 

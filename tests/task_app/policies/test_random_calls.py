@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
@@ -47,6 +47,7 @@ class Everything(BaseModel):
     colour: str = Field(json_schema_extra={"enum": ["red", "blue"]})
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 10_000))
 def test_what_is_drawn_from_the_schema_of_a_model_is_one_of_its_values(seed: int):
     schema = Everything.model_json_schema()
@@ -164,6 +165,7 @@ ANYTHING = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(ANYTHING, st.integers(0, 99))
 def test_no_schema_makes_the_policy_raise(schema: Any, seed: int):
     offered = {"function": {"name": "act", "parameters": schema}}

@@ -37,11 +37,7 @@ def test_each_recorded_option_is_sent():
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {},
-        {"ask_token_ids": False, "max_tokens_name": "max_completion_tokens"},
-        {"exact_tokens": "vllm"},
-    ],
+    [{}, {"ask_token_ids": False, "max_tokens_name": "max_completion_tokens"}, {"exact_tokens": "vllm"}],
 )
 def test_a_new_option_is_sent_without_a_word_anywhere_else(config: dict[str, Any]):
     sampling = Newer(presence_penalty=0.25, **OTHER.model_dump())

@@ -1,4 +1,4 @@
-"""Real child processes: what hangs, prints, raises, dies or answers nonsense is a failure that says so."""
+"""Reward functions in real child processes, and rollouts over HTTP that are judged by them."""
 
 import asyncio
 import gc
@@ -18,6 +18,8 @@ from task_app.plugins import default_plug_boards
 from task_app.reward_functions.pool import RewardPool
 from task_app.settings import Settings
 from tests.processes import runs, wait_until
+from tests.task_app.counting import boards, rollout, running_app
+from tests.task_app.rollout_client import accept, wait_for_all
 
 FILE = Path(__file__).with_name("judges.py")
 
@@ -41,12 +43,6 @@ def episode(truth=None, name="r"):
         "environment_outcome_reward": 2.0,
         "rollout_id": name,
     }
-
-
-async def test_a_function_is_given_messages_and_facts():
-    async with pool("fair") as made:
-        result = await made.judge(episode())
-    assert (result.score, result.reason) == (12.0, "fair")
 
 
 async def test_one_process_serves_call_after_call_also_after_an_error():
@@ -106,10 +102,7 @@ async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why():
     async with pool("no_reward") as made:
         for kind, told in (
             ("raises", "reward function 'no_reward' raised KeyError: 'answer'"),
-            (
-                "number",
-                "reward function 'no_reward' returned the float 0.5; EvaluateResult(score=...) is needed",
-            ),
+            ("number", "reward function 'no_reward' returned the float 0.5"),
             ("nan", "made no EvaluateResult: score: a reward is nan; it must be a finite number"),
             ("leaves", "reward function 'no_reward' raised SystemExit: 3 (judges.py:"),
             ("scribbles", "reward function 'no_reward' wrote into the exchange of its process"),
@@ -122,7 +115,7 @@ async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why():
 
 
 async def test_a_file_that_cannot_be_imported_in_the_child_is_told(tmp_path):
-    file = tmp_path / "late.py"
+    file = tmp_path / "a_file_that_breaks_later.py"
     file.write_text(FILE.read_text())
     plugin = with_plugins(default_plug_boards(), [file]).reward_functions["fair"]
     file.write_text("1 / 0")
@@ -132,19 +125,16 @@ async def test_a_file_that_cannot_be_imported_in_the_child_is_told(tmp_path):
     await made.close()
 
 
+OF_OTHERS = {"ENVIRONMENT_API_KEY", "ENVIRONMENT_API_KEY_ALIASES", "TRAINER_API_KEY", "OTHER"}
+
+
 async def test_no_key_reaches_the_process_but_what_the_operator_lists(monkeypatch):
-    for name in (
-        "ENVIRONMENT_API_KEY",
-        "ENVIRONMENT_API_KEY_ALIASES",
-        "TRAINER_API_KEY",
-        "JUDGE_KEY",
-        "OTHER",
-    ):
+    for name in {*OF_OTHERS, "JUDGE_KEY"}:
         monkeypatch.setenv(name, "secret")
     async with pool("variables", reward_variables=("JUDGE_KEY",)) as made:
         found = set((await made.judge(episode())).reason.split())
     assert "JUDGE_KEY" in found
-    assert not found & {"ENVIRONMENT_API_KEY", "ENVIRONMENT_API_KEY_ALIASES", "TRAINER_API_KEY", "OTHER"}
+    assert not found & OF_OTHERS
     with pytest.raises(ValueError, match="a key of this service"):
         Settings(reward_variables=("ENVIRONMENT_API_KEY",))
 
@@ -215,3 +205,64 @@ async def test_who_waits_for_a_process_is_told_when_the_service_ends():
     async with asyncio.timeout(20):
         found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [CriticalError] * 3
+
+
+def judges():
+    return with_plugins(boards(), [FILE])
+
+
+async def test_each_rollout_has_what_its_function_says_and_fails_alone():
+    # two decisions, each a rise of "a": the environment's own outcome is 1 different name
+    async with running_app(judges(), reward_deadline_s=2.0, max_reward_processes=1) as client:
+        await accept(
+            client,
+            rollout("judged", reward_function="fair"),
+            rollout("plain"),
+            rollout("true", reward_function="truth", ground_truth={"answer": 42}),
+            rollout("misfit", reward_function="misfit"),
+            rollout("hangs", reward_function="hangs"),
+            rollout("raises", reward_function="truth"),
+        )
+        found = await wait_for_all(client, 6)
+    assert_judged(found["judged"].trajectory, found["plain"].trajectory)
+    assert found["true"].trajectory.outcome_reward == 42.0
+    misfit = found["misfit"].trajectory
+    assert [step.base_reward for step in misfit.steps] == [1.0, None]
+    assert len(misfit.warnings) == 3
+    failures = {name: one.failure for name, one in found.items() if one.failure}
+    assert {name: (told.code, told.decisions_done) for name, told in failures.items()} == {
+        "hangs": ("reward_function_deadline", 2),
+        "raises": ("reward_function_failed", 2),
+    }
+    assert found["hangs"].trajectory is None, "never a reward of 0"
+
+
+def assert_judged(judged, plain):
+    assert (judged.outcome_reward, judged.outcome_definition) == (11.0, "score of the reward function 'fair'")
+    assert [step.base_reward for step in judged.steps] == [0.0, 0.25]
+    assert [[(part.source, part.value) for part in step.reward_parts] for step in judged.steps] == [
+        [("user", 0.0)],
+        [("user", 0.25)],
+    ]
+    assert judged.warnings == ()
+    assert judged.user_reward.environment_outcome_reward == plain.outcome_reward == 1.0
+    assert judged.user_reward.environment_outcome_definition == plain.outcome_definition
+    assert plain.user_reward is None
+
+
+async def test_info_names_the_functions_and_an_unknown_one_is_refused_before_anything_is_played():
+    async with running_app(judges()) as client:
+        found = (await client.get("/info")).json()["capabilities"]["reward_functions"]
+        answer = await accept(client, rollout("r", reward_function="fare"))
+    assert (found["fair"], found["together"]) == ("pointwise", "batch")
+    assert answer.status_code == 422
+    problem = answer.json()
+    assert (problem["code"], problem["where"]) == ("unknown_name", "rollouts.0.reward_function")
+    assert "Did you mean 'fair'?" in problem["detail"]
+
+
+async def test_a_rollout_is_cancelled_while_it_is_judged():
+    async with running_app(judges()) as client:
+        await accept(client, rollout("r", reward_function="hangs"))
+        answer = await client.delete("/rollouts/r")
+    assert answer.json()["status"] == "cancelled"

@@ -23,11 +23,8 @@ def test_messages_may_be_given_as_json_and_arrive_as_messages():
 
 def test_a_decorated_function_is_what_the_plug_board_takes_and_keeps_its_name():
     assert isinstance(right, RewardFunction)
-    assert (right.__name__, right.__doc__, right.mode) == (
-        "right",
-        "Is the last word the truth?",
-        "pointwise",
-    )
+    assert (right.__name__, right.mode) == ("right", "pointwise")
+    assert right.__doc__ == "Is the last word the truth?"
 
 
 def test_an_async_batch_answers_once_it_is_awaited():
@@ -64,10 +61,7 @@ def answering(answer, mode="pointwise"):
         ("good", "returned a str; EvaluateResult"),
         ({"scor": 1}, "returned a dict that is no EvaluateResult: score: Field required"),
         ({"score": float("inf")}, "score: a reward is inf; it must be a finite number"),
-        (
-            {"score": 1, "step_outputs": [{"step_index": 0, "base_reward": float("nan")}]},
-            "step_outputs.0.base_reward: a reward is nan; it must be a finite number",
-        ),
+        ({"score": 1, "step_outputs": [{"step_index": 0, "base_reward": float("nan")}]}, "0.base_reward: "),
     ],
 )
 def test_an_answer_that_is_none_says_what_was_found(answer, told):
@@ -77,22 +71,22 @@ def test_an_answer_that_is_none_says_what_was_found(answer, told):
 
 
 def test_a_batch_answers_for_every_episode():
-    with pytest.raises(TypeError, match="returned 1 results for 2 episodes"):
+    with pytest.raises(TypeError, match="1 results for 2"):
         answering([{"score": 1}], "batch")(rollouts_messages=[TALK, TALK])
-    with pytest.raises(TypeError, match=r"returned for episode 1 the int 3; EvaluateResult"):
+    with pytest.raises(TypeError, match="episode 1 the int 3"):
         answering([{"score": 1}, 3], "batch")(rollouts_messages=[TALK, TALK])
-    with pytest.raises(TypeError, match="returned a dict; a list of EvaluateResult is needed"):
+    with pytest.raises(TypeError, match="a dict; a list"):
         answering({"score": 1}, "batch")(rollouts_messages=[TALK])
-    with pytest.raises(TypeError, match="given is a batch reward function: call it with rollouts_messages="):
+    with pytest.raises(TypeError, match="rollouts_messages="):
         answering([], "batch")(messages=TALK)
 
 
 def test_a_function_that_one_fact_more_would_break_is_refused_where_it_is_written():
-    with pytest.raises(ValueError, match=r"Function 'strict' must accept \*\*kwargs parameter"):
+    with pytest.raises(ValueError, match=r"'strict' .*\*\*kwargs"):
 
         @reward_function
         def strict(messages, ground_truth=None):
             return EvaluateResult(score=0.0)
 
-    with pytest.raises(ValueError, match="mode is 'batched'; known: pointwise, batch"):
+    with pytest.raises(ValueError, match="'batched'; known: pointwise, batch"):
         reward_function(mode="batched")

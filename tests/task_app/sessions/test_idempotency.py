@@ -27,28 +27,15 @@ async def stepped(client, env_id, key, calls=CALLS):
     return await client.post("/env/step", json=body, headers=keyed(key))
 
 
-async def test_a_retried_step_is_answered_again_and_not_taken_again():
-    async with running_app() as client:
-        env_id = await made(client)
-        first, again = await stepped(client, env_id, "k1"), await stepped(client, env_id, "k1")
-        assert again.content == first.content
-        assert (first.headers.get("idempotency-replayed"), again.headers["idempotency-replayed"]) == (
-            None,
-            "true",
-        )
-        assert (await stepped(client, env_id, "k2")).json()["info"]["turn"] == 2
-
-
-async def test_the_same_key_with_another_request_is_a_conflict():
-    async with running_app() as client:
-        env_id = await made(client)
-        await stepped(client, env_id, "k")
-        for answer in (
-            await stepped(client, env_id, "k", calls=[]),
-            await client.post("/env/reset", json={"env_id": env_id}, headers=keyed("k")),
-        ):
-            assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_conflict")
-        assert (await stepped(client, env_id, "new")).json()["info"]["turn"] == 2
+async def test_the_same_key_with_another_request_is_a_conflict(client):
+    env_id = await made(client)
+    await stepped(client, env_id, "k")
+    for answer in (
+        await stepped(client, env_id, "k", calls=[]),
+        await client.post("/env/reset", json={"env_id": env_id}, headers=keyed("k")),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_conflict")
+    assert (await stepped(client, env_id, "new")).json()["info"]["turn"] == 2
 
 
 async def test_retries_that_come_while_the_first_is_carried_out_wait_for_its_answer():
@@ -80,11 +67,10 @@ async def test_what_was_not_carried_out_is_not_remembered():
         assert (await client.post("/env/create", json=body, headers=keyed("c"))).status_code == 200
 
 
-async def test_a_step_that_broke_the_environment_is_not_taken_again():
+async def test_a_step_that_broke_the_environment_is_not_taken_again(client):
     boom = [{"tool": "add", "args": {"names": ["boom"]}}]
-    async with running_app() as client:
-        env_id = await made(client)
-        first, again = await stepped(client, env_id, "k", boom), await stepped(client, env_id, "k", boom)
+    env_id = await made(client)
+    first, again = await stepped(client, env_id, "k", boom), await stepped(client, env_id, "k", boom)
     assert (first.status_code, again.status_code) == (424, 424)
     assert again.headers["idempotency-replayed"] == "true"
 
@@ -92,10 +78,9 @@ async def test_a_step_that_broke_the_environment_is_not_taken_again():
 @pytest.mark.parametrize(
     "keys", [[""], [" "], ["k" * 201], ["schlüssel".encode("latin-1")], [b"a\tb"], ["a", "b"]]
 )
-async def test_a_key_that_is_none_is_refused_and_so_are_two(keys):
-    async with running_app() as client:
-        headers = [("Idempotency-Key", key) for key in keys]
-        answer = await client.post("/env/create", json={"env_name": "counting"}, headers=headers)
+async def test_a_key_that_is_none_is_refused_and_so_are_two(client, keys):
+    headers = [("Idempotency-Key", key) for key in keys]
+    answer = await client.post("/env/create", json={"env_name": "counting"}, headers=headers)
     assert (answer.status_code, answer.json()["where"]) == (422, "header Idempotency-Key")
 
 
@@ -110,12 +95,11 @@ async def test_a_body_that_is_too_large_is_refused_with_a_key_too():
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
-async def test_a_stranger_learns_nothing_from_a_key():
-    async with running_app() as client:
-        env_id = await made(client)
-        await stepped(client, env_id, "k")
-        client.headers["X-API-Key"] = "wrong"
-        assert (await stepped(client, env_id, "k")).status_code == 401
+async def test_a_stranger_learns_nothing_from_a_key(client):
+    env_id = await made(client)
+    await stepped(client, env_id, "k")
+    client.headers["X-API-Key"] = "wrong"
+    assert (await stepped(client, env_id, "k")).status_code == 401
 
 
 def opened(folder=None, clock=None, **bounds):

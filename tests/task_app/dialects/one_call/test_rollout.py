@@ -1,13 +1,14 @@
-"""POST /rollout: one call, the whole trajectory back."""
+"""POST /rollout: one call, the whole trajectory back, also where it ends from outside."""
 
 import asyncio
 import json
 
 import pytest
 
+from task_app.errors import JournalFailed
 from tests.task_app.counting import KEY, PlannedPolicy, add, boards, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status, tokens
-from tests.task_app.rollout_client import waiting_boards
+from tests.task_app.rollout_client import waiting_app
 from tests.task_app.test_env_routes import calls, created, stepped
 
 ON = {"enabled": True, "mode": "decision_stepwise", "indicator_lambda": 0.5}
@@ -70,9 +71,8 @@ async def test_a_rollout_comes_back_whole():
     assert (answer["aborted"], answer["ops_executed"], answer["warnings"]) == (False, 4, [])
 
 
-async def test_without_the_switches_there_is_no_stepwise_block():
-    async with running_app() as client:
-        answer = await played(client)
+async def test_without_the_switches_there_is_no_stepwise_block(client):
+    answer = await played(client)
     assert "stepwise" not in answer["metrics"]["details"]
     assert "decision_samples" not in answer["trajectories"][0]
     assert "decision_rewards" not in answer["trajectories"][0]["steps"][0]["info"]["meta"]
@@ -122,8 +122,7 @@ async def test_a_broken_environment_is_no_soft_failure():
 
 
 async def test_max_time_s_ends_a_slow_policy_and_also_a_wait_for_a_place():
-    policies, plug_boards = waiting_boards(2)
-    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+    async with waiting_app(2, max_concurrent_rollouts=1) as (client, policies):
         waiting = {"policy_name": "waiting"}
         slow = asyncio.create_task(
             client.post("/rollout", json=body(policy=waiting, safety={"max_time_s": 0.3}, run_id="one"))
@@ -184,40 +183,19 @@ async def test_a_living_environment_that_ended_is_restarted_or_left():
     assert (over.status_code, over.json()["code"]) == (409, "episode_over")
 
 
-async def test_a_session_that_another_rollout_uses_is_busy():
-    (policy,), plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
-        env_id = (await created(client))["env_id"]
-        changes = {"env": {"env_name": None, "env_id": env_id, "seed": None}}
-        first = asyncio.create_task(
-            client.post("/rollout", json=body(**changes, policy={"policy_name": "waiting"}))
-        )
-        await policy.asked.wait()
-        second = await client.post("/rollout", json=body(**changes))
-        policy.go.set()
-        assert (await first).json()["metrics"]["num_steps"] == 2
-    assert (second.status_code, second.json()["where"]) == (503, "env.env_id")
+async def test_an_unknown_session_is_a_404(client):
+    for part in ("env", "policy"):
+        named = {"env_name": None, "env_id": "x", "seed": None} if part == "env" else {"policy_id": "x"}
+        answer = await client.post("/rollout", json=body(**{part: named}))
+        assert (answer.status_code, answer.json()["where"]) == (404, f"{part}.{part}_id")
 
 
-@pytest.mark.parametrize(("part", "where"), [("env_id", "env.env_id"), ("policy_id", "policy.policy_id")])
-async def test_an_unknown_session_is_a_404(part, where):
-    changes = (
-        {"env": {"env_name": None, "env_id": "x", "seed": None}}
-        if part == "env_id"
-        else {"policy": {"policy_id": "x"}}
-    )
-    async with running_app() as client:
-        answer = await client.post("/rollout", json=body(**changes))
-    assert (answer.status_code, answer.json()["where"]) == (404, where)
-
-
-async def test_record_is_obeyed_and_what_is_not_there_is_told():
+async def test_record_is_obeyed_and_what_is_not_there_is_told(client):
     record = {
         "trajectories": False, "logprobs": True, "value": True,
         "return_trace": True, "trace_format": "structured",
     }  # fmt: skip
-    async with running_app() as client:
-        answer = await played(client, record=record)
+    answer = await played(client, record=record)
     assert answer["trajectories"] == []
     assert answer["metrics"]["num_steps"] == 2
     assert len(answer["trace"]["event_history"]) == 2
@@ -264,8 +242,7 @@ async def asked(app, gone, **headers):
 
 
 async def test_a_client_that_goes_away_gives_its_place_back():
-    (policy,), plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
+    async with waiting_app(1) as (client, (policy,)):
         gone = asyncio.Event()
         playing = asyncio.create_task(asked(client._transport.app, gone))
         await policy.asked.wait()
@@ -276,8 +253,7 @@ async def test_a_client_that_goes_away_gives_its_place_back():
 
 
 async def test_a_client_with_an_idempotency_key_may_go_away_and_come_back_for_the_answer():
-    (policy,), plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
+    async with waiting_app(1) as (client, (policy,)):
         gone, key = asyncio.Event(), {"idempotency-key": "once"}
         playing = asyncio.create_task(asked(client._transport.app, gone, **key))
         await policy.asked.wait()
@@ -287,3 +263,94 @@ async def test_a_client_with_an_idempotency_key_may_go_away_and_come_back_for_th
         again = await client.post("/rollout", content=WAITING, headers={**key, **JSON})
         counts = (await client.get("/run/status/run")).json()["rollouts"]
     assert (start["status"], again.status_code, counts["finished"]) == (200, 200, 1)
+
+
+KEYED = {"Idempotency-Key": "k"}
+WAITS = {"policy_name": "waiting"}
+
+
+def alive(env_id):
+    return {"env_name": None, "env_id": env_id, "seed": None}
+
+
+async def decided(policy, *, decisions):
+    """Let it decide so often, and be asked once more."""
+    for _ in range(decisions):
+        await policy.asked.wait()
+        policy.asked.clear()
+        policy.go.set()
+        policy.go.clear()
+    await policy.asked.wait()
+
+
+@pytest.mark.parametrize("decisions", [0, 1])
+async def test_a_stop_of_the_task_app_is_no_abort_and_its_answer_is_not_kept(decisions):
+    async with waiting_app(3, max_concurrent_rollouts=1) as (client, (policy, queued, _)):
+        services = client._transport.app.state.services
+        asked = {"json": body(policy=WAITS), "headers": KEYED}
+        playing = asyncio.create_task(client.post("/rollout", **asked))
+        await decided(policy, decisions=decisions)
+        waiting = asyncio.create_task(client.post("/rollout", json=body(policy=WAITS, run_id="queued")))
+        while services.runner.unfinished()["queued"] == 0:
+            await asyncio.sleep(0)
+        await services.drain(within_s=0.0)
+        answers = [await playing, await waiting, await client.post("/rollout", **asked)]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")
+        assert "idempotency-replayed" not in answer.headers
+    assert not queued.asked.is_set()
+
+
+async def test_what_a_stopping_task_app_did_to_a_living_environment_is_told():
+    async with waiting_app(1) as (client, (policy,)):
+        env_id = (await created(client))["env_id"]
+        asked = body(policy=WAITS, env=alive(env_id))
+        playing = asyncio.create_task(client.post("/rollout", json=asked))
+        await decided(policy, decisions=1)
+        await client._transport.app.state.services.drain(within_s=0.0)
+        answer = (await playing).json()
+    assert (answer["aborted"], answer["metrics"]["num_steps"]) == (True, 1)
+    assert "the task app stopped after 1 decision" in answer["warnings"][0]
+
+
+async def test_an_abort_while_the_task_app_stops_is_an_abort():
+    async with waiting_app(1) as (client, (policy,)):
+        playing = asyncio.create_task(client.post("/rollout", json=body(policy=WAITS)))
+        await policy.asked.wait()
+        services = client._transport.app.state.services
+        services.runner.begin_drain()
+        await services.runner.abort("run")
+        answer = await playing
+    assert (answer.status_code, answer.json()["aborted"]) == (200, True)
+
+
+class FullDisk:
+    """A journal that takes so many decisions and no more."""
+
+    def __init__(self, takes):
+        self._left = takes
+
+    def ready(self, session):
+        if not self._left:
+            raise JournalFailed("the disk is full", hint="free space")
+        self._left -= 1
+
+    def reset(self, session): ...
+
+    def add_step(self, session, requests): ...
+
+
+@pytest.mark.parametrize("takes", [0, 1])
+async def test_a_journal_that_cannot_be_written_is_no_abort(client, takes):
+    env_id = (await created(client))["env_id"]
+    session = client._transport.app.state.services.environments.find(env_id)
+    session.journal = FullDisk(takes)
+    answer = await client.post("/rollout", json=body(env=alive(env_id)))
+    told = answer.json()
+    if not takes:
+        assert (answer.status_code, told["code"]) == (507, "journal_failed")
+        return
+    (trajectory,) = told["trajectories"]
+    assert (told["aborted"], len(trajectory["steps"]), session.turn) == (False, 1, 1)
+    assert trajectory["final"]["rollout_status"] == "partial_journal_failed"
+    assert trajectory["final"]["error"] == "the disk is full"

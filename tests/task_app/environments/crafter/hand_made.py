@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.picture import _textures  # noqa: F401  for the process of a test
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.environments.crafter.world import Thing
 
@@ -46,3 +49,16 @@ def draws_between(before: CrafterEngine, after: CrafterEngine, most: int = 4000)
             return count
         probe._world.uniform()
     raise AssertionError(f"no meeting within {most} draws")
+
+
+def played_games() -> list[str]:
+    """The fingerprints of two games of 300 steps."""
+    prints = []
+    for seed in (3, 11):
+        engine, rng = CrafterEngine(seed), np.random.default_rng(seed)
+        engine.reset()
+        for _ in range(300):
+            engine.inventory.update(health=9, food=9, drink=9, energy=9)
+            engine.act(int(rng.integers(17)))
+        prints.append(engine.fingerprint())
+    return prints

@@ -58,25 +58,6 @@ def test_the_recorded_games_show_what_is_easily_got_wrong():
         assert any(part in text for text in texts), part
 
 
-def test_a_game_begins_after_one_noop_that_is_no_decision():
-    environment, observation = fresh()
-    assert observation.data["step"] == 1
-    assert [role for role, _ in prompt(environment, observation)] == ["user", "user"]
-    assert environment.tools() == ()
-
-
-def test_the_window_holds_sixteen_observations_and_the_answers_between_them():
-    environment, _ = fresh(39)
-    shown = [play(environment, "Noop").observation for _ in range(40)]
-    messages = prompt(environment, shown[-1])
-    assert [role for role, _ in messages] == ["user", *("assistant", "user") * 16]
-    past = [text for role, text in messages[1:-1] if role == "user"]
-    # Past observations have lost their inventory; the present one has it, and the reminder.
-    assert all(text.startswith("Observation:\nYou see") for text in past)
-    assert messages[-1][1].startswith("Current Observation:\nYour status:\n- health: 9/9\n")
-    assert messages[-1][1].endswith("always have to output an action until the episode terminates.")
-
-
 def test_a_shorter_history_is_a_setting():
     environment, _ = fresh(history=1)
     observation = play(environment, "Noop", "Do", "Noop").observation
@@ -146,9 +127,9 @@ def test_a_snapshot_holds_the_window():
 
 
 def test_a_setting_without_effect_is_refused():
-    with pytest.raises(ValidationError, match="max_actions has no effect with text 'balrog'"):
+    with pytest.raises(ValidationError, match=r"max_actions .*'balrog'"):
         CrafterConfig(text="balrog", max_actions=4)
-    with pytest.raises(ValidationError, match="history has no effect with text 'compact'"):
+    with pytest.raises(ValidationError, match=r"history .*'compact'"):
         CrafterConfig(text="compact", history=4)
-    with pytest.raises(ValidationError, match="memory has no effect with text 'full'"):
+    with pytest.raises(ValidationError, match=r"memory .*'full'"):
         CrafterConfig(memory=True)

@@ -1,31 +1,48 @@
-"""The two text styles, on views drawn by hand and on real play."""
+"""The two text styles, on views drawn by hand and on real play, and the walks that they tell."""
 
 import random
 import re
+from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
-from task_app.environments.crafter.landmarks import KINDS, NEAR_CELLS, Facts, read_facts
+from task_app.environments.crafter.grid import FACINGS, VOID
+from task_app.environments.crafter.landmarks import KINDS, NEAR_CELLS, THINGS, Facts, read_facts
 from task_app.environments.crafter.prompt import NO_NEWS
-from task_app.environments.crafter.rules import ACTIONS, RULES
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, MATERIALS, RULES
 from task_app.environments.crafter.text import (
     LEG_LETTERS,
+    LONGEST_LEG,
     MATERIAL_ITEMS,
     MAX_REMEMBERED_WORDS,
     MAX_WORDS,
+    NEAR,
+    NEWS_WORDS,
     TODO,
     TOOLS,
     VITAL_WORDS,
     compact_text,
     full_text,
 )
-from task_app.environments.crafter.walks import Leg, Walk
+from task_app.environments.crafter.walks import (
+    GROUND,
+    Ground,
+    Leg,
+    Trails,
+    Walk,
+    cell_at,
+    find_trails,
+    locate,
+    step,
+    walk_to,
+)
 from task_app.policies.crafter_teacher import decide, decide_with_memory, wood
 from task_app.policies.scripted import CrafterTeacher, TeacherConfig
 from task_app.protocols import ToolRequest
-from tests.task_app.environments.crafter.vocabulary import compact_vocabulary
 
 LETTERS = {
     ".": "grass", "~": "water", "T": "tree", "#": "stone", "_": "path", "P": "player", "c": "cow",
@@ -54,17 +71,7 @@ def view(picture: str, *, facing: tuple[int, int] = (0, 1), **changes: Any) -> d
     return data | changes
 
 
-LAKE = "\n".join(
-    (
-        ".........",
-        "..T......",
-        ".........",
-        "....P..~~",
-        "....c..~~",
-        ".......~~",
-        ".........",
-    )
-)
+LAKE = "\n".join((".........", "..T......", ".........", "....P..~~", "....c..~~", ".......~~", "........."))
 
 
 def test_the_full_text_prints_the_view_row_by_row_north_first():
@@ -115,15 +122,7 @@ def test_the_compact_text_of_a_hand_drawn_view():
 
 def test_walks_lead_around_what_blocks_and_never_through_lava():
     picture = "\n".join(
-        (
-            "LLLLLLLLL",
-            "L...i...L",
-            "L.LLLLL.L",
-            "L.LLP.L.L",
-            "L.LL.LL.L",
-            "L.......L",
-            "LLLLLLLLL",
-        )
+        ("LLLLLLLLL", "L...i...L", "L.LLLLL.L", "L.LLP.L.L", "L.LL.LL.L", "L.......L", "LLLLLLLLL")
     )
     walks = read_facts(view(picture)).walks
     assert walks["iron"] == Walk((Leg("down", 2), Leg("left", 3)), more=True)
@@ -255,3 +254,80 @@ def test_the_teacher_gathers_wood_for_the_tools_that_come_next(tools, near, goal
 
     assert wood(facts(goal - 1), 4) == ["do"]
     assert wood(facts(goal), 4) is None
+
+
+maps = st.lists(
+    st.sampled_from(["grass", "grass", "sand", "path", "stone", "water"]), min_size=35, max_size=35
+)
+
+
+def build_ground(names: list[str]) -> Ground:
+    """7x5 names around a player in the middle."""
+    cells = {cell_at(number % 7, number // 7): name for number, name in enumerate(names)}
+    return Ground(cells | {cell_at(3, 2): "player"}, player=cell_at(3, 2), facing="down")
+
+
+def surcharge(ground: Ground, cell: int, *, can_dig: bool) -> float:
+    """Env steps to go on from a cell that one stands before: 1, 3 through stone, never through water."""
+    if ground.at(cell) in GROUND or cell == ground.player:
+        return 1
+    return 3 if can_dig and ground.at(cell) == "stone" else float("inf")
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.booleans())
+def test_no_neighbour_offers_a_cheaper_or_straighter_way_than_the_one_taken(names, can_dig):
+    ground = build_ground(names)
+    trails = find_trails(ground, can_dig=can_dig)
+    ranks = [(cost, turns, locate(cell)) for cell, (cost, turns, *_) in trails.items()]
+    assert ranks == sorted(ranks)  # in the order in which they are preferred
+    for cell in ground.cells.keys() - {ground.player}:
+        offers = [
+            (cost + surcharge(ground, at, can_dig=can_dig), turns + (came not in ("", name)))
+            for at, (cost, turns, came, _) in trails.items()
+            for name in FACINGS
+            if step(at, name) == cell
+        ]
+        best = min(offers, default=(float("inf"), 0))
+        assert trails[cell][:2] == best if best[0] < float("inf") else cell not in trails
+
+
+@settings(max_examples=60, deadline=None)
+@given(maps, st.booleans())
+def test_the_legs_of_a_whole_walk_lead_to_its_cell_and_dig_where_stone_is(names, can_dig):
+    ground = build_ground(names)
+    trails: Trails = find_trails(ground, can_dig=can_dig)
+    for cell in trails.keys() - {ground.player}:
+        walk, at = walk_to(ground, trails, cell, max_cells=100), ground.player
+        for leg in walk.legs:
+            for _ in range(leg.count):
+                at = step(at, leg.direction)
+                assert leg.dig == (ground.at(at) == "stone" and at != cell)
+        assert at == cell and not walk.more
+
+
+def test_a_cell_has_one_number_and_numbers_compare_as_places_do():
+    places = [(x, y) for x in range(-8, 120) for y in range(-8, 120)]
+    assert [locate(cell_at(x, y)) for x, y in places] == places
+    assert [cell_at(x, y) for x, y in places] == sorted(cell_at(x, y) for x, y in places)
+
+
+def compact_vocabulary() -> tuple[str, ...]:
+    """All words of the compact text, sorted, each once; `more` and `far` tell that a walk goes on."""
+    seen = sorted({*MATERIALS, *THINGS, VOID})
+    words = {*KINDS, "asleep", "dark", "day", *NEWS_WORDS, *TOOLS, "lava", "more", "far"}
+    words |= {
+        f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
+    }
+    words |= {f"{name}{count}" for name in MATERIAL_ITEMS for count in range(RULES.item_max[name] + 1)}
+    words |= {f"no-{name}" for name in TOOLS} | {f"todo-{name}" for name in TODO}
+    words |= {f"+{name}" for name in ACHIEVEMENTS} | {f"@{name}" for name in seen}
+    words |= {f"{direction}={name}" for direction, name in product(FACINGS, seen)}
+    words |= {f"facing-{direction}" for direction in FACINGS}
+    words |= {f"{prefix}-{name}" for prefix, name in product(("near", "far"), NEAR)}
+    words |= {
+        f"{dig}{LEG_LETTERS[direction]}{count}"
+        for dig, direction in product(("", "x"), FACINGS)
+        for count in range(1, LONGEST_LEG + 1)
+    }
+    return tuple(sorted(words))

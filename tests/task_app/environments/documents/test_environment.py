@@ -1,12 +1,27 @@
-"""The documents environment: what its tools answer, when it ends, what it refuses."""
+"""The documents environment: its tools, its end, its refusals; chunks, search, notes, generated questions."""
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared_schemas.documents import MAX_DOCUMENT_CHARS
+from task_app.environments.documents.chunks import (
+    MAX_CHUNKS,
+    SNIPPET_CHARS,
+    SearchIndex,
+    cut_into_chunks,
+    snippet,
+)
+from task_app.environments.documents.desk import MAX_NOTE_CHARS, MAX_NOTES, Desk
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
+from task_app.environments.documents.generate import GenerateConfig, generate_task
 from task_app.errors import EpisodeOver
 from task_app.protocols import ToolRequest
 
@@ -106,7 +121,7 @@ def test_a_chunk_is_read_to_its_end_with_its_heading():
     assert "[cut" not in told(environment, "readChunk", chunk_id=0)
     refused = told(environment, "buildIndex", chunk_size=474)
     assert refused == "error: chunk_size is 474; at most 473 fit into one result"
-    with pytest.raises(ValidationError, match="chunk_size is 474; with its heading at most 473 fit into"):
+    with pytest.raises(ValidationError, match=r"chunk_size is 474; .* 473"):
         reading(max_result_chars=500, chunk_size=474)
 
 
@@ -155,17 +170,11 @@ def test_a_snapshot_of_another_document_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            {"question": "?"},
-            "document_content is missing; give document_content, question and ground_truth, or",
-        ),
+        ({"question": "?"}, "document_content is missing"),
         ({**ROW, "ground_truth": []}, "ground_truth is missing"),
         ({**ROW, "question": None}, "question is missing"),
         ({**ROW, "generate": {}}, "document_content and generate are both given"),
-        (
-            {**ROW, "ground_truth": ["red", "?!"]},
-            "it holds no word or number, so no answer could ever match it",
-        ),
+        ({**ROW, "ground_truth": ["red", "?!"]}, "it holds no word or number"),
         ({**ROW, "tools": ["readChunk"]}, "tools leaves out finish"),
         ({**ROW, "tools": ["readChunk", "deleteContext", "finish"]}, "Input should be 'analyzeText'"),
         ({**ROW, "document_content": "a" * (MAX_DOCUMENT_CHARS + 1)}, "at most 10000000 characters"),
@@ -177,12 +186,6 @@ def test_a_config_without_a_checkable_question_is_refused(config, reason):
         DocumentsConfig(**config)
 
 
-def test_without_a_row_the_document_is_made_from_the_seed():
-    one, other = (DocumentsEnvironment(DocumentsConfig()) for _ in range(2))
-    assert one.reset(1).text != other.reset(2).text
-    assert one.reset(2) == other.reset(2)
-
-
 def test_a_document_of_ten_megabytes_is_searched():
     environment = reading(document_content="The sea is blue. " * 588_000 + "The harbour is red.")
     # "blue. " ends at 4,000 - 5 characters: 235 sentences of 17 a chunk, and 588,000 / 235 = 2,502.1
@@ -190,3 +193,149 @@ def test_a_document_of_ten_megabytes_is_searched():
     assert "The harbour is red." in told(environment, "searchEngine", keyword="harbour")
     assert told(environment, "buildIndex", chunk_size=50).startswith("error: chunk_size 50 makes more than")
     assert len(told(environment, "loadDocument")) < 20_100
+
+
+def test_a_chunk_ends_behind_the_last_white_space_that_fits():
+    # 10 characters would end inside "four"
+    text = "one two four five"
+    assert [text[a:b] for a, b in cut_into_chunks(text, size=10, overlap=0).spans] == [
+        "one two ",
+        "four five",
+    ]
+
+
+def test_a_word_longer_than_a_chunk_is_cut():
+    assert cut_into_chunks("a" * 25, size=10, overlap=0).spans == ((0, 10), (10, 20), (20, 25))
+
+
+def test_an_overlap_repeats_the_end_of_the_chunk_before():
+    assert cut_into_chunks("a" * 25, size=10, overlap=4).spans == ((0, 10), (6, 16), (12, 22), (18, 25))
+
+
+@given(st.text("ab \n", max_size=300), st.integers(2, 40), st.integers(0, 20))
+def test_chunks_cover_the_document_in_order_and_none_is_too_long(text, size, overlap):
+    overlap = min(overlap, size // 2)
+    spans = cut_into_chunks(text, size=size, overlap=overlap).spans
+    assert all(0 < end - start <= size for start, end in spans)
+    covered = 0
+    for start, end in spans:
+        # Each begins inside or right behind what is covered, and adds something.
+        assert covered - overlap <= start <= covered < end
+        covered = end
+    assert covered == len(text)
+
+
+def test_chunks_that_would_be_too_many_or_the_same_again_are_refused():
+    with pytest.raises(ValueError, match=f"chunk_size 1 .*{MAX_CHUNKS}"):
+        cut_into_chunks("a" * (MAX_CHUNKS + 1), size=1, overlap=0)
+    with pytest.raises(ValueError, match=r"overlap is 6; .* 5,"):
+        cut_into_chunks("abc", size=10, overlap=6)
+
+
+def test_the_chunk_with_the_rarer_word_is_found_first_and_ties_go_to_the_earlier():
+    index = SearchIndex(["the sea is blue", "the harbour is red", "the sea is blue", "Harbour!"])
+    assert index.hits("sea", at_most=5) == [0, 2]
+    # The shorter chunk says more with the same word.
+    assert index.hits("HARBOUR", at_most=5) == [3, 1]
+    assert index.hits("HARBOUR", at_most=1) == [3]
+
+
+@pytest.mark.parametrize("texts", [["..."], ["", "- -"], ["words here"]])
+def test_words_that_stand_nowhere_find_nothing(texts):
+    assert SearchIndex(texts).hits("absent", at_most=5) == []
+
+
+def test_a_snippet_shows_where_most_words_of_the_query_stand_together():
+    text = "red " + "x " * SNIPPET_CHARS + "the harbour is red " + "y " * SNIPPET_CHARS
+    assert "the harbour is red" in snippet(text, "harbour red")
+    assert snippet("red sea", "red") == "red sea"
+
+
+def test_notes_are_written_once_changed_read_and_deleted():
+    desk = Desk("", 50)
+    assert desk.readNote() == "there are no notes yet"
+    assert desk.note("colour", "of the harbour", "red") == "noted. notes:\n- colour: of the harbour"
+    assert desk.note("colour", "", "blue").startswith("error: there is a note 'colour' already")
+    desk.updateNote("append", "colour", "or pink")
+    assert desk.readNote("colour") == "colour: of the harbour\nred\nor pink"
+    desk.updateNote("overwrite", "colour", "blue", "of the sea")
+    assert desk.readNote("colour") == "colour: of the sea\nblue"
+    assert desk.readNote("color") == "error: there is no note 'color'; known: colour. Did you mean 'colour'?"
+    assert desk.updateNote("delete", "colour") == "deleted. there are no notes yet"
+    assert desk.updateNote("delete", "colour") == "error: there is no note 'colour'"
+
+
+def test_notes_have_bounds_that_say_so():
+    desk = Desk("", 50, max_result_chars=2 * MAX_NOTE_CHARS)
+    desk.note("long", "", "a" * MAX_NOTE_CHARS)
+    assert desk.updateNote("append", "long", "b") == (
+        f"error: the note would have {MAX_NOTE_CHARS + 2} characters; {MAX_NOTE_CHARS} are allowed"
+    )
+    for number in range(MAX_NOTES - 1):
+        desk.note(f"note {number}", "", "")
+    assert desk.note("one more", "", "").startswith(f"error: there are {MAX_NOTES} notes")
+
+
+def test_the_search_does_not_start_jax_which_would_take_the_memory_of_a_gpu(tmp_path: Path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("print('started')\n")
+    (tmp_path / "jax" / "lax.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import task_app.environments.documents.chunks;"
+        "print('imported'); import jax.lax"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["imported", "started"]  # by who wants it, it is found as before
+
+
+SEEDS = range(40)
+
+
+def test_the_needle_stands_in_the_document_once():
+    for seed in SEEDS:
+        task = generate_task(GenerateConfig(kind="needle", chars=3_000), seed)
+        name = re.fullmatch(r"What is the code of (.+)\?", task.question).group(1)
+        assert re.findall(rf"The code of {name} is (\d+)\.", task.document) == list(task.answers)
+
+
+def test_the_keeper_is_named_once_and_others_keep_other_places():
+    for seed in SEEDS:
+        task = generate_task(GenerateConfig(kind="keeper", chars=3_000, distractors=5), seed)
+        name = re.fullmatch(r"Who is the keeper of (.+)\?", task.question).group(1)
+        kept = re.findall(r"The keeper of ([\w ]+) is (\w+)\.", task.document)
+        assert len(kept) == len(dict(kept)) == 6
+        assert (dict(kept)[name],) == task.answers
+
+
+@pytest.mark.parametrize("hops", [1, 3, 12])
+def test_following_the_parcel_from_hand_to_hand_leads_to_the_locker(hops):
+    for seed in SEEDS:
+        task = generate_task(GenerateConfig(kind="hops", hops=hops, chars=3_000), seed)
+        taker = dict(re.findall(r"(\w+) gave the parcel to (\w+)\.", task.document))
+        locker = dict(re.findall(r"(\w+) has locker (\d+)\.", task.document))
+        holder = task.question.split()[0]
+        assert len(taker) == hops
+        while holder in taker:
+            holder = taker[holder]
+        assert (locker[holder],) == task.answers
+        assert len(set(locker.values())) == len(locker)
+
+
+def test_counting_the_deliveries_gives_the_answer():
+    for seed in SEEDS:
+        task = generate_task(GenerateConfig(kind="count", chars=3_000), seed)
+        thing, place = re.fullmatch(r"How many crates of (\w+) arrived at (.+)\?", task.question).groups()
+        count = task.document.count(f"a crate of {thing} arrived at {place}.")
+        assert (str(count),) == task.answers and 2 <= count <= 9
+
+
+@pytest.mark.parametrize("chars", [500, 20_000, 1_000_000])
+def test_a_document_is_as_long_as_was_asked_for(chars):
+    task = generate_task(GenerateConfig(chars=chars, distractors=3), 5)
+    # A sentence at most is too much.
+    assert chars <= len(task.document) + 1 and len(task.document) <= chars + 100
+
+
+def test_equal_seeds_make_equal_documents_and_other_seeds_others():
+    tasks = [generate_task(GenerateConfig(), seed) for seed in (1, 1, 2)]
+    assert tasks[0] == tasks[1] != tasks[2]

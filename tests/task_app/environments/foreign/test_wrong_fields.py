@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.sync.server import ServerConnection, serve
 
 from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.library_peer import LibraryPeer
@@ -18,36 +16,16 @@ from task_app.environments.foreign.mcp_peer import McpPeer, _Initialized
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import Call
 from task_app.environments.foreign.words import mcp_tool, typed
-from task_app.protocols import ToolRequest
 from task_app.settings import Reach
 from tests.service_kit.wrong_replies import Reading, served
 from tests.task_app.environments.foreign.contracts import environment
-
-MOVE = {"properties": {"move": {"type": "integer"}}, "required": ["move"]}
-CALL = (ToolRequest("step", {"move": 1}, '{"move": 1}'),)
-START = {"type": "observation", "data": {"observation": {"at": 0}, "reward": None, "done": False}}
+from tests.task_app.environments.foreign.test_bad_servers import CALL, MOVE, SCHEMA, START, openenv
 
 
-@contextmanager
-def openenv(replies: Mapping[str, bytes]) -> Iterator[str]:
+def replying(replies: Mapping[str, bytes]) -> AbstractContextManager[str]:
     """A server that answers /schema and messages of a type with what this holds at that time."""
-
-    def talk(connection: ServerConnection) -> None:
-        for text in connection:
-            connection.send(replies[json.loads(text)["type"]])
-
-    def plain(connection: ServerConnection, request: Any) -> Any:
-        if request.path != "/schema":
-            return None
-        response = connection.respond(200, "")
-        del response.headers["Content-Length"]
-        response.headers["Content-Length"], response.body = str(len(replies["/schema"])), replies["/schema"]
-        return response
-
-    with serve(talk, "127.0.0.1", 0, process_request=plain, max_size=None) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"openenv:http://127.0.0.1:{server.socket.getsockname()[1]}"
-        server.shutdown()
+    step, reset = (lambda connection, kind=kind: connection.send(replies[kind]) for kind in ("step", "reset"))
+    return openenv(step, lambda: replies["/schema"], reset)
 
 
 async def find_faults(
@@ -90,9 +68,9 @@ OPENENV: dict[str, tuple[Any, set[str], tuple[str, ...]]] = {
 @pytest.mark.parametrize("part", OPENENV)
 async def test_a_wrong_field_of_an_openenv_server_fails_the_episode_and_is_named(part: str):
     right, optional, data = OPENENV[part]
-    replies = {"/schema": json.dumps({"action": MOVE}).encode()}
+    replies = {"/schema": SCHEMA}
     replies |= dict.fromkeys(["reset", "step"], json.dumps(START).encode())
-    with openenv(replies) as name:
+    with replying(replies) as name:
         reading = Reading("openenv:", right, frozenset(optional), data)
         faults = await find_faults(reading, name, lambda body: replies.update({part: body}))
     assert faults == [], "\n".join(faults)

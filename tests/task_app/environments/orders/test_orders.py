@@ -153,39 +153,18 @@ def test_a_detour_of_the_teacher_is_marked_and_fits_a_tool():
     assert action["tool_calls"][0]["name"] in [tool["function"]["name"] for tool in tools]
 
 
-def without_ann(state: dict[str, Any]) -> None:
-    del state["shop"]["cities"]["Ann"]
-
-
-def with_one_number(state: dict[str, Any]) -> None:
-    state["goal"]["orders"][1]["id"] = 4
-
-
-def with_another_goal(state: dict[str, Any]) -> None:
-    state["goal"]["orders"].pop()
-
-
-def with_a_wish_for_no_order(state: dict[str, Any]) -> None:
-    state["requests"][0]["product"] = "vase"
-
-
-def with_no_wish(state: dict[str, Any]) -> None:
-    state["requests"][0]["product"] = None
-
-
-def with_one_request_more(state: dict[str, Any]) -> None:
-    state["requests"] *= 2
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (without_ann, "snapshot.state.shop: .*a city of every customer"),
-        (with_one_number, "snapshot.state.goal: .*no two orders have one number"),
-        (with_another_goal, "shop and goal have different orders"),
-        (with_a_wish_for_no_order, "no order is the one of the request 'Ann: no vase .'"),
-        (with_no_wish, "snapshot.state.requests.0: .*has a product"),
-        (with_one_request_more, "the snapshot has 2 requests; this environment's config has 1"),
+        (lambda state: state["shop"]["cities"].pop("Ann"), "state.shop: .*a city of every"),
+        (lambda state: state["goal"]["orders"][1].update(id=4), "state.goal: .*no two orders"),
+        (lambda state: state["goal"]["orders"].pop(), "shop and goal have different orders"),
+        (lambda state: state["requests"][0].update(product="vase"), "the request 'Ann: no vase .'"),
+        (
+            lambda state: state["requests"][0].update(product=None),
+            "snapshot.state.requests.0: .*has a product",
+        ),
+        (lambda state: state["requests"].extend(state["requests"][:]), "has 2 requests; .* config has 1"),
     ],
 )
 def test_a_snapshot_that_cannot_be_shown_is_refused(spoil, reason):
