@@ -1,4 +1,4 @@
-"""The commands of the README, as printed and in their order, in a shell in an empty folder with a tiny job.
+"""The commands of the README, as printed and in their order, in an empty folder with a tiny job.
 
 `make demo` and `make test` are targets of the Makefile (tests/house/test_docs.py), and the files of
 `docker compose up` are checked in tests/house/test_containers.py; they take minutes, or need docker.
@@ -6,6 +6,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,10 @@ import httpx
 import pytest
 import tomli
 import tomli_w
+from typer.testing import CliRunner
 
 from service_kit.own_process import READY
+from trainer_backend.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,17 +71,22 @@ def test_every_command_of_the_readme_is_run_here_or_has_its_test_elsewhere():
     assert set(COMMANDS) == ELSEWHERE | PRINTS.keys() | {SERVICE}
 
 
-def test_the_commands_of_the_readme_work_one_after_the_other_as_printed(folder: Path):
+def test_the_commands_of_the_readme_work_one_after_the_other_as_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In this process, which has imported torch already; the shell starts the trainer below."""
+    monkeypatch.chdir(folder)
+    for name in os.environ.keys() - ENVIRON.keys():
+        monkeypatch.delenv(name)
     for command in filter(PRINTS.__contains__, COMMANDS):
         line = command
         if "RUN RUN" in line:
             shutil.copytree(folder / "runs/my", folder / "runs/other")
         for name, value in NAMED.items():
             line = line.replace(name, value)
-        done = subprocess.run(
-            ["bash", "-c", line], check=False, cwd=folder, env=ENVIRON, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{line}: {done.stderr}"
+        program, *words = shlex.split(line)
+        done = CliRunner().invoke(app, words)
+        assert (program, done.exit_code) == ("turnwise", 0), f"{line}: {done.output}"
         assert PRINTS[command] in done.stdout, f"{line}: {done.stdout}"
 
 

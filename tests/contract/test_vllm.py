@@ -11,7 +11,7 @@ from task_app.policies.openai_config import OpenAIConfig
 from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
-from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
+from tests.trainer_backend.inference.fake_vllm_environment import fake_environment, hosted
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -94,7 +94,8 @@ def test_a_server_that_the_run_starts_loses_no_rollout_when_it_dies_or_fails_and
     }
     lora = None if cluster is None else LoraTable(rank=2)
     job = vllm_job(folder, **own).model_copy(update={"cluster": cluster, "lora": lora})
-    directory, reporter, progress = train_job(job, tmp_path / "run")
+    with hosted(environment):
+        directory, reporter, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 2 and not (environment / "deadly").exists()
     for row in rows_of(directory, "iteration"):
         assert row["mismatch/logprob_max"] < 1e-4
