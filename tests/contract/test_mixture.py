@@ -1,4 +1,4 @@
-"""Whole runs with fixed policies beside the actor: HTTP, engines, objectives, a kill, files, the report."""
+"""Whole runs with fixed policies next to the actor: HTTP, engines, objectives, a kill, files, the report."""
 
 import json
 import re

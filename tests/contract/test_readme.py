@@ -47,7 +47,7 @@ TINY = {
     "training": {"iterations": 1, "group_size": 2},
     "evaluation": {"instances": 2},
 }
-# No key, as on a machine where nobody has set one.
+# No key, as on a machine where none is set.
 ENVIRON = {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_KEY_FILE"))}
 ENVIRON |= {
     "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE",
@@ -91,7 +91,7 @@ def test_the_commands_of_the_readme_work_one_after_the_other_as_printed(
 
 
 def test_the_trainer_of_the_readme_answers_this_machine_without_a_key_and_no_foreign_page(folder: Path):
-    command = f"exec {SERVICE} --port 0"  # 8100 may be in use beside the tests
+    command = f"exec {SERVICE} --port 0"  # 8100 may be in use
     process = subprocess.Popen(
         ["bash", "-c", command], cwd=folder, env=ENVIRON, stdout=subprocess.PIPE, text=True
     )

@@ -120,7 +120,7 @@ def test_a_server_that_the_run_starts_loses_no_rollout_when_it_dies_or_fails_and
             socket.create_connection(("127.0.0.1", int(address)))
 
 
-def test_an_update_that_nobody_can_serve_is_saved_before_the_run_ends(model_folders, tmp_path):
+def test_an_update_that_no_server_takes_is_saved_before_the_run_ends(model_folders, tmp_path):
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
         fake.loads_at_most = 2  # the weights of the start, and those of iteration 1
@@ -148,7 +148,7 @@ def test_an_address_that_is_no_vllm_is_refused_before_anything_is_played(model_f
     [
         (None, {"urls": ("http://h:1",)}, 480),
         (ClusterTable(), {"urls": ("http://h:1",)}, 480),
-        (None, {"vllm_python": "python"}, 780),  # a server of the run's own may be started anew
+        (None, {"vllm_python": "python"}, 780),  # a server of the run's own may be restarted
         (None, {"urls": ("http://h:1",), "replica_wait_s": 86_400}, 3600),
     ],
 )
