@@ -500,7 +500,13 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
         ({"word": "round"}, "the prompt of decision . is another one"),
     ):
         other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"env_config": config})})
-        refused(TaskAppError, f"{told}.*was played in another environment than the task app has", job=other)
+        refused(
+            TaskAppError,
+            f"{told}.*was played in another environment than the task app has",
+            job=other,
+            decisions=2,
+            continuations=2,
+        )
     with pytest.raises(RunDirectoryError, match="is the truth of run 'tiny"):
         TruthFile.read(measure(run).file.path, replace(trained[0]))
     with pytest.raises(RunDirectoryError, match=r"other returns, with gamma = 0\.8 instead of 0\.5"):
