@@ -13,6 +13,7 @@ Source: Hu et al., LoRA, arXiv:2106.09685.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from inspect import getsource
 from typing import Any
 
@@ -73,9 +74,15 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
-    if f"self.{own}.weight" in getsource(type(model.get_submodule(parent))):
+    if f"self.{own}.weight" in _source(type(model.get_submodule(parent))):
         return "whose weight its layer reads directly, without the adapter"
     return None
+
+
+@cache
+def _source(kind: type) -> str:
+    """Return the source of a class. `getsource` parses its whole file, and a model has many layers of one."""
+    return getsource(kind)
 
 
 def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
