@@ -7,11 +7,12 @@ import httpx
 import pytest
 
 from tests.browser.watched import DESKTOP, PHONE, Watched
-from tests.conftest import tiny_job
+from tests.conftest import TASK_APP_KEY, at_the_task_app, tiny_job
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import settings_for
 from tests.trainer_backend.pages.hand_made import empty_run, small_run
 from tests.trainer_backend.pages.shown import numbered_run
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs
 
@@ -28,7 +29,10 @@ def service(chromium, tmp_path_factory, trained):
     word = "a_word_without_a_blank" * 6
     empty_run(tiny_job(job__name=word[:50], services__task_plugins=[f"/{word}.py"]), folder / "long")
     write_state(folder / "long", RunState("failed", 17, code="advantage_undefined", detail=f"{word}: {word}"))
-    with on_a_port(settings_for(folder)) as (url, service):
+    run = open_run(folder / "trained")
+    run.replace_job(at_the_task_app(run.job()))  # plays its episodes again; one of its own takes seconds
+    with pytest.MonkeyPatch.context() as environ, on_a_port(settings_for(folder)) as (url, service):
+        environ.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
         service.watcher.look(everything=True)
         yield url, service
 

@@ -1,4 +1,4 @@
-"""A job with [cluster]: its learner and its engine are killed, at last its gateway and the orchestrator."""
+"""A job with [cluster]: its learner and its gateway are killed, at last the orchestrator."""
 
 import subprocess
 import sys
@@ -38,8 +38,8 @@ MIXED = {
 }
 
 
-pytestmark = pytest.mark.timeout(480)  # eight processes start, six of them with an import of torch
-ROLES = ("learner.process", "processes.gateway_process", "processes.engine_process", "task_app")
+pytestmark = pytest.mark.timeout(480)  # six processes start, four of them with an import of torch
+ROLES = ("learner.process", "processes.gateway_process", "task_app")
 # The whole run ends with its second iteration, and the other one is killed in its third.
 LONGER = {"training__iterations": 50, "evaluation__every_n_iters": 2}
 
@@ -67,9 +67,8 @@ def seen(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         keys = SHORT | FORKED | MIXED | {"rollout_only": fixed_policies(near, server.url)}
         whole, _, _ = train_job(exact_job(**keys), folder / "whole")
         mixed = exact_job(**keys | LONGER)
-        inference = mixed.inference.model_copy(update={"own_process": True})
         job = folder / "job.toml"
-        job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable(), "inference": inference})))
+        job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable()})))
         lines, commands, left = killed(job, folder / "run")
     return Seen(whole, open_run(folder / "run"), lines, commands, left)
 
@@ -92,10 +91,7 @@ def killed(job: Path, run: Path) -> tuple[list[str], list[str], list[str]]:
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 family[child] = " ".join(child.cmdline())
         process.kill()
-        for child, words in family.items():
-            if "processes.gateway_process" in words:
-                child.kill()  # at the same moment: the parent of the engine
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=20)
     return lines, list(family.values()), [family[one] for one in alive]
 
 
@@ -118,7 +114,7 @@ def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bi
     assert lines_told[-1].endswith("torch: False"), "the orchestrator needs none"
     lost = "the learner's process has ended with SIGKILL (often the system, short of memory) in the call "
     assert lost in told and "the run goes on from its newest checkpoint (1 of 3)" in told
-    assert "gateway_0 ended with exit code 1, and is started again" in told, "its engine was killed"
+    assert "gateway_0 ended with SIGKILL (often the system, short of memory), and is started again" in told
     states = [line.removeprefix("learner: ") for line in lines_told if line.startswith("learner: ")]
     assert states == ["starting", "serving", "lost", "starting", "serving"]
     for number in (1, 2):
