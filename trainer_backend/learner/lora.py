@@ -74,7 +74,8 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
-    if f"self.{own}.weight" in _source(type(model.get_submodule(parent))):
+    kind: type = type(model.get_submodule(parent))
+    if f"self.{own}.weight" in _source(kind):
         return "whose weight its layer reads directly, without the adapter"
     return None
 
