@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,8 @@ def judge_gradient(
 
 def judge_cosines(ranks: Ranks) -> dict[str, float]:
     """Cosines between gradients, of weights that are shared out, and of whole copies, which count once."""
-    folder, given, rng = ranks.of_every_rank(Path(tempfile.mkdtemp()))[0], episodes(), random.Random(4)
+    folder, given = ranks.of_every_rank(Path(tempfile.mkdtemp()))[0], episodes(count=9)
+    rng = random.Random(4)
     if ranks.is_first:
         save_model_folder(folder, *tiny_model())
     ranks.of_every_rank(0)
@@ -336,7 +338,24 @@ OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
 }
 
 
-def judge_all(out: Path, names: Sequence[str]) -> NoReturn:
+def judge_all(out: Path, names: Sequence[str], count: int) -> int:
+    """Fork the ranks, which share the imports of this process; 0 when all of them have ended well."""
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kit.free_port())}
+    ranks = []
+    for rank in range(count):
+        if not (pid := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            try:
+                judge(out, names)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        ranks.append(pid)
+    return max(os.waitpid(pid, 0)[1] for pid in ranks)
+
+
+def judge(out: Path, names: Sequence[str]) -> NoReturn:
     """Be a rank: make every case together with the others, then the first one alone, and compare them."""
     torch.set_num_threads(1)
     ranks = join_ranks()
@@ -399,9 +418,8 @@ def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         words = [word for case in cases for word in ("--case", case)]
-        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-        command = (*command, "-m", "bench.study_ranks", "--judge", str(out), *words)
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        command = (sys.executable, "-m", "bench.study_ranks", "--judge", str(out), "--count", str(count))
+        subprocess.run((*command, *words), check=True, stderr=subprocess.DEVNULL)
         found: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
@@ -453,11 +471,12 @@ FAULTS: dict[str, tuple[Callable[[psutil.Process], None], float, type[TrainerErr
 def main() -> int:
     options = kit.options(
         __doc__,
-        ("--judge", Path, "be a rank; used by the script itself"),
+        ("--judge", Path, "be all ranks; used by the script itself"),
+        ("--count", 2, "of ranks, for --judge"),
         ("--case", [], "for --judge; default: all"),
     )
     if options.judge:
-        judge_all(options.judge, options.case)
+        return int(judge_all(options.judge, options.case, options.count) != 0)
     held = 0
     found: dict[str, Any] = {"ranks": {}, "faults": {}}
     for count in (2, 3):

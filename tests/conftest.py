@@ -161,7 +161,12 @@ TASK_APP_KEY = SecretStr("the-task-app-of-the-tests")
 
 
 def task_app_thread(
-    *, host: str = "127.0.0.1", port: int = 0, interactions: Path | None = None, calls: Sequence[str] = ()
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    interactions: Path | None = None,
+    calls: Sequence[str] = (),
+    plugins: Sequence[Path] = (),
 ) -> ServerThread:
     """A task app for `TASK_APP_KEY`, on a thread of this process.
 
@@ -171,6 +176,7 @@ def task_app_thread(
     from shared_schemas.urls import LOOPBACK
     from task_app.app import create_app
     from task_app.interactions.config_file import load_interactions
+    from task_app.operator_plugins import with_plugins
     from task_app.plugins import default_plug_boards
     from task_app.settings import Settings
 
@@ -179,7 +185,7 @@ def task_app_thread(
         interaction_config_path=interactions,
         allowed_inference_hosts=(*LOOPBACK, *calls),
     )
-    boards = default_plug_boards()
+    boards = with_plugins(default_plug_boards(), plugins)
     if interactions is not None:
         boards = replace(boards, interactions=load_interactions(interactions, settings))
     return ServerThread(create_app(settings, boards=boards), Listener(host, port))
@@ -206,6 +212,14 @@ def at_the_task_app(job: JobConfig, url: str = "") -> JobConfig:
     url = url or task_app(job.multi_turn.interaction_config_path)
     services = job.services.model_copy(update={"task_url": (url,), "task_api_key": TASK_APP_KEY})
     return job.model_copy(update={"services": services})
+
+
+@contextmanager
+def with_its_plugins(job: JobConfig) -> Iterator[JobConfig]:
+    """The job at a task app that has its plug-ins, on a thread: a process of its own costs seconds."""
+    with task_app_thread(plugins=job.services.task_plugins, calls=(ELSEWHERE,)) as url:
+        services = job.services.model_copy(update={"task_plugins": ()})
+        yield at_the_task_app(job.model_copy(update={"services": services}), url)
 
 
 def train_job(

@@ -6,32 +6,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
-from tests.conftest import tiny_job
+from tests.browser.watched import DESKTOP, PHONE, Watched
+from tests.conftest import TASK_APP_KEY, at_the_task_app, tiny_job
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import settings_for
 from tests.trainer_backend.pages.hand_made import empty_run, small_run
 from tests.trainer_backend.pages.shown import numbered_run
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
 
 JOB = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        # Root in a container has no sandbox; the pages under test are our own.
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory, trained):
+def service(chromium, tmp_path_factory, trained):
     """A run that was trained for real, one whose texts are attacks, and one with long words that failed."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(trained[0].path, folder / "trained")
@@ -40,7 +29,10 @@ def service(tmp_path_factory, trained):
     word = "a_word_without_a_blank" * 6
     empty_run(tiny_job(job__name=word[:50], services__task_plugins=[f"/{word}.py"]), folder / "long")
     write_state(folder / "long", RunState("failed", 17, code="advantage_undefined", detail=f"{word}: {word}"))
-    with on_a_port(settings_for(folder)) as (url, service):
+    run = open_run(folder / "trained")
+    run.replace_job(at_the_task_app(run.job()))  # plays its episodes again; one of its own takes seconds
+    with pytest.MonkeyPatch.context() as environ, on_a_port(settings_for(folder)) as (url, service):
+        environ.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
         service.watcher.look(everything=True)
         yield url, service
 
@@ -51,7 +43,7 @@ def ids(service):
     return {job.run_dir.rpartition("/")[2]: job.id for job in found}
 
 
-def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_else(browser, service, ids):
+def test_every_page_fits_its_window_without_complaints_and_asks_no_other_server(browser, service, ids):
     run = f"/runs/{ids['trained']}"
     paths = [
         "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
@@ -332,7 +324,7 @@ def test_lost_rollouts_are_shown_alone_and_others_by_their_length(browser, servi
     assert seen.complaints == []
 
 
-def test_without_scripts_runs_are_narrowed_and_compared(browser, service, ids):
+def test_without_scripts_runs_are_narrowed_and_compared_and_pages_read(browser, service, ids):
     seen = Watched(browser, service[0], java_script_enabled=False)
     seen.go("/?sort=name")
     page = seen.page
@@ -343,13 +335,9 @@ def test_without_scripts_runs_are_narrowed_and_compared(browser, service, ids):
     assert page.locator("tbody .name a").count() == 1 and "sort=name" in page.url
     page.locator("noscript button").first.click()
     assert page.locator("h1").inner_text() == "2 runs side by side"
-
-
-def test_without_scripts_pages_can_be_read_and_paged(browser, service, ids):
-    seen = Watched(browser, service[0], java_script_enabled=False)
     seen.go(f"/runs/{ids['trained']}/rollouts/train/1/0/0")
-    seen.page.locator(".pager a[rel=next]").click()
-    assert seen.page.locator("#decision-title").inner_text().startswith("Decision 2")
+    page.locator(".pager a[rel=next]").click()
+    assert page.locator("#decision-title").inner_text().startswith("Decision 2")
 
 
 def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(browser, service):
@@ -368,7 +356,7 @@ def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(brows
     page.locator("text=Start the job").click()
     page.locator(".state.running").wait_for()
     job = jobs.get(behind.store, page.url.rpartition("/")[2])
-    for number in (1, 2):  # nobody reloads: the page follows
+    for number in (1, 2):  # without a reload: the page follows
         with open(f"{job.run_dir}/iterate", "w"):
             pass
         page.locator("#head", has_text=f"{number} of 3 iterations").wait_for()
@@ -434,22 +422,7 @@ def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browse
         assert seen.complaints == []
 
 
-def test_a_page_whose_session_has_ended_asks_for_the_key_again(browser, tmp_path):
-    key = "a-key-of-forty-characters-or-something"
-    with on_a_port(settings_for(tmp_path, environ={"TRAINER_API_KEY": key})) as (url, _):
-        with httpx.Client(base_url=url, headers={"X-API-Key": key}) as http:
-            job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
-        seen = Watched(browser, url, refused=(401,))
-        seen.go(f"/runs/{job_id}")
-        seen.page.locator("input[name=key]").fill(key)
-        seen.page.locator("button").click()
-        seen.page.locator(".state.running").wait_for()
-        seen.page.context.clear_cookies()
-        seen.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # who comes back to it
-        seen.page.locator("input[name=key]").wait_for()
-
-
-def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):
+def test_where_there_is_a_key_a_person_logs_in_with_it_and_again_after_the_session(browser, tmp_path):
     key = "a-key-of-forty-characters-or-something"
     with on_a_port(settings_for(tmp_path, environ={"TRAINER_API_KEY": key})) as (url, _):
         seen = Watched(browser, url, refused=(401,), viewport=PHONE)
@@ -458,8 +431,15 @@ def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):
         seen.page.locator("input[name=key]").fill("wrong")
         seen.page.locator("button").click()
         assert "not the key" in seen.page.locator("[role=alert]").inner_text()
-        seen.page.locator("input[name=key]").fill("a-key-of-forty-characters-or-something")
+        seen.page.locator("input[name=key]").fill(key)
         seen.page.locator("button").click()
         seen.page.locator("h1", has_text="Runs").wait_for()
         assert seen.page.url.endswith("/?state=ended")
+        with httpx.Client(base_url=url, headers={"X-API-Key": key}) as http:
+            job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
+        seen.go(f"/runs/{job_id}")
+        seen.page.locator(".state.running").wait_for()
+        seen.page.context.clear_cookies()
+        seen.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # who comes back to it
+        seen.page.locator("input[name=key]").wait_for()
         assert seen.complaints == []

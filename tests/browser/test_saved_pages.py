@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
+from tests.browser.watched import DESKTOP, PHONE, Watched
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from tests.trainer_backend.pages.test_report import grey_frames
@@ -12,8 +12,6 @@ from trainer_backend.credit.recredit import agreement_page
 from trainer_backend.pages.compare import read_sides, write_comparison
 from trainer_backend.pages.report import write_report
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
 BLANK = "all => all.filter(c => !c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(Boolean))"
 SIZE = "all => all.map(canvas => canvas.width / canvas.clientWidth)"
 
@@ -32,17 +30,15 @@ def pages(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module")
-def opened(pages):
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield partial(Watched, browser, "", offline=True), pages
-        browser.close()
+@pytest.fixture
+def watched(browser):
+    return partial(Watched, browser, "", offline=True)
 
 
 @pytest.mark.parametrize("name", ["run", "comparison", "agreement"])
-def test_a_saved_page_draws_all_its_charts_from_the_file_alone_in_every_scheme_and_on_paper(opened, name):
-    watched, pages = opened
+def test_a_saved_page_draws_all_its_charts_from_the_file_alone_in_every_scheme_and_on_paper(
+    watched, pages, name
+):
     for viewport, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
         seen = watched(viewport=viewport, color_scheme=scheme)
         asked = []
@@ -61,8 +57,7 @@ def test_a_saved_page_draws_all_its_charts_from_the_file_alone_in_every_scheme_a
         assert seen.complaints == []
 
 
-def test_on_paper_a_chart_is_finer_and_dark_on_white(opened):
-    watched, pages = opened
+def test_on_paper_a_chart_is_finer_and_dark_on_white(watched, pages):
     seen = watched(viewport=DESKTOP, color_scheme="dark")
     seen.go(pages["run"])
     canvas = seen.page.locator("[data-chart=outcome] canvas")

@@ -3,22 +3,10 @@
 import httpx
 import pytest
 
-from tests.browser.watched import CHROMIUM, FITS, PHONE
+from tests.browser.watched import FITS, PHONE
 from tests.conftest import TASK_APP_KEY, task_app
 
 KEY = TASK_APP_KEY.get_secret_value()
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        # Root in a container has no sandbox; the page under test is our own.
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +25,8 @@ def step(http, env_id, *actions):
 
 def test_without_the_key_the_browser_asks_for_a_password_and_shows_nothing(browser, game):
     _, _, url = game
-    # Headless, nobody can type one: the browser gives up where a window would open.
-    with pytest.raises(playwright.Error, match="ERR_INVALID_AUTH_CREDENTIALS"):
+    # Headless, none can be typed: the browser gives up where a window would open.
+    with pytest.raises(Exception, match="ERR_INVALID_AUTH_CREDENTIALS"):
         browser.new_page().goto(url)
     wrong = browser.new_context(http_credentials={"username": "me", "password": "wrong"})
     assert wrong.new_page().goto(url).status == 401
@@ -62,7 +50,7 @@ def test_the_page_follows_the_game_and_says_when_it_is_gone(browser, game):
     assert page.locator("img").evaluate("image => getComputedStyle(image).imageRendering") == "pixelated"
 
     step(http, env_id, "move_down", "move_right", "do")
-    page.locator(".again").wait_for()  # nobody reloads: the page asks for itself
+    page.locator(".again").wait_for()  # without a reload: the page asks by itself
     assert page.locator("tbody tr").count() == 2
 
     http.post("/env/terminate", json={"env_id": env_id})

@@ -1,5 +1,5 @@
 """`python -m tests.contract.cluster_run JOB.toml RUN STAGE`: train; kill the learner once at a stage, and the
-engine of the first gateway once it has played a rollout of training.
+gateway once it has played a rollout of training.
 
 Each stage is told with whether this process, the orchestrator, has imported torch.
 """
@@ -14,23 +14,21 @@ from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
 
-LEARNER, ENGINE = b"trainer_backend.learner.process", b"trainer_backend.processes.engine_process"
+LEARNER, GATEWAY = b"trainer_backend.learner.process", b"trainer_backend.processes.gateway_process"
 
 
-def kill(module: bytes, parent: int) -> None:
-    """Kill what runs a module below a process."""
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+def kill(module: bytes) -> None:
+    """Kill the child that runs a module."""
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
         if module in Path(f"/proc/{child}/cmdline").read_bytes():
             os.kill(int(child), signal.SIGKILL)
-        else:
-            kill(module, int(child))
 
 
 class Killing:
     """Prints the lines of a run."""
 
     def __init__(self, stage: str) -> None:
-        self._stages = {stage: LEARNER, "collect 1": ENGINE}
+        self._stages = {stage: LEARNER, "collect 1": GATEWAY}
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -41,7 +39,7 @@ class Killing:
     def stage(self, name: str, done: int, total: int) -> None:
         self.say(f"stage: {name}, torch: {'torch' in sys.modules}")
         if name in self._stages and done < total and (done or name.startswith("update")):
-            kill(self._stages.pop(name), os.getpid())
+            kill(self._stages.pop(name))
 
     def metrics(self, row: dict[str, object], line: str) -> None: ...
 

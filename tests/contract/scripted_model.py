@@ -40,7 +40,7 @@ class ScriptedEngine:
     """Samples the words of a script; `seen` holds its requests in order.
 
     Args:
-        by_character: an id for each character, as no tokenizer would write it: whoever tokenises an
+        by_character: an id for each character, as no tokenizer would write it: tokenising an
             answer again gets other ids.
         real: whose log-probs the tokens have; without it they are made up.
     """

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import InteractionSpec
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from trainer_backend import job_parts
-from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import read_row_id
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet, read_data
@@ -62,6 +62,10 @@ def on_documents(**overrides: object) -> JobConfig:
     return job_on_sums(**given, **overrides)
 
 
+def planner(job: JobConfig, data: DataSet | None) -> Planner:
+    return job_parts.planner(job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data)
+
+
 def groups(directory, name: str) -> dict[str, set[str]]:
     """By group, what its siblings were asked."""
     found: dict[str, set[str]] = {}
@@ -82,8 +86,7 @@ def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
     for iteration in (1, 2):
         for group_id, asked in groups(directory, f"iteration_{iteration}").items():
             assert asked == {data.by_id[read_row_id(group_id)].question}
-        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-        again = job_parts.planner(directory.job(), "another", inference, data).training(iteration)
+        again = planner(directory.job(), data).training(iteration)
         assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
     assert data.notes[0] in reporter.lines
 
@@ -92,7 +95,7 @@ def test_the_interaction_scores_every_answer_by_the_truth_of_its_row(run):
     directory, _, _ = run
     stored = read_rollouts(directory.rollouts_file("iteration_1"))
     steps = [step for rollout in stored for step in rollout.trajectory.steps]
-    # An untrained model may write a call that cannot be read: no answer, so nobody is asked.
+    # An untrained model may write a call that cannot be read: no answer, so the interaction is not asked.
     answers = [step for step in steps if step.step_info.invalid_reason is None]
     assert len(answers) > len(steps) / 2
     for step in steps:
@@ -119,13 +122,10 @@ async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anythin
     said: list[str] = []
     job = on_documents()
     async with job_parts.task_apps(at_the_task_app(job), tmp_path / "task_app.log", tell=said.append) as apps:
-        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for mode in ("decision_stepwise", "env_sparse"):
             training = job.training.model_copy(update={"step_rewards_mode": mode})
-            planner = job_parts.planner(
-                job.model_copy(update={"training": training}), "run.1", inference, with_a_document(1)
-            )
-            await try_job(planner, apps, from_scratch=False)
+            plan = planner(job.model_copy(update={"training": training}), with_a_document(1))
+            await try_job(plan, apps, from_scratch=False)
     (told,) = said
     assert told.startswith("training.step_rewards_mode = 'decision_stepwise' pays nothing in 'documents'")
 
@@ -183,13 +183,16 @@ def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
     data = job.data.model_copy(update={**keys, "held_out_share": None})
     training = job.training.model_copy(update={"iterations": 3})
     evaluation = job.evaluation.model_copy(update={"instances": len(numbers)})
-    job = job.model_copy(update={"data": data, "training": training, "evaluation": evaluation})
+    keys = {"data": data, "training": training, "evaluation": evaluation}
+    stored = job.model_copy(update=keys)
+    job = at_the_task_app(stored)
     finished = job.model_copy(update={"training": directory.job().training})
     asyncio.run(run_job(finished, directory, ListReporter(), resume=True, accept_data=True))
     with pytest.raises(DataError):  # nothing was left to play, so nothing was accepted
         asyncio.run(run_job(job, directory, ListReporter(), resume=True))
     reporter = ListReporter()
     asyncio.run(run_job(job, directory, reporter, resume=True, accept_data=True))
+    directory.replace_job(stored)  # without the place where it was played
     said = "\n".join(reporter.lines)
     leak = f"1 of {len(numbers)} held-out rows ask what the run trained on"
     assert leak in said
@@ -202,7 +205,7 @@ def test_accepted_rows_are_told_of_wherever_their_figures_are(run, tmp_path):
     told = doubts([first, second])
     assert any(leak in line for line in told) and any("set different tasks" in line for line in told)
     player = Checkpoint(latest_checkpoint(directory.checkpoints))
-    result = asyncio.run(evaluate(at_the_task_app(job), player, run=directory.path))
+    result = asyncio.run(evaluate(job, player, run=directory.path))
     assert result.setting["since the run began"] == leak
 
 
@@ -251,8 +254,7 @@ def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose
 def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
     async def ask() -> None:
         async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
-            inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-            await try_job(job_parts.planner(job, "run.1", inference, data), apps, from_scratch=True)
+            await try_job(planner(job, data), apps, from_scratch=True)
 
     with pytest.raises((JobError, DataError)) as found:
         asyncio.run(ask())
@@ -309,7 +311,7 @@ def test_a_truth_that_is_no_number_is_told_under_any_name_of_the_interaction_tha
     assert "rows.jsonl: lines 1, 2, 3, 2, 3: 5 rows have no ground truth" in told_of(job, data, tmp_path)
 
 
-def test_an_interaction_that_nobody_would_ask_is_told_before_anything_is_played(tmp_path):
+def test_an_interaction_that_would_never_be_asked_is_told_before_anything_is_played(tmp_path):
     job = job_on_sums(rollout__env_name="documents")
     rows = tuple(
         replace(row, interaction=InteractionSpec(name="gsm8k")) for row in with_a_document(1).training
@@ -336,11 +338,9 @@ async def test_the_job_s_own_task_app_takes_its_largest_row(tmp_path):
     job = on_documents()
     data = with_a_document(400_000)
     async with job_parts.task_apps(job, tmp_path / "task_app.log", data=data) as apps:
-        planner = job_parts.planner(
-            job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data
-        )
-        await try_job(planner, apps, from_scratch=False)
-        await apps.serving[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
+        plan = planner(job, data)
+        await try_job(plan, apps, from_scratch=False)
+        await apps.serving[0].submit([plan.largest()])  # 2.4 MB, and it does not answer with 413
 
 
 def test_interactions_that_no_row_is_for_are_refused():
@@ -359,8 +359,5 @@ async def test_every_document_of_the_repository_is_taken_by_the_environment_that
     data = job_parts.data(job)
     assert data is not None
     async with job_parts.task_apps(at_the_task_app(job), tmp_path / "task_app.log") as apps:
-        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for row in (*data.training, *data.evaluation):
-            await try_job(
-                job_parts.planner(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False
-            )
+            await try_job(planner(job, DataSet((row,), (row,))), apps, from_scratch=False)

@@ -81,7 +81,7 @@ def test_the_learner_finds_the_log_probs_that_were_sampled(run):
     assert row["mismatch/logprob_max"] < 1e-4
 
 
-def test_recredit_scores_the_operators_estimator_beside_ours(run, tmp_path):
+def test_recredit_scores_the_operators_estimator_next_to_ours(run, tmp_path):
     names = ("own_reward", "stepwise", "rloo")
     options = [word for name in names for word in ("--advantage", name)]
     done = CliRunner().invoke(app, ["recredit", str(run.path), *options, "--out", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""A warm-up on a model of somebody else's: its key comes from the environment and goes nowhere else."""
+"""A warm-up on a foreign model: its key comes from the environment and goes nowhere else."""
 
 import asyncio
 

@@ -1,9 +1,9 @@
-"""A job that is trained on a user's reward function: its own task app, a child process, r_t, metrics."""
+"""A job that is trained on a user's reward function: a child process, r_t, metrics."""
 
 import pytest
 
 from shared_schemas.rewards import StepRewards, StepRewardsMode, reward_vector
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import rows_of, tiny_job, train_job, with_its_plugins
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.job.load import parse_job
@@ -34,7 +34,8 @@ def run(tmp_path_factory):
         warmup__min_outcome_reward=101.0, warmup__epochs=1, training__step_rewards_enabled=False,
         training__iterations=1, evaluation__instances=2,
     )  # fmt: skip
-    directory, reporter, progress = train_job(job, folder / "run")
+    with with_its_plugins(job) as there:
+        directory, reporter, progress = train_job(there, folder / "run")
     assert progress.iteration == 1
     return directory, reporter
 
@@ -103,7 +104,7 @@ def test_inspect_shows_what_was_said_and_what_did_not_fit(run, capsys):
     assert "warning:" in shown and "no base_reward" in shown
 
 
-def test_the_job_says_that_a_score_trains_nothing_beside_decision_rewards():
+def test_the_job_says_that_a_score_trains_nothing_with_decision_rewards():
     document = {
         "model": {"preset": "tiny-0.3m"},
         "rollout": {"reward_function": "lively"},

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import rows_of, tiny_job, warmed_up
 from trainer_backend import job_parts
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
@@ -142,53 +143,11 @@ def test_no_key_is_written_anywhere(trained):
     assert not any("key" in line for line in reporter.lines)
 
 
-def test_a_kl_term_holds_the_policy_near_its_reference(trained, tmp_path: Path):
-    job = tiny_job(
-        **warmed_up(trained), training__kl_coef=0.1, training__iterations=1, evaluation__instances=1
-    )
-    _, reporter, progress = train_job(job, tmp_path / "kl")
-    assert progress.iteration == 1
-    assert "loss/kl" in reporter.rows[-2]
-
-
-def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(trained, tmp_path: Path):
-    path = tmp_path / "job.toml"
-    short = {"rollout__episodes_per_batch": 4, "rollout__max_turns": 2, "evaluation__instances": 1}
-    path.write_text(dump_job(tiny_job(**warmed_up(trained), **short, training__iterations=500)))
-    run = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--dashboard"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    child_url = page_url = ""
-    two_done = False
-    with process:
-        assert process.stdout is not None
-        for (
-            line
-        ) in process.stdout:  # wait, by its own output, until an iteration is done and can be looked at
-            if "task app: " in line:
-                child_url = line.split("task app: ")[1].strip()
-            if line.startswith("dashboard: "):
-                page_url = line.split("dashboard: ")[1].strip()
-            two_done = two_done or "iteration 2 " in line
-            if two_done and page_url:
-                break
-        assert _listening(page_url)
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-    assert process.returncode == 130
-    assert STOPPING in rest
-    assert "continue with: turnwise train --resume" in " ".join(rest.split())
-    latest = latest_checkpoint(run / "checkpoints")
-    assert latest is not None
-    assert json.loads((latest / "state.json").read_text())["iteration"] >= 2
-    assert not _listening(child_url)
-    assert not _listening(page_url)
-
-
 @pytest.mark.timeout(120)
-def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_what_is_finished(trained, tmp_path: Path):
+def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_and_leaves_nothing_running(
+    trained, tmp_path: Path
+):
+    """`run/test_stopping.py` has the other signals."""
     path, run = tmp_path / "job.toml", tmp_path / "run"
     short = {"rollout__episodes_per_batch": 4, "rollout__max_turns": 2, "evaluation__instances": 1}
     path.write_text(dump_job(tiny_job(**warmed_up(trained), **short, training__iterations=500)))
@@ -196,12 +155,17 @@ def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_what_is_fini
     def texts() -> list[str]:
         return [line.text for line in read_log(run)[0]]
 
+    words = ("train", str(path), "--run", str(run), "--dashboard", "--no-report")
     with subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--no-report"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-m", "trainer_backend", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        process.stdout.readline()
+        urls = {"task app": "", "dashboard": ""}
+        while not all(urls.values()):
+            name, _, url = process.stdout.readline().strip().rpartition(": ")
+            urls |= {known: url for known in urls if name.endswith(known)}
+        assert "tiny" in httpx.get(urls["dashboard"], headers={"Accept": "text/html"}).text
         process.stdout.close()  # as `head -1` does
         while not any(text.startswith("iteration 2 of 500  ") for text in texts()):
             with suppress(subprocess.TimeoutExpired):
@@ -209,6 +173,7 @@ def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_what_is_fini
             assert process.poll() is None
         process.send_signal(signal.SIGHUP)
     assert process.returncode == 130
+    assert not any(map(_listening, urls.values()))
     latest = latest_checkpoint(run / "checkpoints")
     assert latest is not None
     last = (
@@ -262,7 +227,7 @@ def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
 
 
 def _wait_until_gone(url: str) -> None:
-    """The child notices that its stdin closed; nobody tells us when."""
+    """The child notices that its stdin closed; no one tells us when."""
     deadline = time.monotonic() + 60
     while _listening(url):
         assert time.monotonic() < deadline

@@ -5,13 +5,22 @@ import math
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import ListReporter, decisions_by_turn, rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import (
+    ListReporter,
+    decisions_by_turn,
+    rows_of,
+    tiny_job,
+    train_job,
+    warmed_up,
+    with_its_plugins,
+)
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError
+from trainer_backend.job.schema import CurriculumTable
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 GAMMA = 0.9
@@ -131,7 +140,11 @@ async def test_an_environment_that_cannot_be_kept_is_told_before_anything_is_pla
         for estimator in ("stepwise", "branch")
     )
     gateway = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-    async with job_parts.task_apps(branch, tmp_path / "task_app.log") as apps:
-        await try_job(job_parts.planner(stepwise, "run", gateway), apps, from_scratch=False)
-        with pytest.raises(JobError, match=r"^algorithm\.advantage: .*no snapshot\(\) and restore\(\)"):
-            await try_job(job_parts.planner(branch, "run", gateway), apps, from_scratch=False)
+    frontier = stepwise.model_copy(update={"curriculum": CurriculumTable(share=0.5)})
+    with with_its_plugins(branch) as there:
+        async with job_parts.task_apps(there, tmp_path / "task_app.log") as apps:
+            await try_job(job_parts.planner(stepwise, "run", gateway), apps, from_scratch=False)
+            with pytest.raises(JobError, match=r"^algorithm\.advantage: .*no snapshot\(\) and restore\(\)"):
+                await try_job(job_parts.planner(branch, "run", gateway), apps, from_scratch=False)
+            with pytest.raises(JobError, match=r"^curriculum\.rule: .*'forgetful' has none"):
+                await try_job(job_parts.planner(frontier, "run", gateway), apps, from_scratch=False)

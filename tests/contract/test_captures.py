@@ -5,39 +5,42 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up, with_its_plugins
 from tests.trainer_backend.terminal import atif_schema
 from trainer_backend import job_parts
 from trainer_backend.core.segments import build_segments
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.terminal.atif import make_atif
 
-# An agent with OpenAI's own client, and no word of Turnwise: three calls of one conversation, and between
-# them one of a sub-agent. It says of each call how well that went; the second got the first reward.
+# An agent that knows OpenAI's API and its variables: three calls of one conversation, and between them one of
+# a sub-agent. It says of each call how well that went; the second got the first reward.
+# `task_app/captures/test_dialects.py` has OpenAI's own client, which takes a second to import.
 AGENT = """
 import json, os, sys
-from openai import OpenAI
 import httpx
 
 task = json.load(sys.stdin)
-client = OpenAI()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+client = httpx.Client(base_url=os.environ["OPENAI_BASE_URL"], headers=key, timeout=60)
 rewards = httpx.Client(base_url=os.environ["TURNWISE_CAPTURE_URL"],
                        headers={"X-API-Key": os.environ["OPENAI_API_KEY"]})
 messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": f"Go {task['seed'] % 7}."}]
 
 
 def ask(messages):
-    reply = client.chat.completions.create(model="gpt-4o", messages=messages, temperature=0)
-    return reply, reply.choices[0].message
+    body = {"model": "gpt-4o", "messages": messages, "temperature": 0}
+    reply = client.post("/chat/completions", json=body).raise_for_status().json()
+    message = reply["choices"][0]["message"]
+    return reply["id"], {name: value for name, value in message.items() if value is not None}
 
 
 for turn in range(3):
     reply, message = ask(messages)
-    messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+    messages += [message, {"role": "user", "content": "More."}]
     if turn == 0:
         helper, _ = ask([{"role": "system", "content": "Help."}, {"role": "user", "content": "Now."}])
-        rewards.post("/rewards", json={"reward": 0.25, "response_id": helper.id}).raise_for_status()
-rewards.post("/rewards", json={"reward": len(message.content or "") / 100, "response_id": reply.id})
+        rewards.post("/rewards", json={"reward": 0.25, "response_id": helper}).raise_for_status()
+rewards.post("/rewards", json={"reward": len(message.get("content", "")) / 100, "response_id": reply})
 rewards.post("/rewards", json={"reward": task["bonus"]}).raise_for_status()
 """
 
@@ -61,7 +64,8 @@ def run(trained, tmp_path_factory):
         training__group_size=2, training__iterations=1, training__step_rewards_mode="env_sparse",
         training__batch_decisions=16, evaluation__instances=1,
     )  # fmt: skip
-    directory, _, progress = train_job(job, folder / "run")
+    with with_its_plugins(job) as there:
+        directory, _, progress = train_job(there, folder / "run")
     assert progress.iteration == 1
     return directory
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.trial import try_job
 from trainer_backend.core.starts import CurriculumKeys
 from trainer_backend.credit.inspect import episode_view
-from trainer_backend.errors import JobError
 from trainer_backend.run.curriculum import Curriculum
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import plan_id
@@ -141,6 +139,7 @@ def test_inspect_says_where_an_episode_began(run):
 
 def test_games_that_began_at_a_snapshot_are_left_out_of_forks_and_all_others_are_forked(trained, tmp_path):
     forks = {"algorithm__train_branches": True, "algorithm__fork_rule": "surprise"}
+    forks |= {"algorithm__branches_per_episode": 1}
     directory, _, progress = train_job(
         tiny_job(**warmed_up(trained), **SETTINGS, **forks, training__iterations=2), tmp_path / "run"
     )
@@ -158,20 +157,3 @@ def test_games_that_began_at_a_snapshot_are_left_out_of_forks_and_all_others_are
     assert second["forks/rollouts"] == len(branches) > 0 and second["branch/failed"] == 0.0
     places = {row["key"].partition(":")[0] for row in moments(directory, 2)}
     assert places <= games.keys(), "continuations leave no snapshots"
-
-
-FORGETFUL = """
-from tests.contract.test_branches import FORGETFUL
-exec(FORGETFUL)
-"""
-
-
-async def test_an_environment_without_snapshots_is_refused_by_name(tmp_path: Path):
-    plugins = tmp_path / "forgetful.py"
-    plugins.write_text(FORGETFUL, encoding="utf-8")
-    job = tiny_job(
-        rollout__env_name="forgetful", services__task_plugins=[str(plugins)], curriculum={"share": 0.5}
-    )
-    async with job_parts.task_apps(job, tmp_path / "task_app.log", tell=ListReporter().say) as apps:
-        with pytest.raises(JobError, match=r"^curriculum\.rule: .*'forgetful' has none"):
-            await try_job(job_parts.planner(job, "run", NOWHERE), apps, from_scratch=False)

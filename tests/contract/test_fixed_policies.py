@@ -1,4 +1,4 @@
-"""Fixed policies over real HTTP: a task app, the gateway of a job, and servers of somebody else's."""
+"""Fixed policies over real HTTP: a task app, the gateway of a job, and foreign servers."""
 
 import asyncio
 import json
@@ -155,7 +155,7 @@ def remote_job(folders: Mapping[str, Path], url: str, *, alpha: float = 0.5, **k
     return mixed_job(folders["later"], alpha=alpha, rollout__allow_truncated_sampling=True, **named)
 
 
-def test_a_server_of_somebody_elses_samples_under_the_policys_name_and_its_key_is_stored_nowhere(
+def test_a_foreign_server_samples_under_the_policys_name_and_its_key_is_stored_nowhere(
     folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("THEIR_KEY", KEY)
@@ -278,7 +278,7 @@ def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_name_and_what_wa
 def run(
     folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RunDirectory, ListReporter]:
-    """A preset that learns beside a fixed policy whose folder is a copy of its own, to be taken away."""
+    """A preset that learns next to a fixed policy whose folder is a copy of its own, to be taken away."""
     path = tmp_path_factory.mktemp("mixture")
     shutil.copytree(folders["warm"], path / "fixed")
     job = mixed_job(folders["warm"], rollout_only__model_path=str(path / "fixed"))

@@ -98,26 +98,12 @@ def test_other_rules_and_estimators_train_too(trained, tmp_path, keys):
     assert all(item["advantage"] is not None for item in decisions)
 
 
-OTHERS = {
-    "babyai": {
-        "rollout__env_config": {"text": "compact", "level": "GoToRedBallNoDists"},
-        "warmup__policy_name": "babyai_teacher", "warmup__policy_config": {},
-    },
-    "sokoban": {
-        "rollout__env_config": {"text": "compact", "size": 5, "boxes": 2},
-        "warmup__policy_name": "sokoban_teacher", "warmup__policy_config": {},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("env_name", OTHERS)
-def test_other_environments_are_forked_too(env_name, tmp_path):
-    if env_name == "babyai":
-        pytest.importorskip("minigrid")
+def test_other_environments_are_forked_too(tmp_path):
     job = tiny_job(
-        **FORKS, **OTHERS[env_name], rollout__env_name=env_name, rollout__max_turns=6, warmup__episodes=4,
-        rollout__episodes_per_batch=4, training__iterations=1, evaluation__instances=1,
-        algorithm__fork_rule="surprise",
+        **FORKS, rollout__env_name="sokoban", rollout__max_turns=6, warmup__episodes=4,
+        rollout__env_config={"text": "compact", "size": 5, "boxes": 2}, warmup__policy_config={},
+        warmup__policy_name="sokoban_teacher", rollout__episodes_per_batch=4, training__iterations=1,
+        evaluation__instances=1, algorithm__fork_rule="surprise",
     )  # fmt: skip
     directory, _, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 1

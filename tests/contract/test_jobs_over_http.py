@@ -13,7 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_job
+from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from tests.processes import ROOT, service, wait_until
 from trainer_backend.__main__ import app
 from trainer_backend.job.load import dump_job
@@ -24,7 +24,7 @@ from trainer_backend.terminal.jobs_client import JobsClient
 
 KEY = "a-key-of-the-contract-tests"
 ESTIMATOR = (ROOT / "examples/plugins/medians.py").read_text(encoding="utf-8")
-KEYS = {"TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": "k"}
+KEYS = {"TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": TASK_APP_KEY.get_secret_value()}
 
 
 @contextmanager
@@ -34,7 +34,9 @@ def trainer(folder: Path, data_dir: str = "runs") -> Iterator[tuple["subprocess.
     words = ("trainer", "--port", "0", "--data-dir", data_dir, "--plugins", "medians.py")
     with (
         (folder / "trainer.log").open("ab") as log,
-        service("trainer_backend", *words, environ=KEYS, cwd=folder, stderr=log) as (process, url),
+        service(
+            "trainer_backend", *words, environ=KEYS | {"TASK_URL": task_app()}, cwd=folder, stderr=log
+        ) as (process, url),
     ):
         yield process, JobsClient(url, {**os.environ, **KEYS})
 

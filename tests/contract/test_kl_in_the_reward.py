@@ -1,4 +1,4 @@
-"""KL in the reward for real: scored before credit, paid in r_t, stored, and credited anew from that."""
+"""KL in the reward for real: scored before credit, paid in r_t, stored, and credited again from that."""
 
 import math
 
@@ -21,7 +21,7 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module", params=["stepwise", "gae", "branch"])
+@pytest.fixture(scope="module", params=["stepwise", "branch"])
 def run(request, trained, tmp_path_factory):
     few = {"algorithm__branches_per_episode": 1} if request.param == "branch" else {}
     job = tiny_job(algorithm__advantage=request.param, **warmed_up(trained), **KEYS, **few)

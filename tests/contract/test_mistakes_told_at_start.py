@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import tiny_job
+from tests.conftest import tiny_job, with_its_plugins
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
@@ -143,12 +143,14 @@ async def test_an_environment_that_raises_is_told_with_file_and_line_before_anyt
             rollout__env_name="faulty", rollout__env_config={"kind": kind}, services__task_plugins=[FAULTY]
         ).model_copy(update={"warmup": None})
 
-    async with job_parts.task_apps(faulty("fine"), tmp_path / "task_app.log") as apps:
-        for kind in ("fine", "numpy_values"):
-            await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
-        for kind, told in FAULTS.items():
-            with pytest.raises(JobError, match=rf"^rollout\.env_name: {told} \(faulty_environment\.py:\d+\)"):
+    with with_its_plugins(faulty("fine")) as there:
+        async with job_parts.task_apps(there, tmp_path / "task_app.log") as apps:
+            for kind in ("fine", "numpy_values"):
                 await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
+            for kind, told in FAULTS.items():
+                match = rf"^rollout\.env_name: {told} \(faulty_environment\.py:\d+\)"
+                with pytest.raises(JobError, match=match):
+                    await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
 
 
 def mixed_with(table: RolloutOnlyTable) -> JobConfig:

@@ -1,4 +1,4 @@
-"""The commands of the README, as printed and in their order, in a shell in an empty folder with a tiny job.
+"""The commands of the README, as printed and in their order, in an empty folder with a tiny job.
 
 `make demo` and `make test` are targets of the Makefile (tests/house/test_docs.py), and the files of
 `docker compose up` are checked in tests/house/test_containers.py; they take minutes, or need docker.
@@ -6,6 +6,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,10 @@ import httpx
 import pytest
 import tomli
 import tomli_w
+from typer.testing import CliRunner
 
 from service_kit.own_process import READY
+from trainer_backend.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,7 +47,7 @@ TINY = {
     "training": {"iterations": 1, "group_size": 2},
     "evaluation": {"instances": 2},
 }
-# No key, as on a machine where nobody has set one.
+# No key, as on a machine where none is set.
 ENVIRON = {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_KEY_FILE"))}
 ENVIRON |= {
     "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE",
@@ -68,22 +71,27 @@ def test_every_command_of_the_readme_is_run_here_or_has_its_test_elsewhere():
     assert set(COMMANDS) == ELSEWHERE | PRINTS.keys() | {SERVICE}
 
 
-def test_the_commands_of_the_readme_work_one_after_the_other_as_printed(folder: Path):
+def test_the_commands_of_the_readme_work_one_after_the_other_as_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In this process, which has imported torch already; the shell starts the trainer below."""
+    monkeypatch.chdir(folder)
+    for name in os.environ.keys() - ENVIRON.keys():
+        monkeypatch.delenv(name)
     for command in filter(PRINTS.__contains__, COMMANDS):
         line = command
         if "RUN RUN" in line:
             shutil.copytree(folder / "runs/my", folder / "runs/other")
         for name, value in NAMED.items():
             line = line.replace(name, value)
-        done = subprocess.run(
-            ["bash", "-c", line], check=False, cwd=folder, env=ENVIRON, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{line}: {done.stderr}"
+        program, *words = shlex.split(line)
+        done = CliRunner().invoke(app, words)
+        assert (program, done.exit_code) == ("turnwise", 0), f"{line}: {done.output}"
         assert PRINTS[command] in done.stdout, f"{line}: {done.stdout}"
 
 
 def test_the_trainer_of_the_readme_answers_this_machine_without_a_key_and_no_foreign_page(folder: Path):
-    command = f"exec {SERVICE} --port 0"  # 8100 may be in use beside the tests
+    command = f"exec {SERVICE} --port 0"  # 8100 may be in use
     process = subprocess.Popen(
         ["bash", "-c", command], cwd=folder, env=ENVIRON, stdout=subprocess.PIPE, text=True
     )

@@ -11,7 +11,7 @@ from task_app.policies.openai_config import OpenAIConfig
 from tests.conftest import rows_of, train_job
 from tests.contract.test_a_named_model import short_job
 from tests.trainer_backend.inference.fake_vllm import fake_vllm
-from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
+from tests.trainer_backend.inference.fake_vllm_environment import fake_environment, hosted
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, WeightsRefused
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -94,7 +94,8 @@ def test_a_server_that_the_run_starts_loses_no_rollout_when_it_dies_or_fails_and
     }
     lora = None if cluster is None else LoraTable(rank=2)
     job = vllm_job(folder, **own).model_copy(update={"cluster": cluster, "lora": lora})
-    directory, reporter, progress = train_job(job, tmp_path / "run")
+    with hosted(environment):
+        directory, reporter, progress = train_job(job, tmp_path / "run")
     assert progress.iteration == 2 and not (environment / "deadly").exists()
     for row in rows_of(directory, "iteration"):
         assert row["mismatch/logprob_max"] < 1e-4
@@ -119,7 +120,7 @@ def test_a_server_that_the_run_starts_loses_no_rollout_when_it_dies_or_fails_and
             socket.create_connection(("127.0.0.1", int(address)))
 
 
-def test_an_update_that_nobody_can_serve_is_saved_before_the_run_ends(model_folders, tmp_path):
+def test_an_update_that_no_server_takes_is_saved_before_the_run_ends(model_folders, tmp_path):
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
         fake.loads_at_most = 2  # the weights of the start, and those of iteration 1
@@ -147,7 +148,7 @@ def test_an_address_that_is_no_vllm_is_refused_before_anything_is_played(model_f
     [
         (None, {"urls": ("http://h:1",)}, 480),
         (ClusterTable(), {"urls": ("http://h:1",)}, 480),
-        (None, {"vllm_python": "python"}, 780),  # a server of the run's own may be started anew
+        (None, {"vllm_python": "python"}, 780),  # a server of the run's own may be restarted
         (None, {"urls": ("http://h:1",), "replica_wait_s": 86_400}, 3600),
     ],
 )

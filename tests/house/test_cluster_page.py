@@ -79,7 +79,7 @@ def test_vllm_is_started_as_a_run_starts_its_own(kubernetes_job: JobConfig):
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in vllm["env"]
 
 
-def test_pods_of_a_run_see_one_disk_and_nobody_else_reaches_them():
+def test_pods_of_a_run_see_one_disk_and_nothing_else_reaches_them():
     for kind, name in (
         ("StatefulSet", "turnwise-vllm"),
         ("StatefulSet", "turnwise-learner"),

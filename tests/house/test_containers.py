@@ -154,7 +154,7 @@ def test_the_task_app_lets_itself_be_sent_to_the_trainers_gateway(tmp_path):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_no_container_writes_beside_its_volumes_or_gains_rights(name):
+def test_no_container_writes_outside_its_volumes_or_gains_rights(name):
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -172,7 +172,7 @@ def test_ports_are_published_on_this_machine_alone():
 
 
 def test_what_is_ours_is_built_and_never_pulled():
-    # With `image` beside it compose v2 asks a registry first, and two builds of one tag at a time fail.
+    # With `image` next to it compose v2 asks a registry first, and two builds of one tag at a time fail.
     for name, service in SERVICES.items():
         assert ("image" in service) != ("build" in service), name
         if name != "database":

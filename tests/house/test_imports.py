@@ -144,7 +144,7 @@ def files_of(package: str) -> list[str]:
     return [name for name in imports() if name.startswith(package + "/")]
 
 
-def beside(package: str, allowed: set[str]) -> dict[str, set[str]]:
+def outside(package: str, allowed: set[str]) -> dict[str, set[str]]:
     """The other libraries that files of a package import."""
     found = {name: libraries_of()[name] - allowed for name in files_of(package)}
     return {name: libraries for name, libraries in found.items() if libraries}
@@ -161,7 +161,7 @@ def test_packages_keep_apart():
     edge = {"service_kit", "cachetools", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
     edge |= {"aiohttp", "aiohappyeyeballs", "httptools", "httpx", "pydantic_settings", "typer", "yarl"}
     for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
-        assert beside(package, allowed) == {}
+        assert outside(package, allowed) == {}
     forbidden = {
         "task_app": {"trainer_backend", "turnwise", "torch", "transformers", "tokenizers", "sqlalchemy"},
         "trainer_backend": {"task_app", "turnwise"},
@@ -185,9 +185,11 @@ def test_the_core_does_no_io():
     assert [name for name in core if "open(" in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
-def test_the_orchestrator_and_the_command_line_know_no_torch():
+def test_the_orchestrator_the_service_and_the_command_line_know_no_torch():
     # What a run imports later it imports for [cluster] without torch: `tests/contract/test_cluster.py`.
-    code = "import sys, trainer_backend.start, trainer_backend.__main__; sys.exit('torch' in sys.modules)"
+    modules = ("start", "__main__", "jobs.server", "jobs.submission", "pages.app")
+    names = ", ".join(f"trainer_backend.{name}" for name in modules)
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -1,7 +1,5 @@
 """The client and the dispatcher against a real server on a real port that can be told to misbehave."""
 
-import socket
-
 import pytest
 from aiohttp import web
 from pydantic import SecretStr
@@ -190,15 +188,6 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
     assert lines == [
         f"{place}{told}. Another service may listen at this address, or a task app of another version."
     ]
-
-
-async def test_a_task_app_that_is_not_there_is_an_error_and_no_hang():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with TaskAppClient(url, SecretStr("k"), timeout_s=1.0) as client:
-            with pytest.raises(TaskAppError, match=url):
-                await client.about()
 
 
 async def test_an_empty_plan_asks_no_app():

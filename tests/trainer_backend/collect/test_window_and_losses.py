@@ -45,13 +45,6 @@ async def test_the_window_is_full_until_nothing_is_left_to_submit():
     assert len(found.rollouts) == 7
 
 
-async def test_with_one_place_only_one_task_app_is_asked():
-    first, second = OneByOne(), OneByOne()
-    async with served(first) as a, served(second) as b:
-        found = await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(4))
-    assert (first.running, second.running, len(found.rollouts)) == ([1, 1, 1, 1], [], 4)
-
-
 async def test_a_stage_may_be_larger_than_what_a_task_app_holds():
     task_app = OneByOne()
     async with served(task_app) as client:

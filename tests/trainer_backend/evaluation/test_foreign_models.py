@@ -22,7 +22,6 @@ from trainer_backend import learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
-from trainer_backend.job.load import dump_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -127,21 +126,13 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     assert over_the_wire.unique_by_turn == here.unique_by_turn
 
 
-BY_JOB = ("--job", "job.toml")
-BY_NAME = ("crafter", "-n", "1", "-r", "2", "--set", "rollout.max_turns=3")
-
-
-@pytest.mark.parametrize(
-    ("played", "answer"), [(BY_NAME, repeats_the_key), (BY_JOB, refuses_and_repeats_the_key)]
-)
-def test_the_key_is_in_no_output_and_no_file(tmp_path, played, answer):
+def test_the_key_is_in_no_output_and_no_file(tmp_path):
     """As a process: a key in its environment, a server that repeats it wherever it can."""
-    job = short_job(rollout__policy_config={"max_attempts": 2})
-    (tmp_path / "job.toml").write_text(dump_job(job))
-    with foreign_server(*[answer] * 9, key=KEY) as server:
+    words = ("crafter", "-n", "1", "-r", "2", "--set", "rollout.max_turns=3", "-m", "their-model")
+    with foreign_server(*[repeats_the_key] * 9, key=KEY) as server:
         done = subprocess.run(
             [
-                sys.executable, "-m", "trainer_backend", "eval", *played, "-m", "their-model",
+                sys.executable, "-m", "trainer_backend", "eval", *words,
                 "--inference-url", server.url, "--api-key-env", "THEIR_KEY",
                 "--json", "figures.json", "--rollouts", "episodes.parquet",
             ],
@@ -149,23 +140,25 @@ def test_the_key_is_in_no_output_and_no_file(tmp_path, played, answer):
             env={**os.environ, "PYTHONPATH": str(ROOT), "THEIR_KEY": KEY, "TMPDIR": str(tmp_path)},
         )  # fmt: skip
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
-    assert done.returncode == (0 if answer is repeats_the_key else 1), done.stderr
+    assert done.returncode == 0, done.stderr
     assert KEY not in done.stdout + done.stderr
-    episodes = read_rollouts(tmp_path / "episodes.parquet")
-    assert len(episodes) == 2
-    assert not any(KEY in episode.model_dump_json() for episode in episodes)
+    one, other = read_rollouts(tmp_path / "episodes.parquet")
+    assert "You sent me Bearer [key]." in one.model_dump_json()
+    assert json.loads((tmp_path / "figures.json").read_text())["models"] == ["their-model-2026-01-01"]
+    assert one.trajectory.seed == other.trajectory.seed == 2**30, "one world, played twice"
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    if answer is repeats_the_key:
-        assert "You sent me Bearer [key]." in episodes[0].model_dump_json()
-        assert json.loads((tmp_path / "figures.json").read_text())["models"] == ["their-model-2026-01-01"]
-        assert {episode.trajectory.seed for episode in episodes} == {2**30}  # one world, played twice
 
 
-def test_a_refused_key_is_told_without_a_part_of_it():
+@pytest.mark.parametrize(
+    ("key", "answers", "status"), [("another-key", [], 401), (KEY, [refuses_and_repeats_the_key] * 9, 400)]
+)
+def test_a_refusal_that_repeats_the_key_is_told_and_kept_without_it(tmp_path, key, answers, status):
+    path, job = tmp_path / "episodes.parquet", short_job(rollout__policy_config={"max_attempts": 2})
     with (
-        foreign_server(key="another-key") as server,
-        pytest.raises(NothingToLearnFrom, match="status 401") as caught,
+        foreign_server(*answers, key=key) as server,
+        pytest.raises(NothingToLearnFrom, match=f"status {status}") as caught,
     ):
-        played(short_job(), asked(server))
-    assert "secret" not in str(caught.value)
+        played(job, asked(server), keep=path)
+    episodes = "".join(rollout.model_dump_json() for rollout in read_rollouts(path))
+    assert "secret" not in str(caught.value) + episodes

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -55,6 +55,7 @@ class FakeVllm:
         sleeps: it was started to give memory back; `asleep` has the kinds that it has given back.
         may_sleep: a sleep fails without it.
         sees_folders: it runs on a machine that has the trainer's disk.
+        die: ends the process that it serves for.
         deadly_file: the process that finds and removes this file at its third sample dies of it, or is down
             from then on where the file says so.
         loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
@@ -92,6 +93,7 @@ class FakeVllm:
         self.loads: list[str] = []
         self.served: list[tuple[list[int], str]] = []
         self.deadly_file: Path | None = None
+        self.die: Callable[[], object] = lambda: os._exit(9)
         self._running = asyncio.Event()
         self._running.set()
 
@@ -263,7 +265,7 @@ class FakeVllm:
                 self.down = self.deadly_file.read_text() == "down"
                 self.deadly_file.unlink()
                 if not self.down:
-                    os._exit(9)
+                    await asyncio.to_thread(self.die)
                 return JSONResponse({"error": {"message": "EngineCore died"}}, status_code=500)
             if self.slow_prompt in (None, ids):
                 await asyncio.to_thread(self.holds.wait)

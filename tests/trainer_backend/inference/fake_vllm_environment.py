@@ -1,12 +1,17 @@
 """An environment in which the fake is what is installed as vLLM, for a run that starts its servers itself."""
 
 import argparse
+import asyncio
+import json
+import os
 import shlex
+import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-
-from service_kit.own_process import begin_imports, end_imports
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 
 def fake_environment(folder: Path) -> Path:
@@ -38,12 +43,50 @@ def main(environment: str) -> None:
     for name in ("enable-scale-out", "enable-prompt-tokens-details"):
         parser.add_argument(f"--{name}", action="store_true", required=True)
     parser.add_argument("--max-num-seqs", type=int)
-    flags = parser.parse_args()
-    begin_imports()
-    # After the arguments: it imports torch.
+    asyncio.run(_forward(parser.parse_args(), Path(environment)))
+    os._exit(9)
+
+
+async def _forward(flags: argparse.Namespace, environment: Path) -> None:
+    """Hand all bytes to a fake of the test's own process, until that says to die."""
+    orders, words = await asyncio.open_connection("127.0.0.1", int((environment / "host").read_text()))
+    words.write(json.dumps([flags.model, flags.max_model_len]).encode() + b"\n")
+    port = int(await orders.readline())
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError), closing(writer):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    async with await asyncio.start_server(serve, flags.host, flags.port):
+        await orders.read()
+
+
+@contextmanager
+def hosted(environment: Path) -> Iterator[None]:
+    """The fakes of an environment's servers, in this process, which has torch already."""
     from tests.trainer_backend.inference.fake_vllm import fake_vllm
 
-    end_imports()
-    with fake_vllm(Path(flags.model), port=flags.port, max_model_len=flags.max_model_len) as (fake, _):
-        fake.deadly_file = Path(environment) / "deadly"
-        threading.Event().wait()
+    class Host(StreamRequestHandler):
+        def handle(self) -> None:
+            model, max_model_len = json.loads(self.rfile.readline())
+            ended = threading.Event()
+            with fake_vllm(Path(model), max_model_len=max_model_len) as (fake, url):
+                fake.deadly_file = environment / "deadly"
+                fake.die = lambda: (self.connection.shutdown(socket.SHUT_WR), ended.wait())
+                self.wfile.write(url.rpartition(":")[2].encode() + b"\n")
+                self.rfile.read()  # until the process has ended
+                ended.set()
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Host) as server:
+        (environment / "host").write_text(str(server.server_address[1]))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield
+        server.shutdown()
+        thread.join()

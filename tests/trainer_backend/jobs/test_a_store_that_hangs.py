@@ -44,38 +44,31 @@ def told(folder: Path) -> str | None:
 
 
 @pytest.mark.timeout(300)
-def test_told_to_stop_it_lets_jobs_save_and_ends_and_the_next_start_goes_on(
+def test_told_to_stop_it_lets_jobs_save_a_second_signal_kills_the_rest_and_the_next_start_goes_on(
     tmp_path: Path, postgres: Postgres
 ):
     with postgres.database() as url:
-        with acting(tmp_path, url, grace_s=60) as (process, client):
+        with acting(tmp_path, url, grace_s=1e6) as (process, client):
             ending, ends = started(client, "waiting")
             staying, stays = started(client, "waiting")
+            _, saves = started(client, "stubborn")
             postgres.freeze()
             try:
                 (ends / "go").touch()  # a round hangs in storing that
                 until(lambda: client.get("/health").json()["store"] == "away")
                 process.send_signal(signal.SIGTERM)
+                until(lambda: refused(client) and told(stays) == "stopped")
+                process.send_signal(signal.SIGTERM)
                 assert process.wait(LONG_S) == 0
-                assert (told(ends), told(stays)) == ("ended", "stopped")
+                assert (told(ends), told(stays), told(saves)) == ("ended", "stopped", "training")
+                with run_lock(saves):  # its process was killed, and has ended
+                    pass
             finally:
                 postgres.thaw()
         with acting(tmp_path, url, grace_s=60) as (_, client):
             until(lambda: client.get(f"/jobs/{ending}").json()["state"] == "succeeded")
             until(lambda: told(stays) == "training")
             assert client.get(f"/jobs/{staying}").json()["state"] == "running"
-
-
-def test_a_second_signal_kills_jobs_that_still_save(tmp_path: Path):
-    with acting(tmp_path, "", grace_s=1e6) as (process, client):
-        _, folder = started(client, "stubborn")
-        process.send_signal(signal.SIGTERM)
-        until(lambda: refused(client))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LONG_S) == 0
-    assert told(folder) == "training", "it was killed, and wrote nothing any more"
-    with run_lock(folder):  # the run's process has ended
-        pass
 
 
 def refused(client: httpx.Client) -> bool:

@@ -29,6 +29,7 @@ from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner import lora
 from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
@@ -42,7 +43,7 @@ from trainer_backend.learner.loading import (
     write_merged,
 )
 from trainer_backend.learner.shapes import refuse_unknown_targets
-from trainer_backend.models import load_model_folder, save_model_folder
+from trainer_backend.models import build_preset, load_model_folder, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.layout import weight_files
 from trainer_backend.models.precision import held_dtype, tokens_for
@@ -499,3 +500,12 @@ def test_named_targets_alone_get_adapters(tokenizer, targets: list[str], layers:
         if weight.requires_grad
     }
     assert trained == layers
+
+
+def test_the_source_of_a_class_is_read_once_however_many_layers_a_model_has(tokenizer, monkeypatch):
+    read: list[type] = []
+    lora._source.cache_clear()
+    monkeypatch.setattr(lora, "getsource", lambda kind: str(read.append(kind)))
+    assert len(lora.adapted_layers(build_preset("tiny-0.3m", tokenizer, seed=1), ["all-linear"])) > 7
+    assert len(read) == len(set(read)) == 2, "of attention and of the feed-forward layer"
+    lora._source.cache_clear()

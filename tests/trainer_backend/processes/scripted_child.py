@@ -133,6 +133,8 @@ def end_with_the_test() -> None:
 
 
 if {"trainer_backend.processes.gateway_process", "trainer_backend.learner.process"} & set(sys.orig_argv):
+    if "WORLD_SIZE" in os.environ:
+        end(2, "it would look for other ranks")
     threading.Thread(target=end_with_the_test, daemon=True).start()
     server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
     tell(f"listening on http://127.0.0.1:{server.server_address[1]}")

@@ -18,11 +18,14 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.processes import gateway_process
 from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineSetup
 from trainer_backend.processes.engine_process import EngineHost
+from trainer_backend.processes.gateway_calls import GatewaySetup
 from trainer_backend.processes.launching import Role
 from trainer_backend.processes.policy_server import engine_of_folder
 from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
+from trainer_backend.run.fixed_setup import FixedSetup
 
 # One at a time: which requests are decoded together changes the last bits.
 KEYS = InferenceTable(max_running=1, kept_prefixes=0, max_model_len=64)
@@ -54,7 +57,18 @@ def engine_at(folder: Path, version: int = 0) -> ProcessEngine:
     return ProcessEngine(EngineSetup(model=table, keys=KEYS, version=first))
 
 
-def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[str, Path]) -> None:
+class GatewayEnds(Exception):
+    """In place of the end of the gateway's process, which is started again."""
+
+
+def end_gateway(word: str, error: Exception | None = None) -> None:
+    raise GatewayEnds(word)
+
+
+def test_the_engine_of_a_gateway_samples_what_one_of_this_process_samples_and_its_end_is_the_gateways(
+    model_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_process, "_die", end_gateway)
     folder = model_folders["qwen3"]
     table = ModelTable(path=folder, device="cpu")
     local, tokenizer = engine_of_folder(table, folder, KEYS, version=3)
@@ -62,10 +76,19 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
     decode = ChatRenderer(tokenizer).decode
 
     async def both() -> tuple[list[Any], list[Any]]:
-        engine = engine_at(folder, 3)
         with pytest.raises(EngineStopped, match="was not started"):
-            await engine.generate([1], Sampling(max_tokens=1), request_id="0")
-        await engine.begin()
+            await engine_at(folder).generate([1], Sampling(max_tokens=1), request_id="0")
+        setup = GatewaySetup(
+            job_name="tiny",
+            model=table,
+            inference=KEYS.model_copy(update={"own_process": True}),
+            fixed=FixedSetup(),
+            run=folder,
+            version=PolicyVersion(number=3, folder=folder),
+            probes=False,
+        )
+        engine, _ = await gateway_process.make_engine(setup, lambda event: None)
+        assert isinstance(engine, ProcessEngine)
         try:
             ours = await answered(engine, decode)
             assert engine.counters.requests == sum(map(len, ours[:2]))
@@ -91,8 +114,8 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
             os.kill(engine.pid, signal.SIGKILL)
             with pytest.raises(EngineStopped, match="its process has ended"):
                 await waiting
-            with pytest.raises(EngineLost, match="ended with SIGKILL"):
-                await engine.look_after()
+            with pytest.raises(GatewayEnds, match="ended with SIGKILL"):
+                await gateway_process.look_after(engine)
             with pytest.raises(EngineStopped, match="its process has ended"):
                 await engine.probe()
         finally:

@@ -112,15 +112,6 @@ def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without
     assert "rows are not measured: " in told()
 
 
-def test_a_servers_key_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("THEIR_KEY", raising=False)
-    remote = {"inference_url": "http://127.0.0.1:9", "model": "m", "api_key_env": "THEIR_KEY"}
-    asked = ["check", str(job_file(tmp_path, **remote)), "--set", f"model.path={tmp_path}"]
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(JobError, match="api_key_env: the environment variable THEIR_KEY is not set"):
-        CliRunner().invoke(app, asked, catch_exceptions=False)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "training", "keys"),
     [

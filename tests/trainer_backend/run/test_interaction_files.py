@@ -32,20 +32,6 @@ async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
             raise AssertionError("it started")
 
 
-def test_a_file_that_the_run_would_ignore_is_refused():
-    with pytest.raises(JobError, match=r"interaction_config_path .* multi_turn\.enable = false"):
-        tiny_job(multi_turn__interaction_config_path=str(GSM8K))
-
-
-def test_a_file_for_task_apps_of_others_is_refused():
-    with pytest.raises(JobError, match="turnwise task-app --interactions FILE"):
-        tiny_job(
-            multi_turn__enable=True,
-            multi_turn__interaction_config_path=str(GSM8K),
-            services__task_url=["http://127.0.0.1:9"],
-        )
-
-
 def test_the_path_is_one_from_the_folder_of_the_job_and_survives_being_written(tmp_path):
     (tmp_path / "mine.yaml").touch()
     job = tmp_path / "job.toml"

@@ -57,7 +57,7 @@ def written(directory: RunDirectory, rows: list[dict[str, Any]], job: Any) -> Li
     with opened(job, directory, reporter) as sinks:
         for row in rows:
             directory.append_metrics(row)
-            if row["kind"] != "warmup":  # the start of a run writes it, and tells nobody
+            if row["kind"] != "warmup":  # the start of a run writes it, and shows it nowhere
                 sinks.metrics(row, "")
         sinks.say("done")
         sinks.stage("collect", 1, 2)

@@ -42,7 +42,7 @@ class Postgres:
             process.wait(10)
 
     def freeze(self) -> None:
-        """Let it hang: connections stay open, and nobody answers; until `thaw`."""
+        """Let it hang: connections stay open, and it does not answer; until `thaw`."""
         self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:

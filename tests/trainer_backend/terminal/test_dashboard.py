@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import urllib.request
 from queue import Queue
 
 import pytest
@@ -58,12 +57,3 @@ def test_it_stays_until_ctrl_c_and_one_that_has_ended_is_not_waited_for(tmp_path
     with open_dashboard(tmp_path, told.put, command=child("sys.exit('error: no such store')")) as stay:
         assert told.get(timeout=LONG_S) == "the dashboard did not start: no such store"
         stay()
-
-
-def test_the_real_one_shows_the_runs_of_the_folder(tmp_path):
-    told: Queue[str] = Queue()
-    with open_dashboard(tmp_path, told.put):
-        address = told.get(timeout=LONG_S).removeprefix("dashboard: ")
-        with urllib.request.urlopen(address, timeout=LONG_S) as answer:
-            page = answer.read().decode()
-    assert "No runs here yet" in page and "/new" not in page

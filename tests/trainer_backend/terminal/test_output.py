@@ -140,7 +140,7 @@ with LastingStreams.opened() as streams:
 
 
 @pytest.mark.parametrize("closed", ["", ">&- 2>&-"])
-def test_who_prints_to_nobody_goes_on_and_ends_well(tmp_path: Path, closed: str):
+def test_a_process_whose_output_is_closed_goes_on_and_ends_well(tmp_path: Path, closed: str):
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SPEAKER, str(tmp_path / "log")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
