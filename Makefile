@@ -37,7 +37,7 @@ test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, wit
 # All in one process: two of the tests take all memory of the GPU.
 GPU_PYTHON ?= 3.12
 MANYLINUX := $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64)
-gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need besides torch on a bare machine
+gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need in addition to torch on a bare machine
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu-wheels crafter==1.8.3
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 		$(MANYLINUX) --dest build/gpu-wheels --requirement bench/gpu_packages.txt

@@ -1,4 +1,4 @@
-"""Requests per CPU and steps per second over HTTP, beside FastAPI's hello and OpenEnv's server.
+"""Requests per CPU and steps per second over HTTP, compared with FastAPI's hello and OpenEnv's server.
 
     python -m bench.http_batch [--peer-python /path/to/venv/bin/python] [--rounds 5]
 
@@ -13,7 +13,7 @@ are judged where it also has uvloop and httptools, as our service has: without t
 and h11, which are slower, and each of its figures says so.
 Our clients are bare asyncio. Such clients on OpenEnv's sockets are printed too: they are faster than its own.
 Sides alternate, and the best round of either is compared: what else runs on the machine only ever adds. The
-server's CPU a step, from /proc (Linux only), is printed beside.
+server's CPU a step, from /proc (Linux only), is printed too.
 Exit code 1 when a figure is missed.
 """
 
@@ -187,7 +187,7 @@ async def measure(options: Namespace) -> int:
         try:
             parts = peer_parts(options.peer_python)
         except NoPeer as why:
-            print(f"skipped: single and batch beside OpenEnv; {why}")
+            print(f"skipped: single and batch against OpenEnv; {why}")
         else:
             bounds = {
                 "single": (partial(ours, server), "ours", CLIENTS, 1.4),
@@ -199,8 +199,8 @@ async def measure(options: Namespace) -> int:
                 ratio, bare, cpu = found
                 equal = parts == OUR_PARTS
                 bound = f"at least {least:g}" if equal else f"NOT JUDGED: it has {parts}, we {OUR_PARTS}"
-                beside = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
-                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({beside})"
+                others = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
+                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({others})"
                 code |= kit.report(told, ratio >= least or not equal)
     return code
 

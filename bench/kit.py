@@ -47,7 +47,7 @@ ANSWER = "answer "  # begins a worker's line, among those of its log
 
 
 class Side(NamedTuple):
-    """One side of a comparison: a tree, and what its worker gets besides."""
+    """One side of a comparison: a tree, and what else its worker gets."""
 
     tree: Path
     arguments: Sequence[str] = ()

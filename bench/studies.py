@@ -145,7 +145,7 @@ _ALONE = (
 _MIXED = ("rollout_allocation_schedule.alpha_0=0.2", "rollout_allocation_schedule.beta=0.05")
 MIXTURE = Study(
     name="mixture",
-    title="the actor alone, beside a good fixed policy, beside a bad one",
+    title="the actor alone, with a good fixed policy, with a bad one",
     against="alone",
     job="configs/crafter_mixture.toml",
     settings=("training.keep_checkpoints=1", *_ALONE),

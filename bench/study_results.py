@@ -48,9 +48,9 @@ def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
-# What evaluations tell besides the measure, of environments that have it.
+# What else evaluations tell, of environments that have it.
 FURTHER = ("crafter_score",)
-# What iterations of a mixture tell besides it.
+# What else iterations of a mixture tell.
 MIXED = (
     "mixture/alpha", "rollout/policy_choice", "mixture/ess", "mixture/counted_share",
     "actor/importance_weight_mean", "mixture/fixed/outcome_reward",

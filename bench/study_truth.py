@@ -4,7 +4,7 @@
     python -m bench.study_truth --rescore
 
 For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
-hold values and state keys beside everything else. `turnwise truth` then measures decisions of its last
+hold values and state keys too. `turnwise truth` then measures decisions of its last
 iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
 rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 
@@ -73,7 +73,7 @@ _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
-GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # besides the job's own
+GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # in addition to the job's own
 FIGURES = (
     "correlation", "unbiased", "noiseless", "rank", "sign_agreement", "explained", "zero_share",
     "gradient_cosine",

@@ -125,7 +125,7 @@ def server_processes() -> list[int]:
 
 
 def make_job(python: str, iterations: int, **tables: Any) -> JobConfig:
-    """The job, with other tables besides its own or in their place."""
+    """The job, with other tables, added to its own or in their place."""
     document = {
         "job": {"name": "study-vllm"},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},

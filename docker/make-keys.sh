@@ -10,5 +10,5 @@ make_key() {
 }
 make_key task-app 077
 make_key trainer 077
-# PostgreSQL reads it as a user of its own; nobody else has the volume.
+# PostgreSQL reads it as a user of its own; no other service has the volume.
 make_key database 022
