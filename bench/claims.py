@@ -495,8 +495,9 @@ def shared_prefix_claims() -> Iterator[Claim]:
 
 
 def task_claims() -> Iterator[Claim]:
-    """A corridor, BabyAI, Sokoban, and scripted players of Crafter."""
-    starts, sokoban = Arms("starts", "unique_achievements"), Arms("sokoban", "outcome_reward")
+    """A corridor, BabyAI, Sokoban, Orders, and scripted players of Crafter."""
+    starts = Arms("starts", "unique_achievements")
+    sokoban, orders = (Arms(name, "outcome_reward") for name in ("sokoban", "orders"))
     for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the")):
         ends = starts.after(arm)  # by the most probable calls
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
@@ -512,6 +513,9 @@ def task_claims() -> Iterator[Claim]:
             "**Sokoban**, 300 boards of 6 by 6": f"| +{columns(sokoban.gain('sokoban'))} |",
             "Sokoban: solved after imitation": f"| {columns(sokoban.before('sokoban'))} |",
             "Sokoban: solved after RL": f"| {columns(sokoban.after('sokoban'))} |",
+            "**Orders**, 300 databases": f"| +{columns(orders.gain('orders'))} |",
+            "Orders: exact after imitation": f"| {columns(orders.before('orders'))} |",
+            "Orders: exact after RL": f"| {columns(orders.after('orders'))} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
             "the memoryless teacher where blows": f"| {_with_bounds(immortal, unique)} |",
         }

@@ -258,13 +258,17 @@ JOBS = (
             title=f"{name}, from its warm-up on",
             against=name,
             job=f"configs/{name}.toml",
-            settings=(),
+            settings=("evaluation.instances=300",),
             arms={name: Arm(name, ())},
             measure="outcome_reward",
             measured=f"{unit}, held out",
             from_the_start=True,
         )
-        for name, unit in (("babyai", "missions accomplished"), ("sokoban", "boxes on goals"))
+        for name, unit in (
+            ("babyai", "missions accomplished"),
+            ("sokoban", "boxes on goals"),
+            ("orders", "databases exact"),
+        )
     ),
 )
 

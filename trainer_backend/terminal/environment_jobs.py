@@ -148,15 +148,18 @@ _ORDERS = EnvironmentJob(
         "inference": {"max_model_len": 224},
         "rollout": {
             "env_config": {"requests": 2, "rules": False, "marks": True}, "max_turns": 10,
-            "episodes_per_batch": 128, "max_tokens": 24,
+            "invalid_action_penalty": -0.05, "episodes_per_batch": 128, "max_tokens": 24,
         },
         "warmup": {
             "policy_name": "orders_teacher", "policy_config": {"epsilon": 0.1}, "episodes": 1000, "epochs": 4,
             "batch_decisions": 64, "learning_rate": 3e-3,
         },
-        "training": {"learning_rate": 1e-3, "learning_rate_final": 0.2, "batch_decisions": 256},
+        "training": {
+            "iterations": 60, "learning_rate": 1e-3, "learning_rate_final": 0.2, "target_kl": 0.02,
+            "batch_decisions": 256,
+        },
         "algorithm": {"gamma": 0.95},
-        "evaluation": {"every_n_iters": 20, "instances": 200},
+        "evaluation": {"every_n_iters": 20, "instances": 300},
     },
 )  # fmt: skip
 
