@@ -309,5 +309,14 @@ def decisions_by_turn(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     }
 
 
+def is_declared(name: str) -> bool:
+    """Whether a metric is declared; a `*` stands for what the code fills in, such as a policy or a reason."""
+    from trainer_backend.metrics import DECLARED
+
+    if name.endswith("/*") and any(metric.name.startswith(name[:-1]) for metric in DECLARED):
+        return True
+    return any(metric.matches(name.replace("*", "x")) for metric in DECLARED)
+
+
 def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:
     return [row for row in directory.metrics() if row["kind"] == kind]

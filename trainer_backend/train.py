@@ -509,7 +509,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.record(row)
-    _warn_without_signal(run, row)
+    _warn_if_nothing_is_learned(run, row)
     if error is not None:  # the update is done, and a resumed run begins by publishing it
         await _save_last(run, progress)
         raise error
@@ -523,7 +523,7 @@ async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dic
     return await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
 
 
-def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
+def _warn_if_nothing_is_learned(run: Run, row: Mapping[str, Any]) -> None:
     compares_siblings = run.credit.estimator.compares_siblings
     if has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row):
         return  # without reading the file of all rows

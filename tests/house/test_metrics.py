@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.conftest import rows_of
+from tests.conftest import is_declared, rows_of
 from tests.house.sources import ROOT, name_of, package_sources
 from trainer_backend.metrics import CHAPTERS, DECLARED, metrics_markdown
 
@@ -13,13 +13,6 @@ OTHERS = {
     "trainer_backend/inference/drift.py": {"prefix_broken/*"},  # without its `inference/`
     "trainer_backend/jobs/routes.py": {"application/json", "application/toml", "text/plain"},
 }
-
-
-def is_declared(name: str) -> bool:
-    """A `*` stands for what the code fills in: a policy, a reason, or all that comes after the room."""
-    if name.endswith("/*") and any(metric.name.startswith(name[:-1]) for metric in DECLARED):
-        return True
-    return any(metric.matches(name.replace("*", "x")) for metric in DECLARED)
 
 
 def written(tree: ast.Module) -> Iterator[str]:

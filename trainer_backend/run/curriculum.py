@@ -50,8 +50,7 @@ METRICS = (
         Metric("starts/pool", "snapshots that are kept after the iteration"),
         Metric("starts/pool_mib", "what they take, in MiB"),
         Metric("starts/cells", "how many sets of achievements they are of"),
-        Metric("starts/*/kept", "the snapshots after so many achievements",
-               "starts_pool"),
+        Metric("starts/*/kept", "how many of them came after that number of achievements", "starts_pool"),
     ),
     Row(
         Metric("time/starts_s",

@@ -494,7 +494,7 @@ def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
     last = rows[-1]
     value, paid = last.get("value/mean"), last.get("value/return_mean")
     critic = (
-        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so it calls all of them bad"
+        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so most of them look bad to it"
         if value is not None and paid is not None and value > paid
         else ""
     )
