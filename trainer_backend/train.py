@@ -42,6 +42,8 @@ from trainer_backend.run.iteration_metrics import (
     moment,
     nothing_to_learn,
     refuse_round,
+    steps_too_far,
+    warn_of_far_steps,
     warn_of_lost_calls,
 )
 from trainer_backend.run.run import Run
@@ -525,11 +527,12 @@ async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dic
 
 def _warn_if_nothing_is_learned(run: Run, row: Mapping[str, Any]) -> None:
     compares_siblings = run.credit.estimator.compares_siblings
-    if has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row):
+    is_well = has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row)
+    if is_well and not steps_too_far(row):
         return  # without reading the file of all rows
     rows = [earlier for earlier in run.directory.metrics() if earlier["kind"] == "iteration"]
-    warnings = (nothing_to_learn(rows, compares_siblings=compares_siblings), warn_of_lost_calls(rows))
-    for warning in filter(None, warnings):
+    unlearned = nothing_to_learn(rows, compares_siblings=compares_siblings)
+    for warning in filter(None, (unlearned, warn_of_lost_calls(rows), warn_of_far_steps(rows))):
         run.reporter.say(warning)
 
 

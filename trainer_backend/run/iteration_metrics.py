@@ -440,6 +440,7 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
 
 
 _TOLD_AGAIN = 25  # iterations between two warnings
+_FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
 # A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
 _REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
@@ -502,8 +503,29 @@ def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
         f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
         f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
         f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
-        "with a lower training.learning_rate, a training.target_kl, or a higher price of such calls "
+        "with a lower training.learning_rate, or a higher price of such calls "
         "(rollout.invalid_action_penalty)"
+    )
+
+
+def steps_too_far(row: Mapping[str, Any]) -> bool:
+    """Return whether an iteration's first step alone moved the policy farther than `target_kl`."""
+    return row.get("optim/steps") == 1.0 and row.get("optim/steps_skipped", 0.0) > 0.0
+
+
+def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if `target_kl` left one step to each of the last three iterations, and after every 25.
+
+    Args:
+        rows: of all iterations, oldest first.
+    """
+    count = sum(1 for _ in takewhile(steps_too_far, reversed(rows)))
+    if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
+        return None
+    return (
+        f"since iteration {rows[-count]['iteration']:.0f} the first step alone moves the policy farther than "
+        "training.target_kl. The other steps are left out, and cannot correct it, while AdamW's momentum "
+        "carries it on: the policy may forget what it knows. Lower training.learning_rate"
     )
 
 

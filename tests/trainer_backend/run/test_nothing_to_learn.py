@@ -1,8 +1,13 @@
-"""A run that cannot learn says so: two iterations without a signal, or a policy that forgets its calls."""
+"""A run that cannot learn says so: no signal, calls that are forgotten, or steps that are too large."""
 
 import pytest
 
-from trainer_backend.run.iteration_metrics import has_signal, nothing_to_learn, warn_of_lost_calls
+from trainer_backend.run.iteration_metrics import (
+    has_signal,
+    nothing_to_learn,
+    warn_of_far_steps,
+    warn_of_lost_calls,
+)
 
 GOOD = {"reward/batch_nonzero": 1.0, "group/flat": 1.0, "group/count": 4.0}
 FLAT = {**GOOD, "group/flat": 4.0}
@@ -77,3 +82,24 @@ def test_the_warning_compares_the_iterations_and_names_a_critic_that_expects_too
     )
     assert "expects 0.64 where decisions return -0.6" in warn_of_lost_calls([before, too_high])
     assert "critic" not in warn_of_lost_calls([before, {**too_high, "value/mean": -0.7}])
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([(1, 9)] * 3, True),
+        ([(1, 9)] * 2, False),
+        ([(1, 9)] * 4, False),  # said once
+        ([(1, 9)] * 28, True),  # and again
+        ([(1, 0)] * 3, False),  # iterations of one step
+        ([(2, 9)] * 3, False),
+        ([(1, 9), (8, 0), (1, 9), (1, 9)], False),
+        ([(None, None)] * 3, False),  # no update
+    ],
+)
+def test_iterations_whose_first_step_is_too_large_are_told(steps, told):
+    rows = [
+        {"iteration": number, **({"optim/steps": taken, "optim/steps_skipped": left} if taken else {})}
+        for number, (taken, left) in enumerate(steps, start=1)
+    ]
+    assert (warn_of_far_steps(rows) is not None) == told
