@@ -266,6 +266,7 @@ JOBS = (
         )
         for name, unit in (
             ("babyai", "missions accomplished"),
+            ("frozen_lake", "goals reached"),
             ("sokoban", "boxes on goals"),
             ("orders", "databases exact"),
         )

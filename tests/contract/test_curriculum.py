@@ -66,7 +66,7 @@ def test_the_last_groups_play_on_from_what_earlier_iterations_have_reached(run):
             assert episode.steps[0].observation_data.messages == left.messages
             assert len(episode.steps) <= 8 - episode.parent_turn, "the rest of the game's limit"
             at = known[f"{plan_id(episode.parent_rollout_id)}:{episode.parent_turn}"]
-            assert len(at["cell"]) == episode.outcome_before
+            assert len(at["achieved"]) == episode.outcome_before
 
 
 def test_what_the_snapshot_had_unlocked_earns_nothing_again(run):
@@ -87,7 +87,7 @@ def test_games_that_began_at_a_snapshot_are_kept_too_and_are_no_whole_episodes(r
     assert row["episode/count"] == 4.0 and row["starts/share"] == 0.5
     assert row["rollout/finished"] == 8.0, "which cost steps all the same"
     counts = {name: value for name, value in row.items() if name.endswith("/kept")}
-    depths = Counter(len(item["cell"]) for number in (1, 2) for item in moments(run, number))
+    depths = Counter(len(item["achieved"]) for number in (1, 2) for item in moments(run, number))
     assert counts == {f"starts/{depth:02d}/kept": count for depth, count in depths.items()}
     assert row["starts/pool"] == sum(counts.values())
 

@@ -1,6 +1,8 @@
 """Groups that start at snapshots of the run's own games: which snapshots to keep, and to start from. Pure.
 
-A *cell* is a set of achievements. A snapshot in a rare cell is at the frontier of what the policy reaches.
+A snapshot's *cell* is the rarest of its achievements among the snapshots that are kept. A snapshot in a rare
+cell is at the frontier of what the policy reaches. Whole sets of achievements would be no cells: where games
+unlock them in any order, nearly every snapshot has a set of its own, and all look rare.
 """
 
 import math
@@ -14,7 +16,9 @@ from pydantic import Field
 from trainer_backend.core.keys import Table
 from trainer_backend.core.seeds import derived_seed
 
-Cell = tuple[str, ...]
+Achieved = tuple[str, ...]
+# The rarest achievement of a snapshot; None: it has none.
+Cell = str | None
 # The most snapshots that an iteration adds; for most of them a game must be played again.
 MOST_NEW = 16
 
@@ -25,11 +29,11 @@ class CurriculumKeys(Table):
     share: float = Field(default=0.25, gt=0, lt=1)
     """share of an iteration's groups that start at a snapshot, rounded down; none while none is kept"""
     rule: str = "frontier"
-    """which snapshots are started from; frontier: whose set of achievements is rare among those kept;
+    """which snapshots are started from; frontier: whose rarest achievement is rare among those kept;
     uncertain: from which 20 to 80 % of the starts gained something; late: every turn as often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """snapshots that are kept, at most; of the most common set of achievements, the oldest one of its most
-    common turn goes first"""
+    """snapshots that are kept, at most; of those with the most common rarest achievement, the oldest one of
+    their most common turn goes first"""
     pool_mib: float = Field(default=64.0, gt=0)
     """what the snapshots that are kept may take together, in MiB"""
 
@@ -50,7 +54,7 @@ class Moment:
     """Number of decisions of the whole game before it."""
     invalid: int
     """Number of these that were invalid."""
-    cell: Cell
+    achieved: Achieved
     """Achievements before it."""
     snapshot: str
 
@@ -67,9 +71,9 @@ class Pool:
     def mib(self) -> float:
         return sum(len(item.snapshot) for item in self.moments) / 2**20
 
-    def cells(self) -> Counter[Cell]:
-        """Count the snapshots of each set of achievements."""
-        return Counter(item.cell for item in self.moments)
+    def cells(self) -> list[Cell]:
+        """Return the cell of each snapshot."""
+        return find_cells(self.moments)
 
     def after(
         self, moments: Iterable[Moment], gains: Iterable[tuple[str, bool]], keys: CurriculumKeys
@@ -84,15 +88,22 @@ class Pool:
         return Pool(tuple(kept), {key: found for key, found in results.items() if key in names})
 
 
+def find_cells(moments: "Sequence[Moment] | Sequence[Candidate]") -> list[Cell]:
+    """Return the rarest achievement of each moment, by the number of moments that have it; ties by name."""
+    counts = Counter(name for item in moments for name in item.achieved)
+    return [min(item.achieved, key=lambda name: (counts[name], name), default=None) for item in moments]
+
+
 def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
     """Drop moments until the rest fits: always the oldest of the most common turn of the most common cell.
 
     Dropping the oldest of the cell would soon leave only the early turns, which all games reach.
     """
     by_cell: defaultdict[Cell, dict[int, deque[int]]] = defaultdict(dict)
-    counts: Counter[Cell] = Counter(item.cell for item in moments)
-    for number, item in enumerate(moments):
-        by_cell[item.cell].setdefault(item.turn, deque()).append(number)
+    cells = find_cells(moments)
+    counts = Counter(cells)
+    for number, (cell, item) in enumerate(zip(cells, moments, strict=True)):
+        by_cell[cell].setdefault(item.turn, deque()).append(number)
     gone, size = set[int](), sum(len(item.snapshot) for item in moments)
     while len(moments) - len(gone) > most or size > most_bytes:
         cell = max(by_cell, key=lambda one: (counts[one], -min(queue[0] for queue in by_cell[one].values())))
@@ -129,11 +140,11 @@ def frontier(pool: Pool) -> list[float]:
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
     with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
     """
-    cells, places = pool.cells(), Counter((item.cell, item.turn) for item in pool.moments)
-    turns = Counter(cell for cell, _ in places)
-    return [
-        cells[item.cell] ** -0.5 / turns[item.cell] / places[item.cell, item.turn] for item in pool.moments
-    ]
+    cells = pool.cells()
+    places = [(cell, item.turn) for cell, item in zip(cells, pool.moments, strict=True)]
+    by_cell, by_place = Counter(cells), Counter(places)
+    turns = Counter(cell for cell, _ in by_place)
+    return [by_cell[place[0]] ** -0.5 / turns[place[0]] / by_place[place] for place in places]
 
 
 def uncertain(pool: Pool) -> list[float]:
@@ -191,32 +202,35 @@ class Candidate:
     own_turn: int
     turn: int
     """Decisions of the whole game before it, including those before the game's first snapshot."""
-    cell: Cell
+    achieved: Achieved
 
 
-def candidates(plan: str, cells: Sequence[Cell], seed: int, *, done: int = 0) -> list[Candidate]:
+def candidates(plan: str, achieved: Sequence[Achieved], seed: int, *, done: int = 0) -> list[Candidate]:
     """Return the moments of a game that may be kept: after each new achievement, and a random moment.
 
     Args:
         plan: the game's name in the plan.
-        cells: the set of achievements before each decision with a snapshot, from the first.
+        achieved: the achievements before each decision with a snapshot, from the first.
         seed: of the random moment, which is never the start.
         done: decisions before the first one, if the game began at a snapshot.
     """
-    rises = [turn for turn in range(1, len(cells)) if cells[turn] != cells[turn - 1]]
-    some = random.Random(derived_seed(seed, "kept", plan)).randrange(1, len(cells)) if len(cells) > 1 else 0
+    rises = [turn for turn in range(1, len(achieved)) if achieved[turn] != achieved[turn - 1]]
+    draws = random.Random(derived_seed(seed, "kept", plan))
+    some = draws.randrange(1, len(achieved)) if len(achieved) > 1 else 0
     turns = sorted({*rises, *([some] if some else [])})
-    return [Candidate(plan, turn, done + turn, cells[turn]) for turn in turns]
+    return [Candidate(plan, turn, done + turn, achieved[turn]) for turn in turns]
 
 
 def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Candidate]:
-    """Draw at most `most` of an iteration's candidates, evenly over sets of achievements.
+    """Draw at most `most` of an iteration's candidates, evenly over cells.
 
-    Within a set, each turn gives one candidate before any gives a second.
+    Within a cell, each turn gives one candidate before any gives a second.
     """
     drawn = sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn))
-    by_turn = _take_turns(drawn, lambda one: (one.cell, one.turn))
-    return _take_turns(sorted(by_turn, key=lambda one: one.cell), lambda one: one.cell)[:most]
+    cells = dict(zip(map(id, drawn), find_cells(drawn), strict=True))
+    by_turn = _take_turns(drawn, lambda one: (cells[id(one)], one.turn))
+    by_cell = sorted(by_turn, key=lambda one: cells[id(one)] or "")
+    return _take_turns(by_cell, lambda one: cells[id(one)])[:most]
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:

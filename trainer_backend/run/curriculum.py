@@ -20,8 +20,8 @@ from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
 from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.starts import (
+    Achieved,
     Candidate,
-    Cell,
     CurriculumKeys,
     Moment,
     Pool,
@@ -49,7 +49,7 @@ METRICS = (
     Row(
         Metric("starts/pool", "snapshots that are kept after the iteration"),
         Metric("starts/pool_mib", "what they take, in MiB"),
-        Metric("starts/cells", "how many sets of achievements they are of"),
+        Metric("starts/cells", "how many rarest achievements they have"),
         Metric("starts/*/kept", "how many of them came after that number of achievements", "starts_pool"),
     ),
     Row(
@@ -103,13 +103,13 @@ class Curriculum:
             "starts/share": len(gains) / max(len(games), 1),
             "starts/pool": float(len(pool.moments)),
             "starts/pool_mib": pool.mib,
-            "starts/cells": float(len(pool.cells())),
+            "starts/cells": float(len({*pool.cells()})),
             "time/starts_s": time.monotonic() - started,
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        # By number: the sets themselves would be hundreds of curves, since almost every snapshot has its own.
-        depths = Counter(len(moment.cell) for moment in pool.moments)
+        # By number: almost every snapshot has a set of achievements of its own, so these would be hundreds.
+        depths = Counter(len(moment.achieved) for moment in pool.moments)
         return metrics | {f"starts/{depth:02d}/kept": float(depths[depth]) for depth in sorted(depths)}
 
     async def _moments(
@@ -120,7 +120,7 @@ class Curriculum:
         found = [
             one
             for plan, item in games.items()
-            for one in candidates(plan, _cells(item), seed, done=self._done(asked[plan]))
+            for one in candidates(plan, _by_decision(item), seed, done=self._done(asked[plan]))
         ]
         by_game: dict[str, list[Candidate]] = {}
         for one in kept(found, seed):
@@ -160,7 +160,7 @@ class Curriculum:
             seed=episode.seed,
             turn=one.turn,
             invalid=players.rollout.max_invalid_decisions - request.limits.max_invalid_decisions + own,
-            cell=one.cell,
+            achieved=one.achieved,
             snapshot=snapshot,
         )
 
@@ -202,12 +202,12 @@ def _key(rollout_id: str, turn: int) -> str:
     return f"{plan_id(rollout_id)}:{turn}"
 
 
-def _achieved(counts: Mapping[str, int]) -> Cell:
+def _achieved(counts: Mapping[str, int]) -> Achieved:
     return tuple(sorted(name for name, count in counts.items() if count > 0))
 
 
-def _cells(item: Rollout) -> list[Cell]:
-    """Return the set of achievements before each decision of a game."""
+def _by_decision(item: Rollout) -> list[Achieved]:
+    """Return the achievements before each decision of a game."""
     assert item.trajectory is not None, "it was played"
     return [_achieved(step.observation_data.achievements_counts) for step in item.trajectory.steps]
 
@@ -228,5 +228,5 @@ def _read(path: Path) -> tuple[list[Moment], list[Gain]]:
         if "from" in row:
             gains.append((str(row["from"]), bool(row["gained"])))
         else:
-            moments.append(Moment(**row | {"cell": tuple(row["cell"])}))
+            moments.append(Moment(**row | {"achieved": tuple(row["achieved"])}))
     return moments, gains

@@ -68,10 +68,13 @@ _FOREIGN = union(
     _BY_CHANCE,
     {
         "rollout": {"episodes_per_batch": 128},
-        "training": {"iterations": 30, "group_size": 128, "batch_decisions": 256},
+        "training": {
+            "iterations": 30, "group_size": 128, "batch_decisions": 256, "learning_rate": 5e-4,
+            "target_kl": 0.02,
+        },
         "algorithm": {"advantage": "grpo", "gamma": 0.95},
     },
-)
+)  # fmt: skip
 # A server's answers to all calls form a conversation; only the last one fits a small model.
 _SERVER = EnvironmentJob(
     common=_BY_ENVIRONMENT,

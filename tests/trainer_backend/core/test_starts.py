@@ -12,6 +12,7 @@ from trainer_backend.core.starts import (
     Pool,
     Starts,
     candidates,
+    find_cells,
     frontier,
     kept,
     late,
@@ -22,14 +23,28 @@ KEYS = CurriculumKeys(share=0.5, pool=4)
 WOOD, BOTH = ("wood",), ("stone", "wood")
 
 
-def moment(number: int, cell: tuple[str, ...] = (), *, turn: int = 1, size: int = 10) -> Moment:
-    return Moment(
-        f"train/1/0/{number}:{turn}", 1, f"run/train/1/0/{number}", "train/1/0", 7, turn, 0, cell, "x" * size
-    )
+def moment(number: int, achieved: tuple[str, ...] = (), *, turn: int = 1, size: int = 10) -> Moment:
+    rollout = f"train/1/0/{number}"
+    return Moment(f"{rollout}:{turn}", 1, f"run/{rollout}", "train/1/0", 7, turn, 0, achieved, "x" * size)
 
 
 def starts(pool: Pool, rule: str = "frontier", **keys: float) -> Starts:
     return Starts(KEYS.model_copy(update=keys), STARTS[rule].weights, pool, job_seed=3, reseedable=True)
+
+
+def test_a_cell_is_the_rarest_achievement_in_whatever_order_a_game_has_them():
+    # Four sets of achievements, each with one snapshot; wood has 4, stone 3, coal 2, and iron 1.
+    sets = [("wood",), ("stone", "wood"), ("coal", "stone", "wood"), ("coal", "iron", "stone", "wood"), ()]
+    assert find_cells([moment(n, names) for n, names in enumerate(sets)]) == [
+        "wood",
+        "stone",
+        "coal",
+        "iron",
+        None,
+    ]
+    # Wood has 3, all others 2: of the last one's three, the name decides.
+    mixed = [("eggs", "wood"), ("milk", "wood"), ("coal", "wood"), ("coal", "eggs", "milk")]
+    assert find_cells([moment(n, names) for n, names in enumerate(mixed)]) == ["eggs", "milk", "coal", "coal"]
 
 
 def test_the_oldest_of_the_most_common_cell_goes_first_by_number_and_by_bytes():
@@ -103,10 +118,10 @@ def test_each_group_has_draws_of_its_own_where_there_are_some():
 
 
 def test_a_game_offers_the_moment_after_each_rise_and_one_at_random():
-    cells = [(), (), WOOD, WOOD, BOTH, BOTH]
-    found = candidates("train/1/0/0", cells, seed=1)
+    achieved = [(), (), WOOD, WOOD, BOTH, BOTH]
+    found = candidates("train/1/0/0", achieved, seed=1)
     assert {one.turn for one in found} >= {2, 4} and len(found) <= 3
-    assert all(one.cell == cells[one.turn] and one.turn > 0 for one in found)
+    assert all(one.achieved == achieved[one.turn] and one.turn > 0 for one in found)
     assert candidates("train/1/0/0", [()], seed=1) == []
 
 
@@ -114,7 +129,7 @@ def test_of_many_candidates_every_cell_gets_its_turn():
     many = [Candidate(f"train/1/0/{n}", 1, 1, WOOD) for n in range(50)]
     few = [Candidate("train/1/1/0", 3, 3, BOTH), Candidate("train/1/1/1", 2, 2, ())]
     found = kept([*many, *few], seed=1, most=4)
-    assert sorted(one.cell for one in found) == [(), BOTH, WOOD, WOOD]
+    assert sorted(one.achieved for one in found) == [(), BOTH, WOOD, WOOD]
     assert found == kept([*few, *reversed(many)], seed=1, most=4), "in whatever order they come"
 
 
