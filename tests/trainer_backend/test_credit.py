@@ -54,16 +54,21 @@ def test_a_decision_without_its_reward_is_an_error_of_its_rollout():
 
 def test_a_causal_horizon_counts_the_decisions_that_were_done_before():
     # wood at the first decision; the limit is 10: 1 + 0.5 * 10, and 1 + 0.5 * 6 where 4 decisions were done
-    job = tiny_job(training__step_rewards_beta=0.5, training__step_rewards_horizon="max_decisions")
+    keys = {"training__step_rewards_beta": 0.5, "training__step_rewards_horizon": "max_decisions"}
     item = hand_made.rollout(1, [hand_made.WOOD, ()])
     steps = tuple(
         step.model_copy(update={"metadata": StepMetadata(decision_rewards=step_deltas(step))})
         for step in item.trajectory.steps
     )
     item = item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": steps})})
-    rewards = Rewards(job.training, max_decisions=10)
+    rewards = Rewards(tiny_job(**keys).training, max_decisions=10)
     assert rewards.earned_by(item, {}).rewards_T == [6.0, 0.0]
     assert rewards.earned_by(item, {}, decisions_done=4).rewards_T == [4.0, 0.0]
+    # as a branch from the second of at most 8 decisions, one of which was done: 1 + 0.5 * 7
+    job = tiny_job(**keys, algorithm__advantage="branch")
+    measured = Measured(branches={item.rollout_id: {2: [item]}})
+    (found,) = job_parts.credit(job).credits([item], measured)
+    assert found.branch_returns_T == [[], [4.5]]
 
 
 def test_what_decisions_pay_for_their_kl_is_paid_only_where_the_job_says_so():

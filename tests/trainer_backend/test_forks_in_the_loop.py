@@ -19,6 +19,7 @@ from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.segments import Segment
+from trainer_backend.credit.credit import Measured
 from trainer_backend.errors import SegmentError, TaskAppError, place
 from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.rundir.files import read_lines
@@ -218,6 +219,13 @@ async def test_groups_of_forks_are_never_refilled_and_flat_ones_are_skipped_like
     assert (row["group/flat"], row["group/refilled"], row["forks/share"]) == (0.0, 0.0, 0.0)
     assert (row["forks/count"], row["forks/flat"]) == (8.0, 8.0)
     assert len(asked) == 24 and len(learner.trained) == 8
+
+
+def test_forks_have_no_share_of_an_update_without_decisions(tmp_path: Path):
+    run, _, _ = started(tmp_path, training__skip_flat_groups=True)
+    played = [finished(request, [WOOD, ()]) for request in run.planner.training(1)]
+    found = run.credit.credit(played, Measured(branches={}))
+    assert (found.episodes, found.metrics["forks/share"]) == ([], 0.0)
 
 
 @pytest.mark.parametrize("how", ["departs", "is lost"])

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from shutil import copytree
 
 import pytest
@@ -15,24 +16,29 @@ from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.__main__ import app
+from trainer_backend.core.critic import ByToken
+from trainer_backend.core.truth import TrueAdvantage
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.credit.recredit import (
+    Recredited,
     figures,
     recredit_run,
     recredit_tables,
     recredited,
+    select_advantages,
     stored_iterations,
 )
 from trainer_backend.errors import AdvantageError, RunDirectoryError
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.rollout_files import finished_rows, rollout_ids
+from trainer_backend.rundir.layout import RunDirectory, open_run
+from trainer_backend.rundir.rollout_files import Credit, finished_rows, rollout_ids, write_rollouts
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_rewards
 
 
-def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=()):
+def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=(), truth=None):
     tables, folder = recredit_run(
-        directory.path, names, iterations, checkpoint, out, overrides, reporter=ListReporter()
+        directory.path, names, iterations, checkpoint, out, overrides, truth=truth, reporter=ListReporter()
     )
     console = Console(width=200, record=True)
     console.print(tables)
@@ -106,6 +112,37 @@ def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained,
     assert "gae_token: rollout" in shown
     with pytest.raises(AdvantageError, match=r"no estimator can be computed\. gae: .*They are stored while"):
         recredit(directory, tmp_path, names=["gae"])
+
+
+def test_the_truth_of_an_iteration_is_compared_with_that_iteration_alone(trained, tmp_path):
+    directory, job = trained[0], trained[0].job()
+    setting = TruthSetting(
+        run_id=directory.run_id, iteration=1, checkpoint="iteration_0", gamma=job.algorithm.gamma,
+        continuations=2, horizon=None, fresh_draws=False, seed=0, play={},
+        rewards=select_rewards(job.training),
+    )  # fmt: skip
+    file = TruthFile(tmp_path / "truth.jsonl", setting, [])
+    name = rollout_ids(directory.rollouts_file("iteration_1"))[0]
+    file.add(TrueAdvantage(name, 1, 0.0, 1.0, 0.1, None, 4, 0, 2, 9))
+    _, found, _ = recredit(directory, tmp_path, names=["stepwise"], truth=file.path)
+    assert (found["episodes"], found["truth"]["noise"]["decisions"]) == (8, 1)
+    with pytest.raises(RunDirectoryError, match="the truth of iteration 1, and --iteration asks for 2"):
+        recredit(directory, tmp_path, names=["stepwise"], iterations=[2], truth=file.path)
+
+
+def test_with_a_truth_decisions_that_were_not_measured_have_no_gradient():
+    played = rollout(1, [WOOD, ()])
+    truth = TrueAdvantage(played.rollout_id, 2, 0.0, 5.0, 0.1, None, 4, 0, 2, 9)
+    by_decision = Credit([0.0, 0.0], [1.0, 2.0])
+    by_token = replace(by_decision, token_advantages=ByToken([[1.0, 1.0], [1.5, 2.5]]))
+    credited = Recredited([played], {"rloo": [by_decision], "gae_token": [by_token]}, {})
+    assert select_advantages(credited, {(truth.rollout_id, truth.turn): truth}) == {
+        "truth": [[0.0, 5.0]], "rloo": [[0.0, 2.0]], "gae_token": [ByToken([[0.0, 0.0], [1.5, 2.5]])],
+    }  # fmt: skip
+    assert select_advantages(credited, None) == {
+        "rloo": [[1.0, 2.0]],
+        "gae_token": [by_token.token_advantages],
+    }
 
 
 def met_in(*keys_by_episode):
@@ -232,6 +269,13 @@ def test_an_id_that_fits_several_rollouts_is_refused_with_some_of_them(trained):
     directory, _, _ = trained
     with pytest.raises(RunDirectoryError, match="stored rollouts are '/1'"):
         find_rollout([directory], "/1")
+
+
+def test_a_whole_id_is_found_even_if_another_one_ends_like_it(tmp_path):
+    run, found = RunDirectory(tmp_path, "r"), rollout(1, [WOOD])
+    other = found.model_copy(update={"rollout_id": f"other-{found.rollout_id}"})
+    write_rollouts(run.rollouts_file("iteration_1"), [other, found])
+    assert find_rollout([run], found.rollout_id)[0] == found
 
 
 def test_the_commands_print_and_name_the_folder(trained, tmp_path):

@@ -238,9 +238,7 @@ def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
     Decisions with two or more pairs separate M from S; with fewer than two such decisions, each is half.
     """
     seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
-    if not seen:
-        return 0.0, 0.0
-    square = math.fsum(of.square for _, of in seen) / len(seen)
+    square = math.fsum(of.square for _, of in seen) / max(len(seen), 1)
     several = [
         (of.pairs, (mean * of.sampled / of.count) ** 2, of.square) for mean, of in seen if of.pairs >= 2
     ]

@@ -68,9 +68,10 @@ def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) ->
 
     Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
     """
-    read = columns.weight_N != 0
-    error = (values - columns.return_N).where(read, 0.0).square()
+    # Before the square, because NaN * 0 is NaN in its gradient.
+    values = values.where(columns.weight_N != 0, columns.value_N)
+    error = (values - columns.return_N).square()
     if clip is not None:
-        moved = (values - columns.value_N).where(read, 0.0).clamp(-clip, clip)
+        moved = (values - columns.value_N).clamp(-clip, clip)
         error = error.maximum((columns.value_N + moved - columns.return_N).square())
     return weighted_sum(0.5 * error, columns.weight_N)

@@ -19,7 +19,7 @@ from trainer_backend.core.agreement import correlation, measure_spread, sign_agr
 from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.metric import Panel
 from trainer_backend.core.statistics import Interval, step_deltas
-from trainer_backend.core.truth import TruthScore
+from trainer_backend.core.truth import TrueAdvantage, TruthScore
 from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
 from trainer_backend.credit.truth_scores import TRUTH, TruthScores, noise_lines
 from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
@@ -380,7 +380,7 @@ def recredit_run(
         raise AdvantageError(f"{path}: no estimator can be computed. {reasons}")
     cosines = None
     if checkpoint is not None:
-        advantages = _select_advantages(credited, file)
+        advantages = select_advantages(credited, None if file is None else file.truths)
         policies = credit.policies
         played = [
             CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
@@ -432,19 +432,21 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
         )
 
 
-def _select_advantages(credited: Recredited, file: TruthFile | None) -> dict[str, list[OfEpisode]]:
+def select_advantages(
+    credited: Recredited, truths: Mapping[tuple[str, int], TrueAdvantage] | None
+) -> dict[str, list[OfEpisode]]:
     """Return each estimator's advantages in the order of the rollouts, by token if it has such.
 
-    With a truth file, the true advantages are added, and advantages of unmeasured decisions are 0.
+    With truths, by rollout and turn, they are added, and advantages of unmeasured decisions are 0.
     """
-    if file is None:
+    if truths is None:
         return {
             name: [credit.token_advantages or credit.advantages_T for credit in credits]
             for name, credits in credited.credits.items()
         }
 
     def masked(rollout_id: str, credit: Credit) -> OfEpisode:
-        kept_T = [(rollout_id, turn + 1) in file.truths for turn in range(len(credit.advantages_T))]
+        kept_T = [(rollout_id, turn + 1) in truths for turn in range(len(credit.advantages_T))]
         if credit.token_advantages is not None:
             rows_T = zip(kept_T, credit.token_advantages.rows_T, strict=True)
             return ByToken([row if kept else [0.0] * len(row) for kept, row in rows_T])
@@ -452,7 +454,7 @@ def _select_advantages(credited: Recredited, file: TruthFile | None) -> dict[str
 
     def true(rollout: Rollout) -> OfEpisode:
         assert rollout.trajectory is not None, "only finished rollouts are credited"
-        found = [file.truths.get((rollout.rollout_id, step.turn)) for step in rollout.trajectory.steps]
+        found = [truths.get((rollout.rollout_id, step.turn)) for step in rollout.trajectory.steps]
         return [0.0 if item is None else item.advantage for item in found]
 
     return {TRUTH: list(map(true, credited.rollouts))} | {

@@ -81,7 +81,7 @@ class TruthScores:
     def _scores(self) -> Table:
         table = _table("against the truth", self.scores, (*_TITLES, *(("gradient",) if self.cosines else ())))
         for name, score in sorted(self.scores.items(), key=lambda item: -(item[1].correlation or 0.0)):
-            bounds = "-" if score.low is None or score.high is None else f"{score.low:+.2f} {score.high:+.2f}"
+            bounds = "-" if score.low is None else f"{score.low:+.2f} {score.high:+.2f}"
             table.add_row(
                 name, _number(score.correlation), bounds, _number(self.unbiased[name]),
                 _number(score.noiseless), _number(score.rank),

@@ -178,3 +178,7 @@ def test_the_four_take_what_is_published_by_name_and_by_place():
     steps = [100, 500, 1000]
     assert StepSchedule(steps, "fixed") == StepSchedule(switch_steps=steps, initial_policy="fixed")
     assert StepSchedule(steps).get_policy_choice(100) == "actor"
+    fields = AllocationPlug(LinearSchedule).keys.model_fields
+    assert [(name, item.is_required()) for name, item in fields.items()] == [
+        ("alpha_0", True), ("beta", True), ("max_alpha", False),
+    ]  # fmt: skip

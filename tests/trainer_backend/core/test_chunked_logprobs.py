@@ -22,8 +22,10 @@ def inputs(count=11, dtype=torch.float64):
     return hidden, head, targets, temperatures
 
 
-def gradients(function, *, of, **options):
+def gradients(function, *, of, frozen=(), **options):
     hidden, head, targets, temperatures = inputs()
+    for k in frozen:
+        (hidden, head)[k].requires_grad_(False)
     outputs = function(hidden, head, targets, temperatures, **options)
     scale = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
     sum((outputs[k] * scale).sum() for k in of).backward()
@@ -65,8 +67,10 @@ def test_gradients_by_chunks_are_the_plain_ones_of_scales_caps_and_biases(logits
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=["logprobs", "entropies", "both"])
-def test_chunks_give_the_plain_gradients(chunk, of):
-    torch.testing.assert_close(gradients(chunked_logprobs, of=of, chunk=chunk), gradients(plain, of=of))
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)], ids=["both", "head", "hidden"])
+def test_chunks_give_the_plain_gradients(chunk, of, frozen):
+    found = gradients(chunked_logprobs, of=of, frozen=frozen, chunk=chunk)
+    torch.testing.assert_close(found, gradients(plain, of=of, frozen=frozen))
 
 
 def find_memory(tensor):

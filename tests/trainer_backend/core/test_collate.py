@@ -194,6 +194,10 @@ def test_siblings_stay_together_where_a_trie_is_cut():
     parts[3] = segment("b-3", [1, 1, 9, 3], [-1] * 3 + [0])
     packed = pack_segments(parts, row_tokens=32, tries=Tries.of(parts, 1))
     assert row_lengths(packed) == [29, 6]
+    # of 5 + 2 * 8 tokens, 5 and 4 and 4: the cut is behind 30, since 21 are not nearly a row
+    parts = parts[:2] + [segment(f"b-{k}", [1, 1, 9, *[k] * 4], [-1] * 3 + [0] * 4) for k in (4, 5, 6)]
+    packed = pack_segments(parts, row_tokens=32, tries=Tries.of(parts, 1))
+    assert row_lengths(packed) == [30, 7]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])

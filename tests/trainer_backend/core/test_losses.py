@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer_backend.core.advantages.gigpo import GigpoKeys
+from trainer_backend.core.critic import OwnCriticKeys
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
 from trainer_backend.core.losses import (
     LOSSES,
@@ -197,11 +199,19 @@ def test_entropy_is_rewarded_by_weight_and_not_read_on_padding():
         (SapoKeys, {"tau_neg": -1.0}),
         (SapoKeys, {"tau_pos": math.inf}),
         (RouterKeys, {"router_aux_coef": -0.1}),
+        (GigpoKeys, {"omega": -0.1}),
     ],
 )
 def test_keys_without_a_meaning_are_refused(keys, values):
     with pytest.raises(ValueError, match=next(iter(values))):
         keys(**values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"), [(RouterKeys, {"router_aux_coef": 0.0}), (OwnCriticKeys, {"critic_passes": 1})]
+)
+def test_the_least_that_a_key_may_be_is_taken(keys, values):
+    assert keys(**values).model_dump(include=values.keys()) == values
 
 
 def test_the_dual_clip_leaves_small_positive_advantages_to_the_other_one():

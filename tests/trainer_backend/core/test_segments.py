@@ -1,6 +1,7 @@
 """Segments of an episode, the experts of their tokens, and the views that answers were sampled from."""
 
 import math
+from base64 import b64encode
 
 import numpy as np
 import pytest
@@ -150,6 +151,15 @@ def test_a_segment_has_the_experts_of_each_token_where_a_call_names_them():
     assert second.experts.tolist() == [7, 0, 8, 1, 9, 2, 300, 4, UNKNOWN, UNKNOWN]
     (plain,) = build_segments([step(1, 0, [1], [2])], rollout_id="r")
     assert len(plain.experts) == 0
+
+
+def test_experts_below_255_are_written_as_bytes_and_the_byte_255_means_unknown():
+    narrow, wide = (experts(0, [number, 0])["experts"] for number in (254, 255))
+    assert [named["number_bytes"] for named in (narrow, wide)] == [1, 2]
+    partly = narrow | {"data": b64encode(bytes([255, 254])).decode()}
+    for named, numbers in ((narrow, [254, 0]), (wide, [255, 0]), (partly, [UNKNOWN, 254])):
+        (found,) = build_segments([step(1, 0, [1], [2], experts=named)], rollout_id="r")
+        assert found.experts.tolist() == [*numbers, UNKNOWN, UNKNOWN]
 
 
 @pytest.mark.parametrize(

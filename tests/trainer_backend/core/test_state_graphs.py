@@ -270,6 +270,9 @@ def test_unlike_states_count_by_the_temperature():
     assert soft(["tree", "tree"], [1.0, 0.0], 0.0).parts["step_advantage"] == [[0.5], [-0.5]]
     everywhere = soft(["tree", "water", ""], [1.0, 0.0, 2.0], 1e15).parts["step_advantage"]
     assert everywhere == [[pytest.approx(0.0)], [pytest.approx(-1.0)], [pytest.approx(1.0)]]
+    # The same terms in another order: their cosine is 1, or rounded to more, whose exp would be infinite.
+    near = soft(["tree 1", "1 tree", "water"], [1.0, 0.0, 0.0], 1e-20).parts["step_advantage"]
+    assert all(abs(value) <= 0.5 for (value,) in near)
 
 
 def test_the_effective_number_of_others_by_hand():

@@ -199,22 +199,22 @@ def test_no_signal_explains_nothing_and_says_so():
 
 
 def test_scores_by_hand():
-    # A = 1, 1, -1, 3 and T = 1, 0, -1, 1: sum AT = 5, sum A^2 = 12, scale 5/12
+    # A = 1, 1, -1, 3, 0 and T = 1, 0, -1, 1, 0: sum AT = 5, sum A^2 = 12, scale 5/12
     truths = [
-        measured(value, turn=t, reward=float(t == 4)) for t, value in enumerate((1.0, 0.0, -1.0, 1.0), 1)
+        measured(value, turn=t, reward=float(t == 4)) for t, value in enumerate((1.0, 0.0, -1.0, 1.0, 0.0), 1)
     ]
-    score = truth_score([1.0, 1.0, -1.0, 3.0], truths)
+    score = truth_score([1.0, 1.0, -1.0, 3.0, 0.0], truths)
     scale = 5 / 12
     assert score.scale == pytest.approx(scale)
     apart = [scale - 1, scale, 1 - scale, 3 * scale - 1]
-    assert score.error == pytest.approx(sum(value**2 for value in apart) / 4)
-    assert score.explained == pytest.approx(1 - score.error / 0.75), "the mean of T^2 is 3/4"
+    assert score.error == pytest.approx(sum(value**2 for value in apart) / 5)
+    assert score.explained == pytest.approx(1 - score.error / 0.6), "the mean of T^2 is 3/5"
     assert score.sign_agreement == 1.0, "the second decision has no sign"
     by_name = {bias.name: bias for bias in score.biases}
     assert by_name["a reward"].mean == pytest.approx(apart[3]) and by_name["a reward"].error is None
-    assert by_name["no reward"].mean == pytest.approx(sum(apart[:3]) / 3)
-    # thirds of the turns 1, 2, 3, 4 begin at 2 and 3
-    assert [bias.decisions for bias in score.biases] == [1, 1, 2, 3, 1]
+    assert by_name["no reward"].mean == pytest.approx(sum(apart[:3]) / 4)
+    # thirds of the turns 1 to 5 begin at 2 and 4
+    assert [bias.decisions for bias in score.biases] == [1, 2, 2, 4, 1]
     assert (score.low, score.high) == (None, None), "one episode cannot be resampled"
 
 
@@ -226,6 +226,7 @@ def test_signs_that_are_lost_in_noise_are_not_compared():
         measured(1.0, error=0.01, pairs=16, others=1),
     ]
     assert truth_score([1.0, -1.0, -1.0], truths).sign_agreement == 1.0
+    assert not measured(3.182, error=1.0, others=4).is_known, "the interval begins at 0"
 
 
 def test_a_truth_that_is_rounding_alone_has_no_known_sign():

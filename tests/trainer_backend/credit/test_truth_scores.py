@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from trainer_backend.core.truth import TrueAdvantage
+from trainer_backend.credit.recredit import truth_page
 from trainer_backend.credit.truth_scores import TruthScores
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
@@ -64,6 +65,11 @@ def test_bounds_are_shown_where_three_groups_tell_them():
         for turn, value in enumerate(row, 1)
     ]
     played = {"a": [0.0, 1.0], "b": [1.0, 0.0], "c": [2.0, -1.0]}
-    score = scores({"rloo": played}, truths).scores["rloo"]
-    bounds = shown(scores({"rloo": played, "grpo": played}, truths))["rloo"]["95 %"]
-    assert bounds == f"{score.low:+.2f} {score.high:+.2f}"
+    found = scores({"rloo": played, "grpo": played}, truths)
+    score = found.scores["rloo"]
+    assert shown(found)["rloo"]["95 %"] == f"{score.low:+.2f} {score.high:+.2f}"
+    correlation = f"Correlation {score.correlation:+.2f} (95 %: {score.low:+.2f} to {score.high:+.2f})"
+    noiseless = f"; without the noise of the truth {score.noiseless:+.2f}."
+    unbiased = f"; an unbiased estimator as noisy would have {found.unbiased['rloo']:+.2f}"
+    page = truth_page(found).decode()
+    assert correlation + unbiased + noiseless in page and correlation + noiseless in page

@@ -14,7 +14,7 @@ from tests.trainer_backend.learner.hand_made import get_gradients, gradient, seg
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.router_loss import load_metrics
+from trainer_backend.core.router_loss import balance_loss, load_metrics
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.weights import ServedWeights
@@ -283,6 +283,9 @@ def test_the_load_of_experts_by_hand():
     # Layer 1: 4, 4, 0, 0 of 8, twice the even load; layer 2 is even.
     found = load_metrics(torch.tensor([[4, 4, 0, 0], [2, 2, 2, 2]]))
     assert found == pytest.approx({"moe/load_max": 1.5, "moe/load_entropy": 0.75, "moe/idle_experts": 1.0})
+    # 8 tokens, 2 of 4 experts each: shares f of 1 and mean probabilities P of 1/2 to two: 4 * (1/2 + 1/2)
+    assert balance_loss(torch.tensor([4.0, 4.0, 0.0, 0.0]), torch.tensor([8, 8, 0, 0]), 8.0) == 4.0
+    assert balance_loss(torch.tensor([2.0] * 4), torch.tensor([4] * 4), 8.0) == 2.0, "an even load"
 
 
 def test_ranks_with_fewer_groups_of_segments_make_as_many_passes_as_the_others():
