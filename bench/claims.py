@@ -495,9 +495,9 @@ def shared_prefix_claims() -> Iterator[Claim]:
 
 
 def task_claims() -> Iterator[Claim]:
-    """A corridor, BabyAI, Sokoban, Orders, and scripted players of Crafter."""
+    """A corridor, BabyAI, Sokoban, Orders, FrozenLake, and scripted players of Crafter."""
     starts = Arms("starts", "unique_achievements")
-    sokoban, orders = (Arms(name, "outcome_reward") for name in ("sokoban", "orders"))
+    sokoban, orders, lake = (Arms(name, "outcome_reward") for name in ("sokoban", "orders", "frozen_lake"))
     for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the")):
         ends = starts.after(arm)  # by the most probable calls
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
@@ -516,6 +516,8 @@ def task_claims() -> Iterator[Claim]:
             "**Orders**, 300 databases": f"| +{columns(orders.gain('orders'))} |",
             "Orders: exact after imitation": f"| {columns(orders.before('orders'))} |",
             "Orders: exact after RL": f"| {columns(orders.after('orders'))} |",
+            "**FrozenLake** by gymnasium": f"| {columns(lake.before('frozen_lake'))} |",
+            "FrozenLake: goals reached after": f"| {columns(lake.after('frozen_lake'))} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
             "the memoryless teacher where blows": f"| {_with_bounds(immortal, unique)} |",
         }
