@@ -129,9 +129,8 @@ class LocalLearner:
         self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
         log.info("learner_computes_by", **self.scorer.describe())
         self._reference = None if started_from is None else self._make_reference(started_from)
-        self._optimizer = make_adamw(
-            model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
-        )
+        rate, decay, epsilon = training.learning_rate, training.weight_decay, training.adam_epsilon
+        self._optimizer = make_adamw(model, rate, decay, epsilon=epsilon, offload=training.optimizer_offload)
         self._step_size = StepSize(training, config.seed, ranks)
         level = config.value_level
         self._head: ValueHead | None = None

@@ -24,6 +24,7 @@ def make_adamw(
     learning_rate: float,
     weight_decay: float,
     *,
+    epsilon: float = 1e-8,
     betas: tuple[float, float] = (0.9, 0.999),
     offload: bool = False,
 ) -> torch.optim.AdamW:
@@ -33,7 +34,9 @@ def make_adamw(
     so running out of memory in the first step does not damage the weights.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
+    settings: dict[str, Any] = {
+        "lr": learning_rate, "weight_decay": weight_decay, "betas": betas, "eps": epsilon,
+    }  # fmt: skip
     if offload:
         return OffloadedAdamW(trained, **settings)
     is_fused = trained[0].device.type in ("cuda", "cpu")

@@ -57,8 +57,9 @@ class OwnCritic:
         self.iterations = 0  # that it has learned from, also before a resume
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
-        rate, decay = table.critic_learning_rate, table.weight_decay
-        self._optimizer = make_adamw(self._scorer.model, rate, decay, offload=table.optimizer_offload)
+        rate, decay, epsilon = table.critic_learning_rate, table.weight_decay, table.adam_epsilon
+        model, offload = self._scorer.model, table.optimizer_offload
+        self._optimizer = make_adamw(model, rate, decay, epsilon=epsilon, offload=offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
         """Compute for each segment [N] V in reward units, 0 where no value is read.

@@ -48,6 +48,7 @@ class ValueHead:
                 for weight, rate in zip(self.trained.values(), rates, strict=True)
             ],
             weight_decay=table.weight_decay,
+            eps=table.adam_epsilon,
         )
 
     @property

@@ -41,6 +41,22 @@ def test_a_run_may_be_resumed_with_the_moments_in_the_other_place(
     assert all(torch.equal(tensor, other[name]) for name, tensor in first.weights().items())
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_gradient_as_large_as_epsilon_moves_a_weight_by_half_the_rate(tokenizer, offload: bool):
+    keys = {"training__adam_epsilon": 1e-6, "training__critic": "own", "training__optimizer_offload": offload}
+    learner = make_learner(tokenizer, algorithm__advantage="gae", **keys)
+    critic = learner._own_critic()._optimizer
+    assert [one.param_groups[0]["eps"] for one in (learner._optimizer, critic)] == [1e-6, 1e-6]
+    weights = [weight for weight in learner.model.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-6)
+    learner._optimizer.step()
+    rate = learner._optimizer.param_groups[0]["lr"]
+    for weight, old in zip(weights, before, strict=True):
+        torch.testing.assert_close(weight.detach(), old - rate / 2, rtol=0, atol=2e-6)
+
+
 def test_weights_without_a_gradient_are_left_alone():
     touched, untouched = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = OffloadedAdamW([touched, untouched], lr=0.1, weight_decay=0.5)
