@@ -51,9 +51,8 @@ class LoopKeys(Table):
     weight_decay: float = Field(default=0.0, ge=0)
     """weight decay of AdamW"""
     adam_epsilon: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon, for policy and critic: a weight whose gradient is far below it hardly moves. At 1e-8
-    rounding and noise move weights that nothing trains, such as those of tokens that the policy is sure of;
-    PPO implementations have 1e-5"""
+    """AdamW's epsilon, for policy and critic: weights whose gradient is far below it hardly move, such as
+    those of tokens that the policy is sure of; PPO implementations have 1e-5"""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """limit of the gradient's norm (clipping)"""
     update_passes: int = Field(default=2, ge=1)
