@@ -236,20 +236,11 @@ JOBS = (
     ),
     Study(
         name="from_scratch",
-        title="whole games of Crafter without a teacher, from the beginning or partly from snapshots",
-        against="plain",
+        title="whole games of Crafter without a teacher",
+        against="from_scratch",
         job="configs/crafter_from_scratch.toml",
         settings=("evaluation.instances=200", "training.keep_checkpoints=1"),
-        arms={
-            "plain": Arm("from the beginning", ()),
-            "frontier": Arm(
-                "a quarter starts at snapshots", ("curriculum.share=0.25", "curriculum.rule=frontier")
-            ),
-            "calibrated": Arm(
-                "the critic learns from returns, small steps",
-                ("algorithm.critic_lambda=1.0", "training.target_kl=0.05"),
-            ),
-        },
+        arms={"from_scratch": Arm("without a teacher", ())},
         from_the_start=True,
     ),
     *(
