@@ -71,10 +71,6 @@ class Pool:
     def mib(self) -> float:
         return sum(len(item.snapshot) for item in self.moments) / 2**20
 
-    def cells(self) -> list[Cell]:
-        """Return the cell of each snapshot."""
-        return find_cells(self.moments)
-
     def after(
         self, moments: Iterable[Moment], gains: Iterable[tuple[str, bool]], keys: CurriculumKeys
     ) -> "Pool":
@@ -140,7 +136,7 @@ def frontier(pool: Pool) -> list[float]:
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
     with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
     """
-    cells = pool.cells()
+    cells = find_cells(pool.moments)
     places = [(cell, item.turn) for cell, item in zip(cells, pool.moments, strict=True)]
     by_cell, by_place = Counter(cells), Counter(places)
     turns = Counter(cell for cell, _ in by_place)
@@ -227,10 +223,9 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
     Within a cell, each turn gives one candidate before any gives a second.
     """
     drawn = sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn))
-    cells = dict(zip(map(id, drawn), find_cells(drawn), strict=True))
-    by_turn = _take_turns(drawn, lambda one: (cells[id(one)], one.turn))
-    by_cell = sorted(by_turn, key=lambda one: cells[id(one)] or "")
-    return _take_turns(by_cell, lambda one: cells[id(one)])[:most]
+    cells = dict(zip(drawn, find_cells(drawn), strict=True))
+    by_turn = _take_turns(drawn, lambda one: (cells[one], one.turn))
+    return _take_turns(sorted(by_turn, key=lambda one: cells[one] or ""), cells.__getitem__)[:most]
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:

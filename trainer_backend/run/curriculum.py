@@ -27,6 +27,7 @@ from trainer_backend.core.starts import (
     Pool,
     Starts,
     candidates,
+    find_cells,
     kept,
 )
 from trainer_backend.plugins import start_rule
@@ -103,7 +104,7 @@ class Curriculum:
             "starts/share": len(gains) / max(len(games), 1),
             "starts/pool": float(len(pool.moments)),
             "starts/pool_mib": pool.mib,
-            "starts/cells": float(len({*pool.cells()})),
+            "starts/cells": float(len({*find_cells(pool.moments)})),
             "time/starts_s": time.monotonic() - started,
         }
         if gains:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -460,7 +460,7 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
         rows: of all iterations, oldest first; a row that lacks the counts had a signal.
         compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
     """
-    unpaid, flat = (sum(1 for _ in takewhile(test, reversed(rows))) for test in (_is_unpaid, _is_flat))
+    unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
     count = flat if compares_siblings else max(unpaid, flat)
     if count < 2 or (count != 2 and count % _TOLD_AGAIN):
         return None
@@ -487,7 +487,7 @@ def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
     Args:
         rows: of all iterations, oldest first.
     """
-    count = sum(1 for _ in takewhile(loses_calls, reversed(rows)))
+    count = _count_last(rows, loses_calls)
     before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
     best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
     if not count or (count - 1) % _TOLD_AGAIN or best is None or best[_REFUSED] > _FEW_REFUSED:
@@ -519,7 +519,7 @@ def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
     Args:
         rows: of all iterations, oldest first.
     """
-    count = sum(1 for _ in takewhile(steps_too_far, reversed(rows)))
+    count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
         return None
     return (
@@ -527,6 +527,11 @@ def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
         "training.target_kl. The other steps are left out, and cannot correct it, while AdamW's momentum "
         "carries it on: the policy may forget what it knows. Lower training.learning_rate"
     )
+
+
+def _count_last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Count the last rows that pass the test, back to the first that does not."""
+    return sum(1 for _ in takewhile(test, reversed(rows)))
 
 
 def _is_unpaid(row: Mapping[str, Any]) -> bool:
