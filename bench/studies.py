@@ -5,8 +5,8 @@
 Without a NAME it lists them. Arms start from one checkpoint a seed, or in studies of whole jobs from an
 imitation of their own. Worlds, sampling seeds, passes and rates are equal, unless an arm names others.
 What is done is skipped, what was interrupted is resumed, and after each arm bench/results/NAME.json (curves
-with 95 % intervals, settings, times, versions) and NAME.png are written again. Arms are not tuned each for
-itself.
+with 95 % intervals, settings, times, versions) and NAME.png are written again. The file keeps the seeds that
+other machines ran with the same settings. Arms are not tuned each for itself.
 """
 
 import shutil

@@ -3,6 +3,7 @@
 import io
 import math
 import platform
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -113,8 +114,14 @@ class Study:
     models: "Callable[[Study, Path, Sequence[str]], Mapping[str, str]] | None" = None
 
 
-def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """All results of finished and running arms on disk, of any call."""
+def collect(
+    study: Study, folder: Path, settings: Sequence[str], earlier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All results of finished and running arms on disk, of any call.
+
+    Seeds of which nothing is on disk are taken from `earlier`, the results file as it was, where it was made
+    with the same job, settings and switches: so a study may be run a few seeds at a time, on any machine.
+    """
     runs = {
         arm: {
             path.parent.name.removeprefix("seed_"): curve(path, study.measure)
@@ -123,11 +130,20 @@ def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, An
         }
         for arm in study.arms
     }
-    runs = {arm: by_seed for arm, by_seed in runs.items() if by_seed}
-    return {
+    made_with = {
         "study": study.name,
         "job": study.job,
+        "tables": tomllib.loads((kit.ROOT / study.job).read_text(encoding="utf-8")),
         "settings": list(settings),
+    }
+    if made_with.items() <= earlier.items():
+        here = {seed for by_seed in runs.values() for seed in by_seed}
+        for arm, made in study.arms.items():
+            if earlier["switches"].get(arm) == list(made.switches):
+                runs[arm] |= {seed: run for seed, run in earlier["arms"][arm].items() if seed not in here}
+    runs = {arm: dict(sorted(by_seed.items())) for arm, by_seed in runs.items() if by_seed}
+    return {
+        **made_with,
         "switches": {arm: list(study.arms[arm].switches) for arm in runs},
         "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},

@@ -36,7 +36,7 @@ def run_study(
     settings: Sequence[str],
 ) -> dict[str, Any]:
     """Run missing arms, and write the results after each."""
-    outcome: dict[str, Any] = {}
+    outcome: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     made = study.models(study, folder, settings) if study.models else {}
     for seed in seeds:
         common = named((*settings, f"job.seed={seed}"), made)
@@ -51,7 +51,7 @@ def run_study(
                 warm_start = finished(of_seed / name, warm_start_job(study, warmed_by))
                 job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
             finished(of_seed / arm, job)
-            outcome = collect(study, folder, settings)
+            outcome = collect(study, folder, settings, outcome)
             write_results(results, outcome, allow_nan=False)
             draw(study, outcome, results.with_suffix(".png"))
     return outcome

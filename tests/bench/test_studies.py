@@ -66,6 +66,14 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert found["summary"]["branch"]["decisions"][0] / (20 * 5) == pytest.approx(3.0, rel=0.15)
     assert found["summary"]["branch_minus_grpo"]["seeds"] == 1
 
+    def elsewhere(*further: str) -> dict[str, Any]:
+        """The arms on a machine where nothing has run."""
+        settings = (*found["settings"], *further)
+        return study_results.collect(studies.CREDIT, tmp_path / "elsewhere", settings, found)["arms"]
+
+    assert elsewhere() == found["arms"]
+    assert elsewhere("training.learning_rate=1") == {}
+
 
 def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path, services: str):
     study = studies.MIXTURE
@@ -82,7 +90,7 @@ def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: 
         switches = (*settings, *study_runs.named(study.arms[arm].switches, made))
         job = study_runs.arm_job(study, study_runs.named(switches, made), tmp_path / "warm")
         assert [table.model_path for table in job.fixed_policies] == [Path(made[arm])]
-    found = study_results.collect(study, tmp_path, study.quick)
+    found = study_results.collect(study, tmp_path, study.quick, {})
     assert str(tmp_path) not in json.dumps(found)
 
 
