@@ -51,6 +51,12 @@ def columns(values: Sequence[float], digits: int = 2) -> str:
     return spread(values, digits).replace(" (", " | ").removesuffix(")")
 
 
+def change_columns(before: Sequence[float], after: Sequence[float]) -> str:
+    """Figures and spreads before and after as two cells: medians | least to greatest of each."""
+    cells = zip(columns(before).split(" | "), columns(after).split(" | "), strict=True)
+    return " | ".join(" → ".join(pair) for pair in cells)
+
+
 def interval_columns(values: Sequence[float]) -> str:
     """Figure and spread as two cells: median | 95 % interval of the mean."""
     return f"{statistics.median(values):z.2f} | 95 % {interval_text(values)} |"
@@ -134,8 +140,7 @@ def demo_claims() -> Iterator[Claim]:
         {
             "**Gain by RL** in unique achievements, mean": mean,
             "the same gain, median over the seeds": columns(gain),
-            "Unique achievements before RL |": columns(arms.before("demo")),
-            "Unique achievements after 46 iterations of RL": columns(arms.after("demo")),
+            "Unique achievements before →": change_columns(arms.before("demo"), arms.after("demo")),
         }
     )
     by_world = (run["last_minus_first"] for run in arms.runs["demo"].values())
@@ -172,8 +177,7 @@ def statelm_claims() -> Iterator[Claim]:
     yield Claim(DOCUMENTS, "", f"{words} {without}")
     yield from figures(
         {
-            "**Documents larger than the window**": columns(before),
-            "the model may delete, after RL": columns(after),
+            "**Documents larger than the window**": change_columns(before, after),
             "with deletion less without, gains": interval_columns(arms.gain_apart("editing", "no_editing")),
         }
     )
@@ -236,11 +240,10 @@ def cost_claims() -> Iterator[Claim]:
     """Tokens of an iteration, and idle sessions."""
     kinds, idle = data("segment_cost")["a token"], data("idle_sessions")
     most, tenth = kinds["nearly all sampled"], kinds["a tenth sampled"]
+    memory = ", ".join(f"{size:.0f}" for size in (most["held"], tenth["held"], most["plain held"]))
     yield from figures(
         {
-            "nearly all sampled: memory": f"| {most['held']:.0f} bytes |",
-            "a tenth is sampled: memory": f"| {tenth['held']:.0f} bytes |",
-            "a token in tuples and JSON": f"| {most['plain held']:.0f} bytes |",
+            "**Memory of a token": f"| {memory} bytes |",
             "**1,000 idle Crafter sessions**": f"| {idle['kb_per_session']:.0f} kB |",
             "1,000 idle sessions, 99th": f"| {idle['load']['p99_ms']:z.1f} ms |",
         }
@@ -272,6 +275,7 @@ def gpu_claims() -> Iterator[Claim]:
     (lora,), (large, *_) = cells("H200", "lora", "4b"), cells("H200", "update", "4b")
     needs = sum(lora["needs"].values()) - lora["needs"].get("checkpoint", 0)
     (iteration,) = (item["row"] for item in cells("H100", "iteration", "0.6b"))
+    seconds = ", ".join(f"{iteration[f'time/{part}_s']:z.1f}" for part in ("collect", "update"))
     texts = {
         "**Decode, 4B shape**": on_both("decode", "4b", "share_of_limit", "z.1%", **wide),
         "decode, 4B shape, 64 rows of 1k tokens: tok": on_both(
@@ -285,8 +289,7 @@ def gpu_claims() -> Iterator[Claim]:
         "earner against engine in float32, 4B shape": on_both("agreement", "4b", "most", "e", **exact),
         "earner against engine in bfloat16, 4B shape": on_both("agreement", "4b", "rms", "e", **low),
         "**LoRA of rank 32**": f"| {needs / 2**30:.0f} GiB |",
-        "**One iteration of `crafter_online`**": f"| {iteration['time/collect_s']:z.1f} |",
-        "`crafter_online`: seconds to update": f"| {iteration['time/update_s']:z.1f} |",
+        "**One iteration of `crafter_online`**": f"| {seconds} |",
     }
     rows = {"packed": "**Log-probs by kernels**", "masked": "log-probs by torch's operators under a mask"}
     for side, row in rows.items():
@@ -303,9 +306,9 @@ def gpu_curve_claims() -> Iterator[Claim]:
     yield Claim(STUDIES, "", f"{moved['mean']:+z.2f} ({low} to {high})")
     for item in (first, last, data("gpu_curve_h200")["evaluations"][0]):
         yield Claim(STUDIES, "", f"{_unique(item)}; {item['crafter_score']:z.1f}")
-    for item, when in ((first, "after imitation"), (last, "after RL")):
-        text = _unique(item).replace(" (", " | ").removesuffix(")")
-        yield Claim(FIGURES, f"by 26M parameters: unique achievements {when}", f"| {text} |")
+    both = (_unique(item).removesuffix(")").split(" (") for item in (first, last))
+    text = " | ".join(map(" → ".join, zip(*both, strict=True)))
+    yield Claim(FIGURES, "by 26M parameters: unique achievements after", f"| {text} |")
     row = "**RL's part of whole games by 26M parameters**"
     yield Claim(FIGURES, row, f"{sum(row['optim/steps'] for row in rows):.0f} steps in 20 iterations")
     yield Claim(FIGURES, row, f"| {moved['mean']:+z.2f} | {low} to {high} |")
@@ -371,19 +374,22 @@ def fault_claims() -> Iterator[Claim]:
     kept = data("faults_processes")["counts"]["kept"]
     yield Claim(FIGURES, "**Kills of a job in processes**", f"killed {kills} times")
     yield Claim(FIGURES, "there, rollouts in flight at a kill", f"| {kept} |")
-    for study, kind, row, digits in (
-        ("faults", "service", "to the first new rollout after a kill of the service", 1),
-        ("faults", "job", "| seconds after a kill of the job", 1),
-        ("faults", "task_app", "seconds after a kill of the task app", 1),
-        ("faults_processes", "gateway", "after a kill of a gateway", 1),
-        ("faults_processes", "learner", "there, seconds after a kill of the learner", 0),
-        ("faults_processes", "service", "there, seconds after a kill of the service", 0),
-        ("faults_processes", "job", "there, seconds after a kill of the job", 0),
+    for study, kinds, row in (
+        ("faults", ("service", "job", "task_app"), "| seconds to the first new rollout after a kill"),
+        (
+            "faults_processes",
+            ("gateway", "learner", "service", "job"),
+            "there, seconds to the first new rollout",
+        ),
     ):
         jobs = data(study)["jobs"].values()
-        seconds = [value for job in jobs for value in job["recovery_s"].get(kind, ())]
-        longest = f"{max(seconds):z.1f}" if study == "faults" else f"{max(seconds):.0f}"
-        yield Claim(FIGURES, row, f"| {statistics.median(seconds):z.{digits}f} | longest {longest} |")
+        seconds = [[value for job in jobs for value in job["recovery_s"].get(kind, ())] for kind in kinds]
+        digits = 1 if study == "faults" else 0
+        medians, longest = (
+            ", ".join(f"{choose(values):z.{digits}f}" for values in seconds)
+            for choose in (statistics.median, max)
+        )
+        yield Claim(FIGURES, row, f"| {medians} | longest {longest} |")
 
 
 def _kills(study: str, kinds: Sequence[str]) -> int:
@@ -439,14 +445,13 @@ def server_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, "weights sent: decisions of old", words)
     amid = sent["swap"]["killed_amid_a_pass"]
     yield Claim(FIGURES, "a server killed amid a pass", f"| {amid['seconds']:z.1f} |")
-    for row, way, name, digits in (
-        ("a publish of 445 MiB", "broadcast", "seconds", 1),
-        ("same publish by folder", "folder", "seconds", 1),
-        ("learner's memory more", "broadcast", "learner_extra_mib", 0),
-    ):
-        one = sent["publish"][way][name]
-        cut = [f"{one[key]:z.{digits}f}" for key in ("median", "least", "most")]
-        yield Claim(FIGURES, row, f"| {cut[0]} | {cut[1]} to {cut[2]} |")
+    seconds = [sent["publish"][way]["seconds"] for way in ("broadcast", "folder")]
+    medians = ", ".join(f"{one['median']:z.1f}" for one in seconds)
+    ranges = ", ".join(f"{one['least']:z.1f} to {one['most']:z.1f}" for one in seconds)
+    yield Claim(FIGURES, "a publish of 445 MiB", f"| {medians} | {ranges} |")
+    one = sent["publish"]["broadcast"]["learner_extra_mib"]
+    words = f"| {one['median']:z.0f} | {one['least']:z.0f} to {one['most']:z.0f} |"
+    yield Claim(FIGURES, "learner's memory more", words)
     words = f"{counts['clients_killed']} clients and {counts['app_killed']} task apps killed"
     yield Claim(FIGURES, "**Ten minutes of load with kills**", words)
 
@@ -508,16 +513,18 @@ def task_claims() -> Iterator[Claim]:
     yield from figures(
         {
             "**BabyAI GoToLocal**": f"| +{_with_bounds(least, 'mean')} |",
-            "BabyAI: success after imitation": columns([run["before"]["mean"] for run in runs]),
-            "BabyAI: success after RL": columns([run["after"]["mean"] for run in runs]),
+            "BabyAI: success after imitation": change_columns(
+                *([run[when]["mean"] for run in runs] for when in ("before", "after"))
+            ),
             "**Sokoban**, 300 boards of 6 by 6": f"| +{columns(sokoban.gain('sokoban'))} |",
-            "Sokoban: solved after imitation": f"| {columns(sokoban.before('sokoban'))} |",
-            "Sokoban: solved after RL": f"| {columns(sokoban.after('sokoban'))} |",
+            "Sokoban: solved after imitation": change_columns(
+                sokoban.before("sokoban"), sokoban.after("sokoban")
+            ),
             "**Orders**, 300 databases": f"| +{columns(orders.gain('orders'))} |",
-            "Orders: exact after imitation": f"| {columns(orders.before('orders'))} |",
-            "Orders: exact after RL": f"| {columns(orders.after('orders'))} |",
-            "**FrozenLake** by gymnasium": f"| {columns(lake.before('frozen_lake'))} |",
-            "FrozenLake: goals reached after": f"| {columns(lake.after('frozen_lake'))} |",
+            "Orders: exact after imitation": change_columns(orders.before("orders"), orders.after("orders")),
+            "**FrozenLake** by gymnasium": change_columns(
+                lake.before("frozen_lake"), lake.after("frozen_lake")
+            ),
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
             "the memoryless teacher where blows": f"| {_with_bounds(immortal, unique)} |",
         }
