@@ -240,10 +240,11 @@ def cost_claims() -> Iterator[Claim]:
     """Tokens of an iteration, and idle sessions."""
     kinds, idle = data("segment_cost")["a token"], data("idle_sessions")
     most, tenth = kinds["nearly all sampled"], kinds["a tenth sampled"]
-    memory = ", ".join(f"{size:.0f}" for size in (most["held"], tenth["held"], most["plain held"]))
     yield from figures(
         {
-            "**Memory of a token": f"| {memory} bytes |",
+            "nearly all sampled: memory": f"| {most['held']:.0f} bytes |",
+            "a tenth is sampled: memory": f"| {tenth['held']:.0f} bytes |",
+            "a token in tuples and JSON": f"| {most['plain held']:.0f} bytes |",
             "**1,000 idle Crafter sessions**": f"| {idle['kb_per_session']:.0f} kB |",
             "1,000 idle sessions, 99th": f"| {idle['load']['p99_ms']:z.1f} ms |",
         }
@@ -374,22 +375,19 @@ def fault_claims() -> Iterator[Claim]:
     kept = data("faults_processes")["counts"]["kept"]
     yield Claim(FIGURES, "**Kills of a job in processes**", f"killed {kills} times")
     yield Claim(FIGURES, "there, rollouts in flight at a kill", f"| {kept} |")
-    for study, kinds, row in (
-        ("faults", ("service", "job", "task_app"), "| seconds to the first new rollout after a kill"),
-        (
-            "faults_processes",
-            ("gateway", "learner", "service", "job"),
-            "there, seconds to the first new rollout",
-        ),
+    for study, kind, row, digits in (
+        ("faults", "service", "to the first new rollout after a kill of the service", 1),
+        ("faults", "job", "| seconds after a kill of the job", 1),
+        ("faults", "task_app", "seconds after a kill of the task app", 1),
+        ("faults_processes", "gateway", "after a kill of a gateway", 1),
+        ("faults_processes", "learner", "there, seconds after a kill of the learner", 0),
+        ("faults_processes", "service", "there, seconds after a kill of the service", 0),
+        ("faults_processes", "job", "there, seconds after a kill of the job", 0),
     ):
         jobs = data(study)["jobs"].values()
-        seconds = [[value for job in jobs for value in job["recovery_s"].get(kind, ())] for kind in kinds]
-        digits = 1 if study == "faults" else 0
-        medians, longest = (
-            ", ".join(f"{choose(values):z.{digits}f}" for values in seconds)
-            for choose in (statistics.median, max)
-        )
-        yield Claim(FIGURES, row, f"| {medians} | longest {longest} |")
+        seconds = [value for job in jobs for value in job["recovery_s"].get(kind, ())]
+        longest = f"{max(seconds):z.1f}" if study == "faults" else f"{max(seconds):.0f}"
+        yield Claim(FIGURES, row, f"| {statistics.median(seconds):z.{digits}f} | longest {longest} |")
 
 
 def _kills(study: str, kinds: Sequence[str]) -> int:
@@ -445,13 +443,14 @@ def server_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, "weights sent: decisions of old", words)
     amid = sent["swap"]["killed_amid_a_pass"]
     yield Claim(FIGURES, "a server killed amid a pass", f"| {amid['seconds']:z.1f} |")
-    seconds = [sent["publish"][way]["seconds"] for way in ("broadcast", "folder")]
-    medians = ", ".join(f"{one['median']:z.1f}" for one in seconds)
-    ranges = ", ".join(f"{one['least']:z.1f} to {one['most']:z.1f}" for one in seconds)
-    yield Claim(FIGURES, "a publish of 445 MiB", f"| {medians} | {ranges} |")
-    one = sent["publish"]["broadcast"]["learner_extra_mib"]
-    words = f"| {one['median']:z.0f} | {one['least']:z.0f} to {one['most']:z.0f} |"
-    yield Claim(FIGURES, "learner's memory more", words)
+    for row, way, name, digits in (
+        ("a publish of 445 MiB", "broadcast", "seconds", 1),
+        ("same publish by folder", "folder", "seconds", 1),
+        ("learner's memory more", "broadcast", "learner_extra_mib", 0),
+    ):
+        one = sent["publish"][way][name]
+        cut = [f"{one[key]:z.{digits}f}" for key in ("median", "least", "most")]
+        yield Claim(FIGURES, row, f"| {cut[0]} | {cut[1]} to {cut[2]} |")
     words = f"{counts['clients_killed']} clients and {counts['app_killed']} task apps killed"
     yield Claim(FIGURES, "**Ten minutes of load with kills**", words)
 
