@@ -102,11 +102,8 @@ def ask_greedily(served: Served, **changes: object) -> openai.types.chat.chat_co
     ("stop", "text", "sampled"),
     [
         (" sleep", " do", " do sleep"),
-        ("leep", " do s", " do sleep"),
         ("o sl", " d", " do sleep"),  # begins in one token and ends in the next
         (["never", " noop", "€"], " do sleep", " do sleep€"),  # the character is three tokens
-        ("p€ n", " do slee", " do sleep€ noop"),
-        (" do", "", " do"),
         ("<|end|>", ANSWER, f"{ANSWER}<|end|>"),
     ],
 )
