@@ -1,5 +1,7 @@
-"""A model folder as the hub has them, trained over the real task app: its own template, its own calls."""
+"""Model folders as the hub has them: their own templates and calls, and a config's adapters."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
-from tests.tiny_families import EACH_KIND, tiny_model
+from tests.tiny_families import tiny_model
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.loading import load_checkpoint
 from trainer_backend.models.folder import load_model_folder, load_tokenizer
+from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 
@@ -68,7 +72,8 @@ def test_a_warmed_up_model_calls_its_tool_in_its_own_format(
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", EACH_KIND)
+# States; experts, sinks and windows; scales and caps. The tests of engine and learner have the other kinds.
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss", "gemma2"])
 def test_each_kind_of_layer_is_sampled_trained_and_loaded_again(
     kind: str, model_folders: Mapping[str, Path], tmp_path: Path
 ):
@@ -91,3 +96,41 @@ def test_each_kind_of_layer_is_sampled_trained_and_loaded_again(
     )
     assert (type(trained), told["missing_keys"], told["unexpected_keys"]) == (type(model), set(), set())
     assert any(not torch.equal(*pair) for pair in zip(trained.parameters(), model.parameters(), strict=True))
+
+
+ROOT = Path(__file__).parents[2]
+
+SMALLER = [
+    'model.device="cpu"',
+    "rollout.episodes_per_batch=4",
+    "rollout.max_turns=2",
+    "rollout.max_tokens=16",
+    "training.iterations=1",
+    "training.group_size=2",
+    "evaluation.instances=1",
+]
+
+
+def test_it_trains_adapters_on_a_folder_with_full_prompts_and_a_checkpoint_loads_as_the_whole_model(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    folder = with_positions(model_folders["qwen3"], 4096, tmp_path / "Qwen3-tiny")
+    overrides = [f'model.path="{folder}"', *SMALLER]
+    job = load_new_job([ROOT / "configs/crafter_online.toml"], overrides).config
+    directory, reporter, _ = train_job(job, tmp_path / "run")
+    (row,) = rows_of(directory, "iteration")
+    assert row["episode/count"] == 4 and row["decision/count"] == 8
+    assert row["mismatch/logprob_max"] < 1e-4
+    assert row["inference/prompt_tokens_reused"] > 0, "the system prompt is computed once"
+    assert any(line.startswith("memory (cpu") for line in reporter.lines)
+    assert not (directory.checkpoints / "iteration_1/model.safetensors").exists()
+    model, _ = load_checkpoint(job.model, directory.checkpoints / "iteration_1")
+    assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+
+def with_positions(folder: Path, positions: int, copy: Path) -> Path:
+    """The same model, made for longer sequences: rotary positions have no weights."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    return copy

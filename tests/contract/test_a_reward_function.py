@@ -6,7 +6,6 @@ from shared_schemas.rewards import StepRewards, StepRewardsMode, reward_vector
 from tests.conftest import rows_of, tiny_job, train_job, with_its_plugins
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.credit.inspect import episode_view, find_rollout
-from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 
 FILE = '''
@@ -102,13 +101,3 @@ def test_inspect_shows_what_was_said_and_what_did_not_fit(run, capsys):
     shown = capsys.readouterr().out
     assert "judged by lively: counted; by its environment" in shown
     assert "warning:" in shown and "no base_reward" in shown
-
-
-def test_the_job_says_that_a_score_trains_nothing_with_decision_rewards():
-    document = {
-        "model": {"preset": "tiny-0.3m"},
-        "rollout": {"reward_function": "lively"},
-        "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
-    }
-    (told,) = parse_job(document, where="tests").warnings
-    assert "its score is told but trains nothing" in told

@@ -19,14 +19,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import rows_of, tiny_job, warmed_up
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend import job_parts
+from trainer_backend.errors import JobTeachesNothing
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint, read_iteration
+from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
-from trainer_backend.rundir.state import read_log, read_status
+from trainer_backend.rundir.state import REFUSED, choose_exit_code, read_log, read_state, read_status
 from trainer_backend.terminal.output import GONE
 
 
@@ -246,3 +248,14 @@ def _listening(url: str) -> bool:
         return True
 
     return asyncio.run(connect())
+
+
+def test_prompts_that_are_too_long_are_no_outage(tmp_path: Path):
+    short = {"warmup__episodes": 2, "warmup__epochs": 1, "evaluation__instances": 1}
+    with pytest.raises(JobTeachesNothing) as caught:
+        train_job(tiny_job(inference__max_model_len=40, **short), tmp_path / "run")
+    assert choose_exit_code(caught.value) == REFUSED
+    state = read_state(open_run(tmp_path / "run").path)
+    assert state is not None and (state.state, state.code) == ("failed", "job_teaches_nothing")
+    assert "1 of 1 rollouts lost: the first prompt does not fit the model" in state.detail
+    assert "('crafter', seed " in state.detail and "inference.max_model_len" in state.detail

@@ -1,6 +1,8 @@
-"""A job that measures decisions by playing on from before them, for real: HTTP, engine, credit, files."""
+"""A job that measures decisions by playing on from before them, and one that compares states."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -18,10 +20,10 @@ from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
 from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.credit.recredit import recredit_run, recredited, stored_iterations
 from trainer_backend.errors import JobError
 from trainer_backend.job.schema import CurriculumTable
-from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 
 GAMMA = 0.9
 
@@ -103,12 +105,6 @@ def test_recredit_gives_the_same_from_what_is_stored_and_other_rewards_too(run, 
     assert any(before) and after == [2 * found for found in before]
 
 
-def test_a_run_without_branches_refuses_the_estimator_by_name(trained, tmp_path):
-    recredit_run(trained[0].path, ["stepwise", "branch"], [], None, tmp_path, (), reporter=ListReporter())
-    assert not (tmp_path / "branch.parquet").exists()
-    assert (tmp_path / "stepwise.parquet").exists()
-
-
 FORGETFUL = """
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.plugins import EnvironmentPlugin
@@ -148,3 +144,39 @@ async def test_an_environment_that_cannot_be_kept_is_told_before_anything_is_pla
                 await try_job(job_parts.planner(branch, "run", gateway), apps, from_scratch=False)
             with pytest.raises(JobError, match=r"^curriculum\.rule: .*'forgetful' has none"):
                 await try_job(job_parts.planner(frontier, "run", gateway), apps, from_scratch=False)
+
+
+def test_gigpo_compares_decisions_that_were_made_in_one_state(trained: Any, tmp_path: Path):
+    job = tiny_job(
+        **warmed_up(trained),
+        algorithm__advantage="gigpo",
+        rollout__state_keys=("text",),
+        training__iterations=1,
+        evaluation__instances=1,
+    )
+    directory, _, _ = train_job(job, tmp_path / "run")
+    (row,) = rows_of(directory, "iteration")
+    assert 0.0 <= row["anchors/singleton_frac"] < 1.0, "siblings share their first state"
+    decisions = [
+        decision
+        for episode in finished_rows(directory.rollouts_file("iteration_1"), ["decisions"])
+        for decision in episode["decisions"]
+    ]
+    assert all(decision["state_key"].startswith("1:") for decision in decisions)
+    for decision in decisions:
+        parts = decision["advantage_parts"]
+        joined = (parts["episode_advantage"] + parts["step_advantage"]) / 2
+        assert decision["advantage"] == pytest.approx(joined)
+    algorithm = job.algorithm.model_copy(update={"state_hashing_function": "text"})
+    by_text = job.model_copy(update={"algorithm": algorithm})
+    found = recredited(job_parts.credit(by_text), stored_iterations(directory, []), ["gigpo"])
+    assert not found.refused, "the job stored the text's keys too"
+
+
+def test_a_state_key_that_the_task_app_does_not_know_is_told_before_anything_is_played(tmp_path: Path):
+    # `turnwise check` refuses it; of a plug-in's environment it knows no names, and the task app is asked.
+    job = tiny_job(algorithm__advantage="gigpo")
+    algorithm = job.algorithm.model_copy(update={"state_hashing_function": "nearst"})
+    told = r"algorithm.state_hashing_function: 'crafter' has no state key 'nearst'. Did you mean 'nearest'"
+    with pytest.raises(JobError, match=told + r"\? Known: .* \(says the task app at"):
+        train_job(job.model_copy(update={"algorithm": algorithm}), tmp_path / "run")

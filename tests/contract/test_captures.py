@@ -7,7 +7,6 @@ import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up, with_its_plugins
 from tests.trainer_backend.terminal import atif_schema
-from trainer_backend import job_parts
 from trainer_backend.core.segments import build_segments
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.terminal.atif import make_atif
@@ -123,13 +122,6 @@ def _seen(document):
     """The ids of each call's prompt and answer."""
     calls = [step["metrics"] for step in document["steps"] if "metrics" in step]
     return [call["prompt_token_ids"] + call["completion_token_ids"] for call in calls]
-
-
-def test_stored_rollouts_are_credited_again_to_the_same_numbers(run, rollouts):
-    again = job_parts.credit(run.job()).credit(rollouts)
-    table = pq.read_table(run.rollouts_file("iteration_1")).to_pylist()
-    stored = [[decision["advantage"] for decision in row["decisions"]] for row in table]
-    assert [list(item.advantages_T) for item in again.credits] == stored
 
 
 def test_sampling_is_the_job_s_and_each_call_has_its_own_seed(rollouts):

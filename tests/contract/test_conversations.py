@@ -5,7 +5,6 @@ The model reads a document chunk by chunk and deletes what it has read. Everythi
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -123,23 +122,6 @@ async def test_what_is_trained_is_what_the_engine_saw_and_sampled(tokenizer, tmp
     assert masked == sum(len(seen.sampled) for seen in engine.seen)
 
 
-async def test_nothing_from_before_a_delete_is_trained_or_shown_after_it(tokenizer, tmp_path):
-    engine = ScriptedEngine(tokenizer, reader)
-    rollout = await alone(job_on(document(6, chunk=400), chunk=400), engine, tmp_path)
-    steps = rollout.trajectory.steps
-    deletes = [
-        step.turn - 1 for step in steps if any(c.function.name == "deleteContext" for c in step.tool_calls)
-    ]
-    assert deletes == [1, 2, 3, 4, 5]
-    decisions = [sorted(set(segment.decision)) for segment in segments(rollout)]
-    assert decisions == [[0, 1], [2], [3], [4], [5], [6]]
-    renderer, texts = ChatRenderer(tokenizer), [step.step_info.tool_result for step in steps]
-    for t in range(2, len(steps)):
-        prompt = renderer.decode(engine.seen[t].prompt)
-        shown = [i for i, text in enumerate(texts[:t]) if text.splitlines()[-1][-60:] in prompt]
-        assert shown == [t - 1], "the chunk that was read last, and no other"
-
-
 async def test_50_chunks_are_answered_in_a_window_of_3_and_without_edits_the_same_script_runs_over(
     tokenizer, tmp_path
 ):
@@ -182,24 +164,6 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
     for view, found in zip(views, again, strict=True):
         sampled = view.logprobs.tolist()
         torch.testing.assert_close(torch.tensor(found), torch.tensor(sampled), atol=1e-4, rtol=0)
-
-
-async def test_with_editing_off_prompts_and_trajectory_are_those_without_the_feature(tokenizer, tmp_path):
-    off = job_on(document(4, chunk=400), chunk=400, edits=False)
-    without = off.model_copy(update={"multi_turn": type(off.multi_turn)()})
-    told = []
-    for job in (off, without):
-        engine = ScriptedEngine(tokenizer, reader, by_character=True)
-        rollout = await alone(job, engine, tmp_path)
-        times = {
-            "steps": {"__all__": {"step_info": {"policy_s", "environment_s", "interaction_s"}}},
-            "wall_s": True,
-        }
-        told.append((engine.seen, rollout.trajectory.model_dump(exclude=times)))
-        assert len(segments(rollout)) == 1
-        ids = [(*seen.prompt, *seen.sampled) for seen in engine.seen]
-        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(ids))
-    assert told[0] == told[1]
 
 
 async def test_an_episode_counts_once_in_its_group_in_however_many_segments_it_lies(tokenizer, tmp_path):

@@ -58,44 +58,28 @@ def records(trajectory: Trajectory) -> list[Any]:
     return [step.metadata.decision_rewards for step in trajectory.steps]
 
 
-@pytest.mark.parametrize("switches", [OFF, DISABLED_STEPWISE, ENABLED_OFF])
-def test_with_the_switches_off_only_the_outcome_is_used(played, switches: StepRewards):
-    for trajectory in played[switches]:
-        assert records(trajectory) == [None] * len(trajectory.steps)
-        rewards = credited(trajectory, **switches.model_dump())
-        assert rewards == [0.0] * (len(rewards) - 1) + [trajectory.outcome_reward]
-        assert trajectory.outcome_reward > 0
+def test_with_the_switches_off_only_the_outcome_is_used_and_no_decision_metadata_is_read(played):
+    for switches in (OFF, DISABLED_STEPWISE, ENABLED_OFF):
+        for trajectory in played[switches]:
+            assert records(trajectory) == [None] * len(trajectory.steps)
+            rewards = credited(trajectory, **switches.model_dump())
+            assert rewards == [0.0] * (len(rewards) - 1) + [trajectory.outcome_reward]
+            assert trajectory.outcome_reward > 0
+    assert credited(played[STEPWISE][0]) == credited(played[OFF][0])
 
 
-def test_with_the_switches_off_decision_metadata_is_never_read(played):
-    with_records, without = played[STEPWISE][0], played[OFF][0]
-    assert credited(with_records) == credited(without)
-
-
-def test_decision_stepwise_emits_a_record_for_every_decision(played):
+def test_decision_stepwise_emits_a_record_for_every_decision_and_the_kind_says_which_delta_is_r_t(played):
+    is_reached_twice = False
     for trajectory in played[STEPWISE]:
-        assert [record.turn for record in records(trajectory)] == list(range(1, len(trajectory.steps) + 1))
-        assert sum(record.unique_delta for record in records(trajectory)) == trajectory.outcome_reward
-        assert all(record.unique_delta <= record.ach_delta for record in records(trajectory))
-
-
-def test_decision_stepwise_builds_r_t_from_the_unique_deltas(played):
-    for trajectory in played[STEPWISE]:
-        rewards = credited(trajectory, enabled=True, mode="decision_stepwise")
-        assert rewards == [float(record.unique_delta) for record in records(trajectory)]
-
-
-def test_the_kind_changes_which_delta_lands_in_r_t(played):
-    absolute = [
-        credited(trajectory, enabled=True, mode="decision_stepwise", kind="absolute")
-        for trajectory in played[STEPWISE]
-    ]
-    unique = [
-        credited(trajectory, enabled=True, mode="decision_stepwise", kind="unique")
-        for trajectory in played[STEPWISE]
-    ]
-    assert absolute == [[float(r.ach_delta) for r in records(item)] for item in played[STEPWISE]]
-    assert absolute != unique  # some achievement was reached twice
+        found = records(trajectory)
+        assert [record.turn for record in found] == list(range(1, len(trajectory.steps) + 1))
+        assert sum(record.unique_delta for record in found) == trajectory.outcome_reward
+        for kind, name in (("unique", "unique_delta"), ("absolute", "ach_delta")):
+            rewards = credited(trajectory, enabled=True, mode="decision_stepwise", kind=kind)
+            assert rewards == [float(getattr(record, name)) for record in found]
+        assert all(record.unique_delta <= record.ach_delta for record in found)
+        is_reached_twice |= any(record.unique_delta < record.ach_delta for record in found)
+    assert is_reached_twice
 
 
 def test_env_sparse_has_no_decision_payload_and_uses_the_environments_rewards(played):

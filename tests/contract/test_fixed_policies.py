@@ -1,4 +1,4 @@
-"""Fixed policies over real HTTP: a task app, the gateway of a job, and foreign servers."""
+"""Fixed policies and teachers over real HTTP: a task app, the gateway of a job, and foreign servers."""
 
 import asyncio
 import json
@@ -14,12 +14,13 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.conftest import ListReporter, at_the_task_app, policy_server, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
+from tests.foreign_server import foreign_server
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import JobError, NothingToLearnFrom
-from trainer_backend.evaluation.play import Checkpoint, evaluate
+from trainer_backend.evaluation.play import Checkpoint, TaskAppPolicy, evaluate
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
@@ -207,8 +208,6 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
 # Of a server, and of the job; and what is told.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "choices.0.logprobs is missing"),
-    "no token ids": ({"leaves_out": {"token_ids"}}, {}, "choices.0.token_ids is missing"),
-    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "choices.0.prompt_token_ids is missing"),
     "tokens": ({"shift": 1}, {}, "the same text becomes other ids: number 0 is"),
     "key": ({"key": "another"}, {}, "the server of the fixed policy refused: status 401"),
     "down": ({"answers": 0}, {}, "the server of the fixed policy answers status 503 the server is shutting"),
@@ -325,3 +324,48 @@ def test_what_was_learned_is_played_without_the_fixed_policy(
     job = job.model_copy(update={"rollout_only": (gone,)})
     found = asyncio.run(evaluate(at_the_task_app(job), Checkpoint(directory.checkpoints / "iteration_1")))
     assert found.models == ("tiny/actor",)
+
+
+KEY = "sk-very-secret-0123456789abcdef"
+
+
+def job_with_teacher(url):
+    return tiny_job(
+        warmup__policy_name="openai",
+        warmup__policy_config={"inference_url": url, "model": "their-model", "ask_token_ids": False},
+        warmup__api_key_env="THEIR_KEY",
+        warmup__episodes=6,
+        warmup__epochs=1,
+        training__iterations=0,
+        evaluation__instances=1,
+    )
+
+
+def test_a_model_is_imitated_without_token_ids_and_its_key_is_stored_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    with foreign_server(key=KEY) as server:
+        directory, reporter, _ = train_job(job_with_teacher(server.url), tmp_path / "run")
+    (teacher,) = rows_of(directory, "teacher")
+    (warmup,) = rows_of(directory, "warmup")
+    assert (teacher["eval/episodes"], teacher["rollout/failed"]) == (6, 0.0)
+    assert warmup["warmup/examples"] == len(server.bodies) == 6 * 8  # 8 decisions an episode, none refused
+    assert len({body["seed"] for body in server.bodies}) == 6 * 8
+    stored = read_rollouts(directory.rollouts_file("warmup"))
+    assert all(rollout.trajectory.seed < 2**30 for rollout in stored)  # worlds of training
+    for path in directory.path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+    assert not any(KEY in line for line in reporter.lines)
+
+
+def test_the_teacher_is_evaluated_as_the_job_configures_it_with_its_key(monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    with foreign_server(key=KEY) as server:
+        found = asyncio.run(evaluate(at_the_task_app(job_with_teacher(server.url)), TaskAppPolicy("openai")))
+    assert (found.unique.count, found.models) == (1, ("their-model-2026-01-01",))
+    assert len(server.bodies) == 8
+
+
+def test_a_variable_without_a_key_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    with pytest.raises(JobError, match=r"warmup.api_key_env: the environment variable THEIR_KEY is not set"):
+        train_job(job_with_teacher("http://127.0.0.1:9"), tmp_path / "run")

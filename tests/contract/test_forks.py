@@ -81,39 +81,14 @@ def test_recredit_gives_the_same_advantages_to_what_was_trained(run, tmp_path):
     assert not (tmp_path / "branch.parquet").exists(), "its baselines would be chosen by their own samples"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"algorithm__advantage": "gae", "algorithm__fork_rule": "critic"},
-        {"algorithm__advantage": "branch"},
-    ],
-    ids=["critic", "branch"],
-)
-def test_other_rules_and_estimators_train_too(trained, tmp_path, keys):
-    directory, _, progress = forked(trained, tmp_path / "run", **keys)
+def test_a_critic_s_values_choose_and_train_forks_too(trained, tmp_path):
+    critic = {"algorithm__advantage": "gae", "algorithm__fork_rule": "critic"}
+    directory, _, progress = forked(trained, tmp_path / "run", **critic)
     assert progress.iteration == 1
     [row] = rows_of(directory, "iteration")
     assert row["forks/rollouts"] > 0 and row["optim/steps"] > 0
     decisions = decisions_by_turn(directory.rollouts_file("branches_1")).values()
     assert all(item["advantage"] is not None for item in decisions)
-
-
-def test_other_environments_are_forked_too(tmp_path):
-    job = tiny_job(
-        **FORKS, rollout__env_name="sokoban", rollout__max_turns=6, warmup__episodes=4,
-        rollout__env_config={"text": "compact", "size": 5, "boxes": 2}, warmup__policy_config={},
-        warmup__policy_name="sokoban_teacher", rollout__episodes_per_batch=4, training__iterations=1,
-        evaluation__instances=1, algorithm__fork_rule="surprise",
-    )  # fmt: skip
-    directory, _, progress = train_job(job, tmp_path / "run")
-    assert progress.iteration == 1
-    [row] = rows_of(directory, "iteration")
-    assert row["forks/rollouts"] > 0 and row["branch/failed"] == 0.0
-    parents = {item.rollout_id: item.trajectory for item in stored(directory, "iteration_1")}
-    for branch in stored(directory, "branches_1"):
-        episode = branch.trajectory
-        left = parents[episode.parent_rollout_id].steps[episode.parent_turn]
-        assert episode.steps[0].observation_data.messages == left.observation_data.messages
 
 
 def test_an_iteration_that_is_collected_ahead_is_forked_when_it_is_waited_for(trained, tmp_path):

@@ -1,4 +1,4 @@
-"""The learner on a CUDA device: what it computes there is what a CPU computes, up to bfloat16."""
+"""The learner on a CUDA device, with fixed policies too: what a CPU computes, up to bfloat16."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared_schemas.trajectory import Sampling
+from tests.conftest import policy_server, tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment, tiny_tokenizer
+from tests.trainer_backend.learner.test_mixture_update import CASES, MIXED, make_episodes, mixed_learner
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import OutOfMemory
@@ -24,7 +26,10 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.operators import by_kernels
 from trainer_backend.learner.optimizer import OffloadedAdamW, make_adamw
 from trainer_backend.learner.scoring import Scorer, cut_pieces
+from trainer_backend.models import build_preset, save_model_folder
+from trainer_backend.models.folder import fingerprint
 from trainer_backend.parts import CreditedEpisode, Progress
+from trainer_backend.run.fixed_policies import FixedPolicies
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
@@ -219,57 +224,77 @@ async def test_what_the_engine_sampled_the_learner_finds_about_as_likely(served)
 
 
 @pytest.mark.skipif(not varlen_is_here(), reason="this torch has no varlen_attn")
-def test_grouped_heads_of_a_packed_row_score_and_learn_as_by_torch_under_a_mask():
-    config = Qwen3Config(
-        vocab_size=300, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, initializer_range=0.1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).to(DEVICE).eval()
-    placement = place(DEVICE)
-    by_kernel = Scorer(model, placement, OneRow(varlen_kernel), 64, operators=by_kernels())
-    by_torch = Scorer(model, placement, BlockMask(), 64)
-    exact = replace(by_torch, placement=replace(placement, low=None))
-    packed = pack_segments(segments(), row_tokens=256)
-    found = []
-    for scorer in (by_kernel, by_torch, exact):
-        model.set_attn_implementation(scorer.attention.implementation)
-        model.zero_grad()
-        logprobs_N = scorer.logprobs(packed)
-        logprobs_N.sum().backward()
-        grads = torch.cat([weight.grad.flatten().cpu() for weight in model.parameters()])
-        # rows of the packed batch follow one another in the one row
-        found.append((logprobs_N.detach().cpu(), grads))
-    (kernel_N, kernel_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
-    assert relative(kernel_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
-    assert relative(kernel_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3
-
-
-@pytest.mark.skipif(not varlen_is_here(), reason="this torch has no varlen_attn")
-@pytest.mark.parametrize("kv_heads", [2, 8])
-def test_what_segments_share_scores_and_learns_as_by_torch_under_a_mask(kv_heads: int):
+@pytest.mark.parametrize(("kv_heads", "is_shared"), [(2, False), (2, True), (8, True)])
+def test_grouped_heads_and_what_segments_share_score_and_learn_as_by_torch_under_a_mask(kv_heads, is_shared):
     config = Qwen3Config(
         vocab_size=300, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=kv_heads, head_dim=64, initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(DEVICE).eval()
-    placement, rules = place(DEVICE), list(range(20, 60))
-    prompts = [[*rules[: 10 + 15 * (n % 3)], 100 + n] for n in range(9)]
-    parts = [segment(f"r{n}", prompt, [7, 8, 9], [-1.0] * 3) for n, prompt in enumerate(prompts)]
-    by_levels = Scorer(model, placement, OneRow(varlen_kernel, Flash()), 64, share_from=4)
+    placement = place(DEVICE)
+    if is_shared:
+        rules = list(range(20, 60))
+        prompts = [[*rules[: 10 + 15 * (n % 3)], 100 + n] for n in range(9)]
+        parts = [segment(f"r{n}", prompt, [7, 8, 9], [-1.0] * 3) for n, prompt in enumerate(prompts)]
+        by_kernel = Scorer(model, placement, OneRow(varlen_kernel, Flash()), 64, share_from=4)
+    else:
+        parts = segments()
+        by_kernel = Scorer(model, placement, OneRow(varlen_kernel), 64, operators=by_kernels())
     by_torch = Scorer(model, placement, BlockMask(), 64)
     exact = replace(by_torch, placement=replace(placement, low=None))
     found = []
-    for scorer in (by_levels, by_torch, exact):
+    for scorer in (by_kernel, by_torch, exact):
         model.set_attn_implementation(scorer.attention.implementation)
         model.zero_grad()
-        (piece,) = cut_pieces(parts, LoopKeys(row_tokens=400, micro_batch_tokens=400), scorer)[1]
+        piece, order = pack_segments(parts, row_tokens=256), slice(None)
+        if is_shared:
+            (piece,) = cut_pieces(parts, LoopKeys(row_tokens=400, micro_batch_tokens=400), scorer)[1]
+            order = torch.argsort(piece.segment_N, stable=True)
         logprobs_N = scorer.logprobs(piece)
         logprobs_N.sum().backward()
         grads = torch.cat([weight.grad.flatten().cpu() for weight in model.parameters()])
-        order = torch.argsort(piece.segment_N, stable=True)
+        # rows of the packed batch follow one another in the one row
         found.append((logprobs_N.detach().cpu()[order], grads))
-    (levels_N, levels_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
-    assert relative(levels_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
-    assert relative(levels_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3
+    (kernel_N, kernel_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
+    assert relative(kernel_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
+    assert relative(kernel_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3
+
+
+@pytest.mark.parametrize(("kind", "level"), CASES)
+def test_a_mixed_step_with_a_critic_is_that_of_a_cpu(tokenizer, kind, level):
+    fixed = {"objective": kind, "behaviour_weight_level": level, "train_value_head": True}
+    gpu, cpu = (
+        mixed_learner(tokenizer, fixed=fixed, model__device=device, algorithm__advantage="gae")
+        for device in (DEVICE, "cpu")
+    )
+    episodes = make_episodes(cpu, MIXED, shift=0.1, values=[0.5, -0.5])
+    found, expected = (learner.update(episodes, iteration=1) for learner in (gpu, cpu))
+    assert relative(gradient(gpu), gradient(cpu)) < 0.15
+    for name in ("mixture/fixed/weight_mean", "mixture/fixed/ratio_mean", "mixture/ess", "value/loss"):
+        assert found[name] == pytest.approx(expected[name], abs=5 * ROUNDED), name
+
+
+async def test_a_fixed_policy_is_rounded_once_served_next_to_the_actor_and_never_touched(
+    tokenizer, tmp_path: Path
+):
+    model = build_preset("tiny-0.3m", tokenizer, seed=8)
+    save_model_folder(tmp_path, model, tokenizer)
+    learner = make_learner(tokenizer, model__device="cuda")
+    with policy_server(tiny_job()) as gateway:
+        fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner.facts(), gateway.table)
+        assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
+        prompt = list(range(5, 40))
+        async with gateway.serving(learner, fixed) as server:
+            engine = fixed.policies["fixed"].engine
+            sampling = Sampling(seed=1, max_tokens=20)
+            before = await engine.generate(prompt, sampling, request_id="a")
+            await server.publish(1)
+            after = await engine.generate(prompt, sampling, request_id="b")
+        assert (before.token_ids, before.versions) == (after.token_ids, ((0, 0),))
+        assert len(fixed.verify()) == 1
+    owner = make_learner(tokenizer, model__device="cuda")
+    owner.model.load_state_dict({name: tensor.cuda() for name, tensor in model.state_dict().items()})
+    sampled = segment("r", prompt, before.token_ids, before.logprobs)
+    (found,) = owner.scorer.score([sampled], LoopKeys(row_tokens=64, micro_batch_tokens=64))
+    assert list(before.logprobs) == pytest.approx(found, abs=0.05), "bfloat16 against bfloat16"

@@ -1,4 +1,4 @@
-"""The cache in pages on a CUDA device: the compiled kernels, CUDA graphs, and memory that is given back."""
+"""The engine on a CUDA device: compiled kernels, CUDA graphs, reused prefixes, and memory that runs out."""
 
 import asyncio
 import random
@@ -22,6 +22,7 @@ from tests.trainer_backend.inference.test_paged_attention import (
     make_tiles,
     sharing,
 )
+from trainer_backend.errors import EngineOutOfMemory
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.page_memory import RESERVE_BYTES, free_memory
@@ -220,3 +221,26 @@ async def test_a_device_that_is_nearly_full_makes_requests_wait_and_loses_none(m
     assert engine.counters.preempted > 0
     for i in (0, 23):
         assert_logprobs(model, [i] * 10, results[i])
+
+
+async def test_siblings_and_turns_reuse_prefixes_and_keep_their_logprobs(
+    engine: LocalEngine, model: PreTrainedModel
+):
+    prompt = [i % 200 for i in range(150)]
+    siblings = await sampled(engine, [(prompt, Sampling(seed=i, max_tokens=20)) for i in range(8)])
+    longer = [*prompt, *siblings[0].token_ids, *range(40)]
+    turn = await engine.generate(longer, Sampling(seed=1, max_tokens=20), request_id="turn")
+    assert sorted(result.prompt_tokens_reused for result in siblings) == [0] + [149] * 7
+    assert turn.prompt_tokens_reused == 169
+    for ids, result in [*((prompt, sibling) for sibling in siblings), (longer, turn)]:
+        assert_logprobs(model, ids, result)
+
+
+async def test_a_cache_that_the_device_cannot_hold_is_told_with_the_keys_to_lower(model: PreTrainedModel):
+    # A row of the first capacity is 2 layers x 2 x 4 heads x 128 positions x 24 numbers: 200 kB.
+    keys = EngineKeys().model_copy(update={"max_running": 10**8})
+    engine = LocalEngine(model, stop_ids=[], keys=keys, paged=False)
+    engine.start()
+    with pytest.raises(EngineOutOfMemory, match="Lower max_running, max_model_len or kept_prefixes"):
+        await engine.generate([1, 2, 3], Sampling(max_tokens=2), request_id="a")
+    engine.stop()

@@ -11,12 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from openapi_spec_validator import validate
 
 from task_app.interactions.config_file import load_interactions
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
 from tests.house.pages import KINDS, Command, Reader, cut, filled
+from tests.task_app import counting
 from tests.task_app.counting import KEY, openapi, running_app
+from tests.trainer_backend.jobs import served
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
@@ -102,3 +105,27 @@ async def test_a_refusal_shows_every_key_that_a_problem_can_have():
     async with running_app(default_plug_boards()) as client:
         ((_, answer, shown),) = await played(client, sections()["Errors"])
     assert answer.json() == shown
+
+
+DOCUMENTS = {"task app": counting.openapi, "trainer": served.openapi}
+
+
+@pytest.fixture(params=DOCUMENTS)
+def document(request):
+    return DOCUMENTS[request.param]()
+
+
+def test_it_is_an_openapi_document(document):
+    validate(document.document)
+
+
+def test_every_reply_has_a_type(document):
+    # A reply of JSON names a model: `response_model`, where the route returns a Response of its own.
+    assert list(document.untyped_replies()) == []
+
+
+def test_every_operation_is_named_by_its_function_and_by_no_other_one(document):
+    names = [operation["operationId"] for _, operation in document.operations()]
+    assert len(set(names)) == len(names)
+    # FastAPI's own names end with the path and the method, as in show_job_jobs__job_id__get.
+    assert [name for name in names if "__" in name or name.endswith(("_get", "_post", "_delete"))] == []

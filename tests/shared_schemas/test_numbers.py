@@ -1,4 +1,4 @@
-"""Numbers in texts: every form has the value that a reader gives it, exactly, wherever the text is cut."""
+"""Numbers in texts have the value that a reader gives them, exactly; answers about documents."""
 
 import string
 from fractions import Fraction
@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared_schemas.documents import normalise
 from shared_schemas.numbers import LONGEST, last_number, read_number
 
 FORMS: dict[int | Fraction, str] = {
@@ -157,3 +158,25 @@ def test_every_truth_is_equalled_by_itself_as_an_answer(text):
     if truth is not None:
         assert truth.equals(last_number(f"#### {text.strip()}", marked=True))
     last_number(text, marked=False)  # any text is read
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        ("The Amber Harbour.", "amber harbour"),
+        ("1,000 boats", "1000 boats"),
+        ("-3.5", "-3.5"),
+        ("pages 3-5", "pages 3 5"),
+        ("Ｆｕｌｌ  width", "full width"),  # noqa: RUF001
+        ("?!", ""),
+        ("A", "a"),
+        ("42.0", "42"),
+        ("3.50 m", "3.5 m"),
+        ("1,234,567.80", "1234567.8"),
+        ("007 or -0.0", "7 or 0"),
+        ("1,5", "1,5"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_case_punctuation_articles_and_commas_in_numbers_do_not_count(answer, form):
+    assert normalise(answer) == form

@@ -44,13 +44,6 @@ class Untouchable(StepMetadata):
         return super().__getattribute__(name)
 
 
-def test_achievements_are_credited_to_the_decision_that_unlocked_them_first_or_again_by_the_kind():
-    steps = episode((0, 0), (2, 3), (0, 1), (1, 1))
-    assert reward_vector(steps, 99.0, STEPWISE) == [0.0, 2.0, 0.0, 1.0]
-    absolute = StepRewards(enabled=True, mode="decision_stepwise", kind="absolute")
-    assert reward_vector(steps, 99.0, absolute) == [0.0, 3.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("enabled", "mode", "expected"),
     [

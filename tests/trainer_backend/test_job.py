@@ -1,13 +1,16 @@
-"""Reading a job: what is accepted, and the words in which everything else is refused."""
+"""Reading a job: what is accepted, the words in which all else is refused, the names on the plug boards."""
 
 from pathlib import Path
 
 import pytest
 
 from shared_schemas.rollouts import RolloutLimits
+from trainer_backend import plugins
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.job.rollout_table import RolloutTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import table_model
 from trainer_backend.rundir.new_job import load_new_job
 
 MODEL = {"model": {"preset": "tiny-0.3m"}}
@@ -107,29 +110,6 @@ def test_the_switches_are_read_from_each_of_their_published_homes(home: str):
     assert (training.step_rewards_enabled, training.step_rewards_mode) == (True, "env_sparse")
 
 
-def read_warnings(**tables: dict[str, object]) -> str:
-    return " ".join(parse_job({**MODEL, **tables}, where="x").warnings)
-
-
-@pytest.mark.parametrize(("name", "divides"), [("grpo", True), ("gigpo", True), ("stepwise", False)])
-def test_a_kl_reward_that_an_estimator_blows_up_is_told(name: str, divides: bool):
-    paid = {"kl_reward_coef": 0.1}
-    told = "divides by a standard deviation"
-    assert (told in read_warnings(training=paid, algorithm={"advantage": name})) is divides
-    assert told not in read_warnings(algorithm={"advantage": name})
-    assert told not in read_warnings(training=paid, algorithm={"advantage": "gigpo", "fnorm": "one"})
-
-
-def test_episodes_without_siblings_learn_from_their_branches_and_of_one_decision_there_are_none():
-    alone, branch = {"group_size": 1}, {"advantage": "branch"}
-    assert "nothing will be learned" in read_warnings(training=alone, algorithm={"advantage": "stepwise"})
-    assert "nothing will be learned" not in read_warnings(training=alone, algorithm=branch)
-    short = {"max_turns": 1}
-    assert "asks for no branches" in read_warnings(rollout=short, algorithm=branch)
-    assert "asks for no branches" not in read_warnings(rollout=short, training=alone, algorithm=branch)
-    assert "asks for no branches" not in read_warnings(rollout={"max_turns": 2}, algorithm=branch)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [(None, "no such file"), ("[model\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")],
@@ -152,3 +132,39 @@ def test_a_resolved_job_reads_back_as_itself_and_holds_no_key(tmp_path: Path):
         exclude={"services"}
     )
     assert load_job(path).config.services.task_url == ("http://h:1",)
+
+
+def test_every_key_of_a_board_is_a_key_of_a_job_whose_default_is_on_it():
+    for dotted, board in plugins.BOARDS.items():
+        table, key = dotted.split(".")
+        default = table_model(JobConfig.model_fields[table]).model_fields[key].default
+        assert default is None or default in board
+
+
+@pytest.mark.parametrize("key", plugins.BOARDS)
+def test_a_job_with_a_name_that_no_board_has_is_refused_where_it_stands(key: str):
+    table, name = key.split(".")
+    document = {
+        "model": {"path": "m"},
+        table: {name: "none_of_them", **({"path": "m"} if table == "model" else {})},
+    }
+    if key == "model.preset":
+        del document["model"]["path"]
+    with pytest.raises(JobError, match=rf"^here: {key} is 'none_of_them'; known: "):
+        parse_job(document, where="here")
+
+
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("x is 3", "job.toml: x is 3. Take 2."),
+        ("x is 3.", "job.toml: x is 3. Take 2."),
+        ("x is 3; did you mean 2?", "job.toml: x is 3; did you mean 2? Take 2."),
+    ],
+)
+def test_a_sentence_ends_before_its_hint_begins(detail: str, told: str):
+    assert str(JobError(detail, where="job.toml", hint="Take 2.")) == told
+
+
+def test_without_a_hint_it_stands_as_it_is():
+    assert str(JobError("x is 3")) == "x is 3"

@@ -184,16 +184,6 @@ def test_a_summary_of_nothing_changes_nothing():
     assert applied.text.startswith("summarized nothing; refused 0 (the system") and not applied.changes_view
 
 
-def test_undo_shows_what_was_deleted_and_redo_deletes_it_again():
-    before = read(opened(), "red")
-    deleted = edit(before, "deleteContext", message_ids=[3])
-    undone = edit(deleted, "undoEdit")
-    assert undone.view()[:4] == before.view()
-    redone = edit(undone, "redoEdit")
-    assert redone.view()[:4] == deleted.view()[:4]
-    assert told(redone, 9) == "done again; deleted now: 3"
-
-
 def test_there_is_nothing_to_redo_after_another_edit():
     history = edit(edit(read(opened(), "red"), "deleteContext", message_ids=[3]), "undoEdit")
     history = edit(history, "deleteContext", message_ids=[2])

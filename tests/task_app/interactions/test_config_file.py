@@ -245,11 +245,8 @@ def test_a_module_that_fails_or_gives_no_name_is_told(tmp_path, monkeypatch, nam
     ("text", "strict", "flexible"),
     [
         ("#### 42", "42", "42"),
-        ("so 6 x 7.\n#### 42.", "42", "42"),
         ("#### 1,000", "1000", "1000"),
         ("#### $1,000.50", "1000.50", "1000.50"),
-        ("#### -3", "-3", "-3"),
-        ("#### 41 no, #### 42", "42", "42"),
         ("the answer is 42", None, "42"),
         ("####42", None, "42"),
         ("#### .", None, None),
@@ -368,16 +365,13 @@ async def test_the_row_comes_before_the_ground_truth_of_the_request():
         assert (await live.respond(said("#### 42"))).score == 1.0
 
 
-# The scripts of verl.md 1.3 without their limits, which tests/task_app/test_conversation.py has.
+# The scripts of verl.md 1.3; tests/task_app/test_conversation.py has ours, and limits.
 SCRIPTS = [["#### 42"], ["#### 41", "#### 42"], ["#### 41"]]
 
 
-@pytest.mark.parametrize("published", [False, True], ids=["ours", "published"])
 @pytest.mark.parametrize("answers", SCRIPTS, ids=str)
-async def test_in_every_script_every_answer_is_scored_and_nothing_is_left(
-    answers, published, tmp_path, monkeypatch
-):
-    kind = published_class(tmp_path, monkeypatch) if published else Gsm8kInteraction
+async def test_the_published_class_scores_every_answer_and_leaves_nothing(answers, tmp_path, monkeypatch):
+    kind = published_class(tmp_path, monkeypatch)
     finalised = []
     kept = kind.finalize_interaction
 

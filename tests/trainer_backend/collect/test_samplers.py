@@ -21,7 +21,6 @@ from trainer_backend.job.load import load_job, parse_job
 ROOT = Path(__file__).parents[3]
 GATEWAY = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
 TEACHER = Inference("http://127.0.0.1:1", "job/teacher", SecretStr("key"))
-FAR = Inference("http://127.0.0.1:1", "job/far", SecretStr("key"), asks={"processed_logprobs": True})
 ONE = {"name": "teacher", "model_path": "t"}
 TWO = [ONE, {"name": "far", "inference_url": "http://far:8000/v1", "model": "some/Model"}]
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
+import tempfile
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,14 @@ from tests.foreign_server import (
     nonsense,
     refuses_and_repeats_the_key,
     repeats_the_key,
+    words,
 )
+from tests.trainer_backend.test_command_line import turnwise
 from trainer_backend import learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
+from trainer_backend.job.load import load_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -126,19 +128,15 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     assert over_the_wire.unique_by_turn == here.unique_by_turn
 
 
-def test_the_key_is_in_no_output_and_no_file(tmp_path):
-    """As a process: a key in its environment, a server that repeats it wherever it can."""
+def test_the_key_is_in_no_output_and_no_file(tmp_path, monkeypatch):
+    """A key in the environment, and a server that repeats it wherever it can."""
     words = ("crafter", "-n", "1", "-r", "2", "--set", "rollout.max_turns=3", "-m", "their-model")
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with foreign_server(*[repeats_the_key] * 9, key=KEY) as server:
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "trainer_backend", "eval", *words,
-                "--inference-url", server.url, "--api-key-env", "THEIR_KEY",
-                "--json", "figures.json", "--rollouts", "episodes.parquet",
-            ],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "THEIR_KEY": KEY, "TMPDIR": str(tmp_path)},
-        )  # fmt: skip
+        asks = ("--inference-url", server.url, "--api-key-env", "THEIR_KEY")
+        keeps = ("--json", "figures.json", "--rollouts", "episodes.parquet")
+        done = turnwise("eval", *words, *asks, *keeps, cwd=tmp_path)
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     assert done.returncode == 0, done.stderr
     assert KEY not in done.stdout + done.stderr
@@ -162,3 +160,33 @@ def test_a_refusal_that_repeats_the_key_is_told_and_kept_without_it(tmp_path, ke
         played(job, asked(server), keep=path)
     episodes = "".join(rollout.model_dump_json() for rollout in read_rollouts(path))
     assert "secret" not in str(caught.value) + episodes
+
+
+GAMES = json.loads((ROOT / "tests/task_app/environments/crafter/balrog_games.json").read_text())["games"]
+
+
+def test_a_server_gets_the_requests_of_balrog_and_the_figures_are_its_progress():
+    game = next(game for game in GAMES if game["seed"] == 61)  # most of its answers are empty
+    turns = len(game["answers"])
+    job = load_job(
+        ROOT / "configs/crafter_balrog.toml",
+        [f"evaluation.seeds=[{game['seed']}]", f"rollout.max_turns={turns}"],
+    ).config
+    with foreign_server(*map(words, game["answers"])) as server:
+        result = asyncio.run(evaluate(at_the_task_app(job), Inference(server.url, "their-model", None)))
+    prompts = [
+        [[message["role"], message["content"]] for message in body.pop("messages")] for body in server.bodies
+    ]
+    assert [blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest() for prompt in prompts] == game[
+        "digests"
+    ]
+    assert server.bodies == [{"model": "their-model", "temperature": 1.0, "max_tokens": 8192}] * turns
+    assert result.outcome.mean / 22 == game["progression"]
+    assert result.endings == {"max_decisions": 1}
+    assert result.invalid_frac == game["answers"].count("") / turns
+
+
+def test_the_limits_are_those_of_balrog():
+    job = load_job(ROOT / "configs/crafter_balrog.toml").config
+    assert (job.rollout.max_turns, job.evaluation.instances) == (2_000, 10)
+    assert job.rollout.env_config == {"text": "balrog"}

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -85,24 +84,6 @@ def stops_at(strings: list[str], text: str) -> tuple[int | None, str | None]:
     rule = StopStrings(BYTES, strings)
     found = ((i, rule.take(byte)) for i, byte in enumerate(text.encode(), start=1))
     return next(((i, string) for i, string in found if string), (None, None))
-
-
-@pytest.mark.parametrize(
-    ("strings", "text", "at", "string"),
-    [
-        (["\n"], "wood\ntree", 5, "\n"),
-        (["tree"], "wood tree", 9, "tree"),
-        (["aab"], "aaab", 4, "aab"),  # a false start: the first two a's belong to no stop string
-        (["bcd", "c"], "abcd", 3, "c"),
-        (["€x"], "wood €x", 9, "€x"),
-        (["€"], "wood €", 8, "€"),
-        (["never"], "wood tree", None, None),
-    ],
-)
-def test_a_stop_string_is_found_with_the_token_that_completes_it(
-    strings: list[str], text: str, at: int | None, string: str | None
-):
-    assert stops_at(strings, text) == (at, string)
 
 
 words = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)

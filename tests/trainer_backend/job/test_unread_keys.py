@@ -8,7 +8,6 @@ from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.plugins import ESTIMATORS
 
 MODEL = {"preset": "tiny-0.3m"}
-STEPWISE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 
 
 def make_job(algorithm, training=None):

@@ -1,14 +1,27 @@
-"""A database that does not answer: 503 where it is needed, and jobs go on."""
+"""A database that answers nothing, at once or after a wait: the service says so, and jobs go on."""
 
 import asyncio
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from tests.trainer_backend.jobs.served import serving, settings_for
+from tests.processes import service, wait_until
+from tests.trainer_backend.jobs.served import LONG_S, document, serving, settings_for
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
+from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.jobs.events import Place, _stream
+from trainer_backend.jobs.slots import Line, wait_for_threads
+from trainer_backend.rundir.lock import run_lock
+from trainer_backend.store.database import StoreUnavailable
 
 
 @pytest.mark.timeout(300)
@@ -71,3 +84,94 @@ async def test_the_same_life_on_postgresql(tmp_path: Path, postgres):
             await release(served, running)
             assert (await served.until(running, "succeeded"))["attempt"] == 2
             await served.until(waiting, "succeeded")
+
+
+@contextmanager
+def acting(folder: Path, url: str, *, grace_s: float) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    words = (str(folder), url, str(grace_s))
+    with (
+        service("tests.trainer_backend.jobs.acted_service", *words, cwd=folder) as (process, address),
+        httpx.Client(base_url=address, timeout=30.0) as client,
+    ):
+        yield process, client
+
+
+until = partial(wait_until, within_s=LONG_S)
+
+
+def started(client: httpx.Client, plays: str) -> tuple[str, Path]:
+    """A job that trains: its id and its run directory."""
+    job = client.post("/jobs", json={"config": document(plays)}).json()
+    folder = Path(job["run_dir"])
+    until(lambda: told(folder) == "training")
+    return str(job["id"]), folder
+
+
+def told(folder: Path) -> str | None:
+    file = folder / "state.json"
+    return json.loads(file.read_text())["state"] if file.exists() else None
+
+
+@pytest.mark.timeout(300)
+def test_told_to_stop_it_lets_jobs_save_a_second_signal_kills_the_rest_and_the_next_start_goes_on(
+    tmp_path: Path, postgres: Postgres
+):
+    with postgres.database() as url:
+        with acting(tmp_path, url, grace_s=1e6) as (process, client):
+            ending, ends = started(client, "waiting")
+            staying, stays = started(client, "waiting")
+            _, saves = started(client, "stubborn")
+            postgres.freeze()
+            try:
+                (ends / "go").touch()  # a round hangs in storing that
+                until(lambda: client.get("/health").json()["store"] == "away")
+                process.send_signal(signal.SIGTERM)
+                until(lambda: refused(client) and told(stays) == "stopped")
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(LONG_S) == 0
+                assert (told(ends), told(stays), told(saves)) == ("ended", "stopped", "training")
+                with run_lock(saves):  # its process was killed, and has ended
+                    pass
+            finally:
+                postgres.thaw()
+        with acting(tmp_path, url, grace_s=60) as (_, client):
+            until(lambda: client.get(f"/jobs/{ending}").json()["state"] == "succeeded")
+            until(lambda: told(stays) == "training")
+            assert client.get(f"/jobs/{staying}").json()["state"] == "running"
+
+
+def refused(client: httpx.Client) -> bool:
+    """Whether the service takes no connection any more: it has heard the first signal."""
+    try:
+        client.get("/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
+async def test_an_answer_is_handed_on_and_so_is_an_error():
+    line = Line("test", "sqlite:///x", 60.0)
+    assert await line.ask(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await line.ask(divmod, 7, 0)
+    await wait_for_threads([line.thread], at_most_s=60.0)
+
+
+async def test_one_that_hangs_is_given_up_and_holds_one_thread_whatever_is_asked_after_it():
+    line, go, done = Line("hanging", "sqlite:///x", 0.05), threading.Event(), []
+
+    def hanging() -> None:
+        go.wait()
+        done.append("late")
+
+    with pytest.raises(StoreUnavailable, match=r"sqlite:///x did not answer within 0\.05 s"):
+        await line.ask(hanging)
+    for _ in range(5):
+        with pytest.raises(StoreUnavailable):
+            await line.ask(done.append, "never")
+    assert sum(thread.name.startswith("hanging") for thread in threading.enumerate()) == 1
+    async with asyncio.timeout(60):
+        await wait_for_threads([line.thread], at_most_s=0.01)  # its end is not waited for without end
+    go.set()
+    await wait_for_threads([line.thread], at_most_s=60.0)
+    assert done == ["late"], "what was given up before it began is not done later"

@@ -1,4 +1,4 @@
-"""Posting, looking, deleting: every way in, and every way that it is refused."""
+"""Posting, also again, by a form or of an example; looking, deleting: ways in, and refusals."""
 
 import asyncio
 import shutil
@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 import tomli
+from structlog.testing import capture_logs
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.served import document, serving, settings_for
 from trainer_backend.errors import QueueFull
-from trainer_backend.jobs.submission import Submission, hash_body, submit
+from trainer_backend.jobs.posted import Checked
+from trainer_backend.jobs.submission import (
+    JobsForPages,
+    Submission,
+    build_dashboard,
+    examples_in,
+    hash_body,
+    submit,
+)
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
+from trainer_backend.terminal.templates import Choices, write_job
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "a"\n'
 
@@ -222,3 +232,72 @@ async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_
         sent = Submission(TOML.encode(), hash_body(TOML.encode()), media_type="application/toml")
         with pytest.raises(QueueFull):
             await submit(served.service, sent, None, trial)
+
+
+KEY = {"Idempotency-Key": "k-1"}
+
+
+async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full(tmp_path: Path):
+    async with serving(settings_for(tmp_path).model_copy(update={"max_queued": 1})) as served:
+        running = await served.post("waiting")
+        await served.until(running, "running")
+        first = await served.client.post("/jobs", content=TOML + "[vllm]\n", headers=KEY)
+        full = await served.client.post("/jobs", content=TOML)
+        assert (full.status_code, full.json()["code"]) == (503, "queue_full")
+        again = await served.client.post("/jobs", content=TOML + "[vllm]\n", headers=KEY)
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+    (warning,) = again.json()["warnings"]
+    assert warning.startswith("[vllm] is for other backends")
+
+
+async def test_a_job_that_was_accepted_is_answered_again_when_a_file_of_it_is_gone(tmp_path: Path):
+    model = tmp_path / "models" / "mine"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    async with serving(settings_for(tmp_path / "runs", roots=(model.parent,))) as served:
+        body = {"config": {**document("waiting"), "model": {"path": str(model)}}}
+        first = await served.client.post("/jobs", json=body, headers=KEY)
+        assert first.status_code == 201, first.text
+        (model / "config.json").unlink()
+        assert (await served.client.post("/jobs", json=body)).status_code == 400
+        again = await served.client.post("/jobs", json=body, headers=KEY)
+        other = await served.client.post("/jobs", json={"config": {"model": 3}}, headers=KEY)
+    assert (again.status_code, again.json()["id"], again.json()["warnings"]) == (200, first.json()["id"], [])
+    assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
+
+
+async def test_a_form_that_is_sent_twice_is_one_job_and_another_text_another(served):
+    desk = JobsForPages(served.service)
+    first, again = await desk.submit(TOML, "ab12"), await desk.submit(TOML, "ab12")
+    assert first.id == again.id
+    other_text = await desk.submit(TOML + "[training]\niterations = 3\n", "ab12")
+    other_form = await desk.submit(TOML, "ab13")
+    assert len({first.id, other_text.id, other_form.id}) == 3
+
+
+def test_examples_are_those_of_the_operator_s_folders_and_what_is_none_is_left_out(tmp_path):
+    mine, yours = tmp_path / "mine", tmp_path / "yours"
+    for folder in (mine, yours):
+        folder.mkdir()
+        (folder / "both.toml").write_text(f"# {folder.name}\n")
+    (mine / "alone.toml").write_text("# alone\n")
+    (mine / "latin.toml").write_bytes(b"# \xe9\n")
+    (mine / "folder.toml").mkdir()
+    with capture_logs() as logs:
+        found = examples_in([mine, yours, tmp_path / "none"])
+    assert found == (
+        ("alone", "# alone\n"),
+        (str(mine / "both.toml"), "# mine\n"),
+        (str(yours / "both.toml"), "# yours\n"),
+    )
+    assert [line["file"] for line in logs] == [str(mine / "folder.toml"), str(mine / "latin.toml")]
+
+
+@pytest.mark.parametrize("environ", [{}, {"TASK_URL": "http://127.0.0.1:9"}])
+async def test_the_form_opens_with_what_init_writes_and_that_can_start(tmp_path, environ):
+    write_job(tmp_path / "job.toml", Choices())
+    async with serving(settings_for(tmp_path / "data", environ=environ)) as served:
+        (name, text), *others = build_dashboard(served.service).examples
+        assert (name, text) == ("turnwise init", (tmp_path / "job.toml").read_text())
+        assert await JobsForPages(served.service).check(text) == Checked(ok=True, findings=())
+        assert {name for name, _ in others} == {file.stem for file in Path("configs").glob("*.toml")}

@@ -1,4 +1,4 @@
-"""What becomes of a job whose process has ended, from the table of ends and wishes."""
+"""What becomes of a job whose process has ended, and of one that is paused, resumed or cancelled."""
 
 import errno
 import os
@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from tests.trainer_backend.jobs.rows import NOON, job, replace
 from tests.trainer_backend.jobs.rows import NOON as NOW
-from tests.trainer_backend.jobs.rows import job
 from trainer_backend.errors import (
     AdvantageError,
     JobError,
@@ -22,7 +23,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.jobs.processes import job_command, last_words, start_process, without_secrets
 from trainer_backend.jobs.slots import Slot
-from trainer_backend.jobs.states import Ending, decide_outcome, without_process
+from trainer_backend.jobs.states import Ending, changes_for, decide_outcome, without_process
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.state import (
     DONE,
@@ -34,7 +35,9 @@ from trainer_backend.rundir.state import (
     RunState,
     choose_exit_code,
 )
+from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import refuse_leap
+from trainer_backend.store.rows import JobState
 
 KILLED = -signal.SIGKILL
 SAID = RunState("failed", 17, iteration=3, code="task_app_failed", detail="no task app answers")
@@ -211,3 +214,46 @@ def test_where_nothing_can_be_printed_the_exit_code_still_tells(tmp_path: Path):
         subprocess.Popen(job_command(tmp_path), stdin=subprocess.PIPE, stdout=full, stderr=full) as process,
     ):
         assert process.wait(60) == REFUSED, "no run.json"
+
+
+# Of each verb the states before and after it; in the others it is refused.
+VERBS = {
+    "pause": {"queued": "paused", "running": "pausing", "pausing": "pausing", "paused": "paused"},
+    "resume": {
+        **{"queued": "queued", "running": "running", "pausing": "pausing"},
+        **dict.fromkeys(("paused", "cancelled", "failed"), "queued"),
+    },
+    "cancel": {
+        **dict.fromkeys(("queued", "paused", "cancelled", "failed"), "cancelled"),
+        **dict.fromkeys(("running", "pausing", "cancelling"), "cancelling"),
+    },
+}
+
+
+@pytest.mark.parametrize("state", get_args(JobState))
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_in_every_state_and_the_second_time_it_changes_nothing(verb, state):
+    row = job(state=state, wanted="pause" if state in ("pausing", "paused") else "run")
+    if (after := VERBS[verb].get(state)) is None:
+        with pytest.raises(JobConflict, match=f"is {state}, so there is nothing to {verb}"):
+            changes_for(verb, row, NOON)
+        return
+    once = replace(row, **(changes_for(verb, row, NOON) or {}))
+    assert once.state == after
+    refuse_leap(row, after)
+    twice = changes_for(verb, once, NOON)
+    assert twice is None or replace(once, **twice) == once
+
+
+def test_resumed_while_it_pauses_and_paused_again():
+    pausing = job(state="pausing", wanted="pause")
+    resumed = replace(pausing, **changes_for("resume", pausing, NOON))
+    assert (resumed.state, resumed.wanted) == ("pausing", "run")
+    assert changes_for("pause", resumed, NOON) == {"wanted": "pause"}
+
+
+def test_a_job_that_is_resumed_is_no_failure_any_more():
+    failed = job(state="failed", code="crashed", detail="why", ended=NOON)
+    assert changes_for("resume", failed, NOON) == {
+        "state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None,
+    }  # fmt: skip

@@ -1,7 +1,8 @@
-"""What the operator says at the start."""
+"""What the operator says at the start, and what keeps the service from starting."""
 
 import os
 import pickle
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.main import get_command
 
 from service_kit.errors import SettingsError
 from service_kit.settings import find_variables, options_given, read_settings
+from tests.processes import service
+from tests.trainer_backend.test_command_line import turnwise
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.terminal.trainer_commands import commands
 
@@ -72,3 +75,36 @@ def test_what_is_no_address_or_variable_is_refused(flags, environ):
 def test_the_store_is_a_file_in_the_data_directory_unless_it_is_named(tmp_path: Path):
     assert read_settings(Settings, {}, data_dir=tmp_path).database_url == f"sqlite:///{tmp_path}/turnwise.db"
     assert read_settings(Settings, {}, database_url="postgresql://h/d").database_url == "postgresql://h/d"
+
+
+def test_a_second_one_in_the_same_folder_is_refused(tmp_path):
+    """One that only shows is not: `test_data_dir.py`."""
+    words = ("trainer", "--port", "0", "--data-dir", "runs")
+    keyless = {"environ": {"TRAINER_API_KEY": ""}, "cwd": tmp_path}
+    with service("trainer_backend", *words, "--exit-with-parent", **keyless) as (first, _):
+        second = turnwise(*words, cwd=tmp_path)
+        assert second.returncode == 2
+        assert second.stderr.startswith(
+            f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose"
+        )
+        first.stdin.close()
+        assert first.wait(60) == 0, "it ends when its standard input closes"
+
+
+def test_a_store_that_cannot_be_used_keeps_it_from_starting_and_shows_no_password(tmp_path):
+    words = ("--database-url", "postgresql://turnwise:hunter2@127.0.0.1:1/turnwise")
+    done = turnwise("trainer", "--port", "0", "--data-dir", "runs", *words, cwd=tmp_path)
+    assert (done.returncode, "listening" in done.stdout) == (1, False)
+    told = "error: the store postgresql://turnwise:***@127.0.0.1:1/turnwise cannot be used: "
+    assert done.stderr.startswith(told), done.stderr
+    assert "hunter2" not in done.stderr + done.stdout
+
+
+def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = turnwise("trainer", "--data-dir", "runs", "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+    assert list(tmp_path.iterdir()) == []

@@ -4,11 +4,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+from pydantic import SecretStr
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.jobs.login import own_path
-from trainer_backend.jobs.sessions import COOKIE
+from trainer_backend.jobs.sessions import COOKIE, SESSION_S, LoginSessions
 
 KEY = "the-key-of-these-tests"
 OTHER = "http://evil.example"
@@ -111,3 +112,31 @@ async def test_all_other_refusals_have_the_same_shape(served):
     assert refused(await served.client.get("/nowhere"), 404, "not_found")
     assert refused(await served.client.put("/jobs"), 405, "method_not_allowed")
     assert refused(await served.client.get("/jobs?stat=queued"), 422, "request_invalid")
+
+
+def headers(cookie: str) -> list[tuple[bytes, bytes]]:
+    return [(b"cookie", f"a=b; {COOKIE}={cookie}".encode("latin-1"))]
+
+
+def test_a_session_ends_after_a_week_and_with_its_key():
+    now_s = [1_000_000.0]
+    sessions = LoginSessions(SecretStr(KEY), clock=lambda: now_s[0])
+    mine = headers(sessions.cookie())
+    assert sessions.match(mine)
+    assert not LoginSessions(SecretStr("another"), clock=lambda: now_s[0]).match(mine)
+    assert not LoginSessions(None).match(mine)
+    now_s[0] += SESSION_S
+    assert sessions.match(mine)
+    now_s[0] += 1
+    assert not sessions.match(mine)
+
+
+def test_a_changed_cookie_is_none():
+    sessions = LoginSessions(SecretStr(KEY), clock=lambda: 1_000_000.0)
+    cookie = sessions.cookie()
+    later = LoginSessions(SecretStr(KEY), clock=lambda: 1_000_001.0).cookie()
+    assert later != cookie
+    content, _, rest = cookie.partition(".")
+    moved = ".".join([*cookie.split(".")[:2], later.split(".")[2]])  # the signature of another time
+    for other in (moved, f"other.{rest}", cookie[:-1], f"{cookie}.", content, "", "..", "\xff.\xff.\xff"):
+        assert not sessions.match(headers(other)), other

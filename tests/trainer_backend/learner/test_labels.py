@@ -1,4 +1,4 @@
-"""What is imitated of an episode: the decisions, or the labels of a teacher that watched."""
+"""What is imitated of an episode, decisions or a teacher's labels; what a tokenizer is trained on."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.imitation import LABEL
 from trainer_backend.errors import NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.learner.warmup import demonstrations
+from trainer_backend.learner.warmup import demonstrations, prompt_texts
 
 TOOL = ToolSpec(
     function=FunctionSpec(
@@ -68,3 +68,42 @@ def test_an_empty_label_is_nothing_to_imitate():
 def test_a_label_that_is_a_random_detour_of_the_teacher_is_not_imitated():
     with pytest.raises(NothingToLearnFrom):
         taught({"type": "tool_call", LABEL: {**label("do"), "exploratory": True}})
+
+
+FINISH = ToolCall(id="c", function=FunctionCall(name="finish", arguments='{"answer": "Mira"}'))
+
+
+def tool(name: str) -> ToolSpec:
+    return ToolSpec(function=FunctionSpec(name=name, description="", parameters={}))
+
+
+def trajectory(*tools: str, said: str | None = None) -> Trajectory:
+    step = StepData(
+        turn=1,
+        observation_data=ObservationData(messages=(Message(role="user", content="Who?"),)),
+        action_taken={"type": "tool_call"} | ({"content": said} if said else {}),
+        tool_calls=(FINISH,),
+    )
+    return Trajectory(
+        env_name="e", policy_name="p", seed=0, tools=tuple(map(tool, tools)), steps=(step,),
+        outcome_reward=0.0, outcome_definition="none", env_steps=0, terminated=True, truncated=False,
+        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
+    )  # fmt: skip
+
+
+def test_calls_are_texts_as_the_presets_template_writes_them_with_their_names():
+    # The last call of an episode stands in no prompt, and is what the model has to write to end it.
+    assert prompt_texts([trajectory("finish", "read", said="So:")]) == [
+        "Who?",
+        "So:",
+        ' finish {"answer": "Mira"}',
+    ]
+
+
+def test_of_a_lone_tool_the_items_are_written_alone_and_the_call_is_no_text():
+    assert prompt_texts([trajectory("finish")]) == ["Who?"]
+
+
+def test_without_a_prompt_there_is_nothing_to_train_on():
+    with pytest.raises(NothingToLearnFrom):
+        prompt_texts([])

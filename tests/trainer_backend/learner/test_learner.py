@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
 from trainer_backend import learner_parts
 from trainer_backend.errors import (
     CheckpointError,
@@ -25,9 +27,11 @@ from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, frozen_scorer, select_segments, uncertain_segments
 from trainer_backend.learner.policy_terms import DRIFT
+from trainer_backend.learner.ranks import Ranks
+from trainer_backend.learner.shares import checksum_model
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
-from trainer_backend.models import build_preset
+from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.parts import CreditedEpisode, Progress
 
 
@@ -321,3 +325,24 @@ def test_where_vllm_sleeps_meanwhile_an_update_leaves_no_gradient_behind(tokeniz
     learner.config = replace(learner.config, inference=inference)
     learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     assert all(weight.grad is None for weight in learner.model.parameters())
+
+
+COUNTS = st.integers(1, 5)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), COUNTS)
+def test_each_piece_counts_on_one_rank_and_all_ranks_make_as_many_passes(sizes: list[int], count: int):
+    dealt = [list(Ranks(index, count).own_pieces(list(enumerate(sizes)))) for index in range(count)]
+    counted = [[piece for piece, counts in of_rank if counts] for of_rank in dealt]
+    assert sorted(piece for of_rank in counted for piece in of_rank) == list(enumerate(sizes))
+    assert len({len(of_rank) for of_rank in dealt}) == 1
+    assert Ranks(0, count).sums_by_rank(sizes) == [sum(size for _, size in of_rank) for of_rank in counted]
+
+
+def test_ranks_that_have_found_other_models_would_show_it():
+    tokenizer = tiny_tokenizer()
+    models = [build_preset("tiny-0.3m", tokenizer, seed=seed) for seed in (3, 3, 4)]
+    samples = [checksum_model(model, tokenizer) for model in models]
+    assert samples[0] == samples[1] != samples[2]
+    other = train_tokenizer(["another text altogether"] * 20, 300)
+    assert checksum_model(models[0], other) != samples[0]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -87,8 +87,10 @@ USE = MemoryUse(
 @pytest.mark.parametrize(
     ("family", "checkpointed", "rounded", "attention"),
     [
-        *(("qwen3", layers, rounded, BlockMask()) for layers, rounded in product((0, 4), (False, True))),
-        *(("llama", layers, rounded, ByLength()) for layers, rounded in product((0, 2), (False, True))),
+        ("qwen3", 0, True, BlockMask()),
+        ("qwen3", 4, False, BlockMask()),
+        ("llama", 0, False, ByLength()),
+        ("llama", 2, True, ByLength()),
     ],
 )
 def test_activations_are_near_the_peak_of_an_update(family, rounded, checkpointed, attention):

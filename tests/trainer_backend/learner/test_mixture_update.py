@@ -66,20 +66,6 @@ def gradient(learner, episodes):
     return metrics, torch.cat([weight.grad.flatten() for weight in learner.model.parameters()]).double()
 
 
-@pytest.mark.parametrize(("kind", "level"), CASES)
-def test_samples_of_an_equal_policy_train_as_the_actors_own_would(tokenizer, kind, level):
-    learner = mixed_learner(tokenizer, fixed={"objective": kind, "behaviour_weight_level": level})
-    metrics, found = gradient(learner, make_episodes(learner, FIXED))
-    own_metrics, own = gradient(learner, make_episodes(learner, OWN))
-    assert own.norm() > 1e-3
-    assert ((found - own).norm() / own.norm()).item() < 1e-5
-    assert metrics["mixture/fixed/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert not [name for name in metrics if name.startswith("loss/") and name != "loss/kl_to_proximal"]
-    _, mixed = gradient(learner, make_episodes(learner, MIXED))
-    assert ((mixed - own).norm() / own.norm()).item() < 1e-5
-    assert own_metrics["loss/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_unlikely_samples_weigh_as_each_objective_says(tokenizer, kind):
     # every token of the fixed policy was e^0.25 as likely to it as to the learner: weights e^-0.25, a token

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer_backend.learner.hand_made import make_learner, segment
-from tests.trainer_backend.learner.test_out_of_memory import Shortage
+from tests.trainer_backend.learner.test_optimizer import Shortage
 from tests.trainer_backend.learner.test_value_head import (
     OWN,
     copy_tensors,

@@ -1,11 +1,12 @@
 import json
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,3 +146,9 @@ def test_a_folder_that_cannot_be_loaded_says_why(tokenizer: PreTrainedTokenizerF
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelFolderError, match="the model cannot be loaded"):
         load_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_heads_are_as_wide_together_as_the_model(name: str):
+    preset = PRESETS[name]
+    assert preset.heads * preset.head_dim == preset.width

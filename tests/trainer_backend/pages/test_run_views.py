@@ -1,15 +1,30 @@
-"""The list of runs, a run's head, its key figures and success rates."""
+"""A run's head, key figures and success rates; addresses of a list; numbers as a person reads them."""
 
 import tomllib
 from datetime import UTC, datetime, timedelta
+
+import pytest
+from starlette.datastructures import QueryParams
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.rows import replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.pages.address import change_query, read_filter, read_order
 from trainer_backend.pages.facts import chosen_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
+from trainer_backend.pages.figures import (
+    ago,
+    duration,
+    number,
+    rollout_address,
+    roughly,
+    short_id,
+    signed,
+    size,
+)
+from trainer_backend.pages.page import BadAddress
 from trainer_backend.pages.run_view import (
     evaluation_table,
     key_figures,
@@ -19,6 +34,7 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRecord, RunState
+from trainer_backend.store.reads_rollouts import RolloutFilter
 from trainer_backend.store.rows import Curve, Job
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -183,3 +199,81 @@ unit = "group"
     assert chosen["rollout_only.strong-1.weight"] == "3.0"
     assert chosen["rollout_only.clone_2.model_path"] == '"runs/clone"'
     assert "rollout_only.clone_2.weight" not in chosen  # as it is by itself
+
+
+def test_numbers_are_read_and_go_back_into_the_address_and_empty_fields_narrow_nothing():
+    params = QueryParams("stage=&iteration=+&text=&lost=&sort=&down=1")
+    assert read_filter(RolloutFilter, params) == RolloutFilter()
+    assert read_order(params, ("newest", "reward"), "newest") == ("newest", True)
+    query = "iteration=3&policy=a+b&min_reward=-0.5&lost=1&sort=reward&down=0"
+    params = QueryParams(f"stage=&{query}&cursor=c")
+    assert read_filter(RolloutFilter, params) == RolloutFilter(
+        iteration=3, min_reward=-0.5, policy="a b", lost=True
+    )
+    assert read_order(params, ("newest", "reward"), "newest") == ("reward", False)
+    assert change_query(params, cursor=None) == query
+    assert change_query(params, cursor="d", sort="newest").endswith("&lost=1&down=0&cursor=d&sort=newest")
+
+
+def test_a_number_or_an_order_that_cannot_be_read_is_named():
+    for params, told in (
+        ({"iteration": "three"}, "iteration is 'three'; it must be a whole number"),
+        ({"iteration": "9" * 20}, "it must be a whole number of at most 2147483647"),
+        ({"min_reward": "much"}, "min_reward is 'much'; it must be a number"),
+        ({"max_decisions": "nan"}, "max_decisions is 'nan'; it must be a whole number"),
+    ):
+        with pytest.raises(BadAddress, match=told):
+            read_filter(RolloutFilter, params)
+    with pytest.raises(BadAddress, match="sort is 'luck'; known: newest, reward"):
+        read_order({"sort": "luck"}, ("newest", "reward"), "newest")
+
+
+def test_an_id_keeps_its_slashes_and_nothing_else_that_means_something_in_an_address():
+    assert rollout_address("j", "r.1/train/3/0?x", 4) == "/runs/j/rollouts/r.1/train/3/0%3Fx?turn=4"
+    assert (short_id("r.1/train/3/0"), short_id("alone")) == ("train/3/0", "alone")
+
+
+NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "told"),
+    [
+        (None, "number", "–"),  # noqa: RUF001
+        (0.0, "number", "0"),
+        (8.484375, "number", "8.48"),
+        (0.0312, "number", "0.0312"),
+        (10.0, "number", "10"),
+        (100.0, "number", "100"),
+        (999.6, "number", "1000"),
+        (2932.0, "number", "2,932"),
+        (-0.5, "number", "-0.5"),
+        (7.625, "number", "7.63"),  # as in JavaScript
+        (1234.5, "number", "1,235"),
+        (2.0**70, "number", "1,180,591,620,717,411,303,424"),
+        (2.3e-7, "number", "2.3e-07"),
+        (0.1524, "percent", "15.2 %"),
+        (1.0, "percent", "100 %"),
+        (12.2995, "seconds", "12.3 s"),
+    ],
+)
+def test_a_value_has_three_digits_that_count(value, form, told):
+    assert number(value, form) == told
+
+
+def test_rewards_show_their_sign_and_a_zero_has_none():
+    assert [signed(value) for value in (0.5, -2.0, 0.0, None)] == ["+0.5", "−2", "0", "–"]  # noqa: RUF001
+
+
+def test_a_duration_has_its_two_largest_units_an_estimate_one_and_bytes_one():
+    assert [duration(seconds) for seconds in (0, 45, 200, 3600, 7500, 273_600)] == [
+        "0 s", "45 s", "3 min 20 s", "1 h", "2 h 5 min", "3 d 4 h",
+    ]  # fmt: skip
+    estimates = [roughly(seconds) for seconds in (45, 119, 120, 1435, 9_000)]
+    assert estimates == ["45 s", "119 s", "2 min", "24 min", "2 h"]
+    assert [size(count) for count in (512, 1_258_291, 3 * 2**30)] == ["512 B", "1.2 MiB", "3.0 GiB"]
+
+
+def test_a_moment_is_told_by_its_largest_unit_and_one_that_is_yet_to_come_is_just_now():
+    told = [ago(NOON - timedelta(seconds=seconds), NOON) for seconds in (-10, 2, 45, 200, 7500)]
+    assert told == ["just now", "just now", "45 s ago", "3 min ago", "2 h ago"]

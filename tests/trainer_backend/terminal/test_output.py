@@ -1,4 +1,4 @@
-"""Stored text on a terminal: shown, never obeyed."""
+"""Stored text on a terminal: shown, never obeyed. What the shell offers after a tab."""
 
 import io
 import os
@@ -152,3 +152,19 @@ def test_a_process_whose_output_is_closed_goes_on_and_ends_well(tmp_path: Path, 
         process.stdin.close()
     assert process.returncode == 0
     assert (tmp_path / "log").read_text() == "lost, done"
+
+
+def offered(words: str) -> list[str]:
+    environment = {
+        "_TURNWISE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    return CliRunner().invoke(app, [], prog_name="turnwise", env=environment).stdout.split()
+
+
+def test_a_shell_is_offered_commands_presets_and_estimators():
+    assert {"train", "init", "new", "report"} <= set(offered("turnwise "))
+    assert offered("turnwise init --preset tiny-0.8") == ["tiny-0.8m"]
+    assert offered("turnwise recredit --advantage rl") == ["rloo"]
+    assert offered("turnwise report ") == [], "the shell completes paths itself"

@@ -18,7 +18,6 @@ from task_app.environments.crafter.noise import LAYERS, _layer_points, geometry,
 from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Zombie
 from task_app.environments.crafter.picture import _textures
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
-from task_app.environments.crafter.world import seeded_bits
 from tests.task_app.environments.crafter.hand_made import (
     MIDNIGHT,
     act,
@@ -244,31 +243,6 @@ def test_a_killed_zombie_still_hits_once_in_its_last_update():
     assert reward == pytest.approx(1.0 - 0.2)  # defeat_zombie, and two lost health points
 
 
-def test_collecting_draws_a_number_even_where_it_cannot_fail():
-    engine = meadow()
-    put(engine, "tree", 32, 33)
-    before = engine.fork()
-    act(engine, "do")
-    assert engine.inventory["wood"] == 1
-    assert draws_between(before, engine) == 1
-
-
-def test_a_chunk_that_never_held_anything_is_never_balanced():
-    engine = meadow(step=9)
-    before = engine.fork()
-    act(engine, "noop")  # step 10; only the player's own chunk is looked at
-    assert engine.capture().chunks == (2 * 6 + 2,)
-    # A cow is missing there, which is one draw; over all 36 chunks of the meadow it would be 36 or more.
-    assert draws_between(before, engine) == 1
-
-
-def test_chunks_are_kept_in_the_order_of_the_first_thing_in_them():
-    engine = meadow((35, 32))
-    put(engine, Cow(5, 60))
-    act(engine, "move_right")  # from the chunk of columns 24-35 into that of 36-47
-    assert engine.capture().chunks == (2 * 6 + 2, 0 * 6 + 5, 3 * 6 + 2)
-
-
 @pytest.mark.parametrize("what", ["table", "furnace"])
 def test_an_arrow_turns_a_table_or_furnace_into_path(what: str):
     engine = meadow()
@@ -306,15 +280,6 @@ def test_a_dead_skeleton_believes_that_it_moved_and_so_does_not_shoot():
     assert draws_between(before, engine) == 1
 
 
-def test_a_sapling_waits_a_step_before_it_grows():
-    engine = meadow()
-    engine.inventory["sapling"] = 1
-    act(engine, "place_plant")
-    assert engine.capture().things == ((5, 32, 33, 1, 0),)
-    act(engine, "noop")
-    assert engine.capture().things == ((5, 32, 33, 1, 1),)
-
-
 def test_an_unripe_plant_takes_no_harm_and_a_ripe_one_feeds():
     engine = meadow()
     plant = Plant(32, 33)
@@ -325,20 +290,6 @@ def test_an_unripe_plant_takes_no_harm_and_a_ripe_one_feeds():
     plant.grown = 301
     act(engine, "do")
     assert (engine.inventory["food"], engine.achievements["eat_plant"], plant.grown) == (7, 1, 1)
-
-
-def test_things_eighteen_steps_away_stand_still():
-    engine = meadow()
-    near, far = Plant(32 + 17, 32), Plant(32 - 18, 32)
-    put(engine, near)
-    put(engine, far)
-    act(engine, "noop")
-    assert (near.grown, far.grown) == (1, 0)
-
-
-def test_the_two_lowest_bits_of_a_raw_word_are_randint_of_four():
-    bits, random = seeded_bits(5), np.random.RandomState(5)
-    assert [bits.random_raw() & 3 for _ in range(500)] == [random.randint(0, 4) for _ in range(500)]
 
 
 def test_the_view_is_seven_rows_of_nine_with_the_player_in_the_centre():
