@@ -40,6 +40,16 @@ def test_rows_positions_and_segment_numbers_by_hand():
     assert packed.segment_ids_BL.tolist() == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0]]
 
 
+def test_a_sampled_token_is_predicted_one_position_before_it_in_its_own_segment():
+    packed = pack_segments(SEGMENTS, row_tokens=6)
+    assert packed.target_N.tolist() == [24, 32, 12, 13]
+    assert packed.predict_row_N.tolist() == [0, 0, 1, 1]
+    assert packed.predict_position_N.tolist() == [2, 4, 0, 1]
+    assert packed.temperature_N.tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert packed.behaviour_logprob_N.tolist() == [-0.375, -0.125, -0.125, -0.25]
+    assert packed.segment_N.tolist() == [1, 2, 0, 0]
+
+
 def test_a_decision_begins_once_however_many_versions_sampled_it():
     # In rows of 9: a, then b and c. Decision 0 of a is sampled by three versions, 1 by two; 1 and 2 follow
     # without a token between. c begins with a decision of the number and at the position that b ended with.

@@ -1,4 +1,4 @@
-"""`gae` and `gae_token` where a limit cuts an episode; against exact arithmetic: test_every_estimator.py."""
+"""`gae` and `gae_token` by hand; against exact arithmetic: test_every_estimator.py."""
 
 from dataclasses import replace
 
@@ -14,6 +14,30 @@ from trainer_backend.job.training_table import AlgorithmTable
 HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
 BOOTSTRAP = HALF.model_copy(update=dict(bootstrap_truncated=True))
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
+
+
+def test_it_sums_discounted_surprises():
+    # values 1, 2; rewards 0, 3; gamma = lambda = 1/2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 1 - 1 = 0.
+    # Advantages are not standardised, so they keep the unit of the rewards.
+    found = gae([EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0])], HALF)
+    assert found.per_episode == [[0.25, 1.0]]
+    assert found.parts["value"] == [[1.0, 2.0]]
+
+
+def test_tokens_of_two_decisions_by_hand():
+    # gamma 1/2, lambda 1/2 between decisions, 1/2 inside one; values 1, 3 and then 2; rewards 1, 4
+    # last decision: 4 - 2 = 2; before it, last token: delta = 1 + 2/2 - 3 = -1, A = -1 + 2/4 = -1/2
+    # first token: delta = 3 - 1 = 2, A = 2 - 1/2 * 1/2 = 7/4
+    values = ByToken([[1.0, 3.0], [2.0]])
+    episode = EpisodeRewards("r", "g", [1.0, 4.0], values_T=values.firsts_T, token_values=values)
+    found = gae_token([episode], HALF)
+    assert found.per_token[0].rows_T == [[1.75, -0.5], [2.0]]
+    assert found.per_episode == [[0.625, 2.0]], "means over the tokens"
+    assert found.parts["value"] == [[1.0, 2.0]], "those of first tokens"
+    # The first decision's surprises are 2 - 1/2 = 3/2 and -1, mean 1/4. The next decision's advantage, 2,
+    # counts 1/4 for the last token and 1/8 for the first, mean 3/8.
+    assert found.parts["td_error"] == [[0.25, 2.0]]
+    assert found.parts["later"] == [[0.375, 0.0]]
 
 
 def test_a_truncated_episode_continues_with_the_value_of_its_last_state():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer_backend.core.advantages.branch import branch, branch_turns
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
-from trainer_backend.core.advantages.reinforce_pp import reinforce_pp
+from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.advantages.stepwise import stepwise
@@ -21,6 +21,7 @@ from trainer_backend.errors import AdvantageError
 from trainer_backend.job.training_table import AlgorithmTable
 
 ONE, HALF = AlgorithmTable(gamma=1.0), AlgorithmTable(gamma=0.5)
+THIRD = math.sqrt(3) / 3
 
 
 def batch(**groups):
@@ -35,6 +36,8 @@ def batch(**groups):
 @pytest.mark.parametrize(
     ("estimator", "keys", "groups", "expected"),
     [
+        # scores 1, 0, 1: mean 2/3, sample variance (1/9 + 4/9 + 1/9) / 2 = 1/3; verl's, without its epsilon
+        (grpo, ONE, {"g": [[1.0], [0.0], [1.0]]}, [[THIRD], [-2 * THIRD], [THIRD]]),
         # squares of tiny rewards would underflow
         (grpo, ONE, {"g": [[0.0], [1e-200]]}, [[-math.sqrt(0.5)], [math.sqrt(0.5)]]),
         # the score is the sum of the rewards, whenever they came
@@ -56,6 +59,13 @@ def batch(**groups):
             HALF,
             {"g": [[1.0, 2.0]], "h": [[4.0, 0.0]]},
             [[0.0, 0.0], [2 / math.sqrt(8 / 3), -2 / math.sqrt(8 / 3)]],
+        ),
+        # -1, 1, -1, 1 against their groups; sample variance 4/3
+        (
+            reinforce_pp_baseline,
+            ONE,
+            {"g": [[1.0], [3.0]], "h": [[11.0], [13.0]]},
+            [[-1.5 * THIRD], [1.5 * THIRD]] * 2,
         ),
     ],
 )

@@ -1,11 +1,13 @@
 """Estimators that compare decisions by their states: by hand, by identity and against exact arithmetic."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.trainer_backend.core.exact_estimators import (
     exact_g2po,
@@ -19,7 +21,7 @@ from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
-from trainer_backend.core.advantages.graphgpo import graphgpo
+from trainer_backend.core.advantages.graphgpo import GraphgpoKeys, graphgpo
 from trainer_backend.job.training_table import AlgorithmTable
 
 ONE = AlgorithmTable(gamma=0.95, fnorm="one")
@@ -78,6 +80,23 @@ def test_a_decision_is_compared_with_others_made_in_the_same_state():
     assert of_lost == pytest.approx([-0.602458, 0.0], abs=1e-6)
 
 
+def test_a_state_that_is_met_again_in_one_episode_is_an_anchor_too():
+    # G: 0.857375, 0.9025, 0.95 at a, their mean 0.903292
+    (of_steps,) = step_parts([episode("r", [0, 0, 0, 1.0], "aaab")])
+    assert of_steps == pytest.approx([-0.045917, -0.000792, 0.046708, 0.0], abs=1e-6)
+
+
+def test_scores_are_averaged_over_trajectories_or_over_steps():
+    # a success of one step and a failure of nine
+    short, long = episode("short", [1.0], "a"), episode("long", [0.0] * 9, "bcdefghij")
+    of_trajectories = gigpo([short, long], ONE).parts["episode_advantage"]
+    assert (of_trajectories[0][0], of_trajectories[1][0]) == (0.5, -0.5)
+    of_steps = gigpo([short, long], ONE.model_copy(update=dict(episode_baseline="step"))).parts[
+        "episode_advantage"
+    ]
+    assert (of_steps[0], of_steps[1][0]) == (pytest.approx([0.9]), pytest.approx(-0.1))
+
+
 def test_contexts_weigh_more_the_longer_they_are_and_separate_what_the_state_alone_mixes():
     episodes = [
         episode("r-0", [0.0, 6.0], "xa"),
@@ -122,6 +141,35 @@ def test_the_convex_sum_is_omega_times_the_papers(drawn, omega):
         assert left == pytest.approx([omega * value for value in right], abs=1e-12)
 
 
+def won_and_lost():
+    """Two siblings go the same way, and part at the second decision: one is rewarded at the end."""
+    return [episode("won", [0.0, 0.0, 1.0], "smg"), episode("lost", [0.0, 0.0, 0.0], "smx")]
+
+
+def test_values_are_the_mean_returns_of_a_state_and_td_errors_lie_between_them():
+    # gamma 1/2, G: 1/4, 1/2, 1 and 0, 0, 0. So V(s) = 1/8, V(m) = 1/4, V(g) = 1, V(x) = 0, and the decision
+    # at m is the only one that changed anything: 1/2 * 1 - 1/4 and 1/2 * 0 - 1/4.
+    for estimator in (g2po, gagpo):
+        parts = estimator(won_and_lost(), HALF).parts
+        assert parts["state_value"] == [[0.125, 0.25, 1.0], [0.125, 0.25, 0.0]]
+        assert parts["next_value"] == [[0.25, 1.0, 0.0], [0.25, 0.0, 0.0]]
+        assert parts["td_error"] == [[0.0, 0.25, 0.0], [0.0, -0.25, 0.0]]
+        assert parts["compared"] == [[1.0, 1.0, 0.0]] * 2
+
+
+def test_gagpo_carries_td_errors_back_by_gamma_and_lambda():
+    assert gagpo(won_and_lost(), HALF).per_episode == [[0.0625, 0.25, 0.0], [-0.0625, -0.25, 0.0]]
+    # in sample standard deviations of all six: sqrt(2 * (1/256 + 1/16) / 5)
+    std = math.sqrt(2 * (1 / 256 + 1 / 16) / 5)
+    found = gagpo(won_and_lost(), HALF.model_copy(update=dict(fnorm="std"))).per_episode
+    assert found[0] == pytest.approx([0.0625 / std, 0.25 / std, 0.0], rel=1e-15)
+
+
+def test_g2po_adds_the_comparison_in_a_state_and_over_the_graph_to_that_of_episodes():
+    # A_E is 1/2 and -1/2; the TD errors of 1/4 and -1/4 differ from a mean of 0, at m and over all six
+    assert g2po(won_and_lost(), HALF).per_episode == [[0.5, 1.0, 0.5], [-0.5, -1.0, -0.5]]
+
+
 def test_rounding_errors_of_td_errors_are_measured_by_the_values_that_they_lie_between():
     # V(x) is 2^18, where floats lie 2^-34 apart: half of that is rounded down, and its next float up
     half = 2.0**-35
@@ -150,6 +198,18 @@ def test_g2po_is_what_the_authors_code_gives_at_gamma_1():
     assert of_again == pytest.approx([0.577350, 1.284457], abs=1e-5)
 
 
+def test_a_state_that_is_not_met_again_has_a_value_of_its_own_and_changes_nothing():
+    apart = [episode("r-0", [0.5, 1.0, 2.0], "suv"), episode("r-1", [0.25, 3.0], "sw")]
+    for estimator in (g2po, gagpo):
+        td_errors = estimator(apart, HALF).parts["td_error"]
+        assert [row[1:] for row in td_errors] == [[0.0, 0.0], [0.0]]
+    for share in (0.0, 0.5, 1.0):
+        found = gagpo(apart, HALF.model_copy(update=dict(gae_lambda=share))).per_episode
+        assert found == [[-0.125, 0.0, 0.0], [0.125, 0.0]], "G of 1.5 and 1.75 at s, whatever lambda is"
+    assert gagpo(apart, HALF).diagnostics["anchors/met_after_start_frac"] == 0.0
+    assert g2po(won_and_lost(), HALF).diagnostics["anchors/met_after_start_frac"] == 0.5
+
+
 def won_beside_a_detour():
     """b lies before the goal, a before b. The lost episode comes to a by way of c, and then goes astray."""
     return [episode("won", [0.0, 0.0, 1.0], "sab"), episode("lost", [0.0, 0.0, 0.0], "sca")]
@@ -165,6 +225,31 @@ def test_graphgpo_compares_by_the_distance_to_the_goal_of_where_a_decision_led()
     assert found.parts["step_advantage"] == [[0.0625, 0.21875, 0.0], [-0.0625, 0.0, -0.21875]]
     assert found.per_episode == [[0.5625, 0.71875, 0.5], [-0.5625, -0.5, -0.71875]]
     assert found.diagnostics["graph/groups_with_goal"] == found.diagnostics["graph/path_frac"] == 1.0
+
+
+def test_nobody_knows_where_the_last_decision_of_a_truncated_episode_led():
+    won, lost = won_beside_a_detour()
+    found = graphgpo([won, replace(lost, truncated=True)], HALF).parts
+    assert found["closeness"][1] == [0.125, 0.25, None]
+    assert found["step_advantage"] == [[0.0625, 0.0, 0.0], [-0.0625, 0.0, 0.0]]
+
+
+def test_the_goal_is_the_best_score_of_the_group_or_any_that_is_high_enough():
+    short, long = episode("short", [1.0], "s"), episode("long", [0.0, 1.0], "sa")
+    equal = graphgpo([short, long], HALF)
+    assert equal.diagnostics["graph/groups_with_goal"] == 0.0
+    assert equal.per_episode == [[0.0], [0.0, 0.0]], "no score is the best"
+    reached = graphgpo([short, long], HALF.model_copy(update=dict(goal_score=1.0))).per_episode
+    assert reached == [[0.25], [-0.25, 0.0]], "both reached it, the first at once: 1 against 1/2"
+    missed = graphgpo(won_beside_a_detour(), HALF.model_copy(update=dict(goal_score=2.0)))
+    assert missed.parts["closeness"] == [[None] * 3] * 2
+    assert missed.parts["step_advantage"] == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_a_discount_that_tells_no_distances_apart_is_refused(discount):
+    with pytest.raises(ValidationError, match="distance_discount"):
+        GraphgpoKeys(distance_discount=discount)
 
 
 def soft(texts, rewards, temperature, **config):
