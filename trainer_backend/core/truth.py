@@ -86,11 +86,6 @@ class TrueAdvantage:
         return Departures(sampled, share * sampled, self.others, (self.advantage / share) ** 2)
 
     @property
-    def state_value(self) -> float | None:
-        """V = Q - advantage; None if Q was not played."""
-        return None if self.action_value is None else self.action_value - self.advantage
-
-    @property
     def is_known(self) -> bool:
         """Return whether the advantage's 95 % interval by Student's t excludes 0.
 

@@ -149,11 +149,6 @@ def test_errors_are_as_large_as_what_was_missed_however_certain_a_decision_is(st
         assert 0.2 < before.count(0.0) / len(before) < 0.35, "0.98^64 is 0.27"
 
 
-def test_a_state_is_worth_what_its_action_is_worth_less_the_advantage():
-    assert measured(0.5, action_value=2.0).state_value == 1.5
-    assert measured(0.5).state_value is None, "where the policy chose nothing else, nothing was played on"
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])
 def test_an_even_order_names_every_decision_once(count):
     assert sorted(even_order(count, seed=3)) == list(range(count))
