@@ -2,7 +2,7 @@
 
     python -m bench.collect_rate [--model FOLDER] [--games 64] [--rounds 3] [--against TREE]
 
-Two players with the compact text and 4 actions a decision, from a new world until death: the scripted
+Two players of the demo's job, from a new world until death: the scripted
 teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process,
 or with --set 'cluster.launcher="local"' at one of its own. What is timed is a stage of a run: requests,
 episodes, answers, spool, Parquet file. The CPU time is that of the process that collects, and that of its
@@ -35,34 +35,11 @@ from trainer_backend.run.run import collected
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.spool import Spool
 
-JOB = """
-[job]
-name = "collect_rate"
-[model]
-device = "cpu"
-preset = "tiny-0.3m"
-[inference]
-max_model_len = 256
-[services]
-iteration_timeout_s = 7200.0
-[rollout]
-env_name = "crafter"
-env_config = {{ text = "compact", max_actions = 4, length = 10_000 }}
-max_turns = 10_000
-max_invalid_decisions = 10_000
-timeout_s = 7200.0
-episodes_per_batch = {games}
-max_tokens = 8
-[warmup]
-policy_name = "crafter_teacher"
-policy_config = {{ memory = false, max_actions = 4 }}
-episodes = {games}
-[training]
-group_size = 1
-step_rewards_enabled = true
-step_rewards_mode = "decision_stepwise"
-event_rewards_kind = "unique"
-"""
+JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
+SETTINGS = (
+    "rollout.env_config.length=10000", "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000",
+    "rollout.timeout_s=7200", "services.iteration_timeout_s=7200",
+)  # fmt: skip
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -162,8 +139,8 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
 async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
     """In a process of a tree: a stage for each line of stdin, a line of JSON for each."""
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "job.toml").write_text(JOB.format(games=games))
-        job = load_job(Path(name) / "job.toml", settings).config
+        every = (f"rollout.episodes_per_batch={games}", f"warmup.episodes={games}")
+        job = load_job(JOB, (*SETTINGS, *every, *settings)).config
         async with stage_of(job, model, Path(name)) as stage:
             while await asyncio.to_thread(sys.stdin.readline):
                 print("answer", json.dumps(await stage.collect()), flush=True)
