@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from trainer_backend.core import truth
-from trainer_backend.core.agreement import rank_correlation
 from trainer_backend.core.truth import (
     Departures,
     Noise,
@@ -18,6 +17,7 @@ from trainer_backend.core.truth import (
     mean_difference,
     measure_noise,
     pooled_errors,
+    rank_correlation,
     unbiased_correlation,
 )
 
