@@ -7,7 +7,7 @@ teacher, and with --model the model of a folder (a run's checkpoint), asked at t
 or with --set 'cluster.launcher="local"' at one of its own. What is timed is a stage of a run: requests,
 episodes, answers, spool, Parquet file. The CPU time is that of the process that collects, and that of its
 children: the task app, and a gateway of its own. Rounds alternate between the trees, with the same seeds,
-after one that is not counted. Linux only: the children's clocks are read from /proc.
+after one that is not counted.
 """
 
 import asyncio
@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench import kit
 from shared_schemas.rollouts import RolloutRequest
@@ -40,25 +42,16 @@ SETTINGS = (
     "rollout.env_config.length=10000", "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000",
     "rollout.timeout_s=7200", "services.iteration_timeout_s=7200",
 )  # fmt: skip
-_TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 def children_seconds() -> float:
     """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
     total = 0.0
-    # A child is listed at the thread that started it.
-    for listed in Path("/proc/self/task").glob("*/children"):
-        total += sum(spent_seconds(Path(f"/proc/{pid}/stat")) for pid in listed.read_text().split())
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            spent = child.cpu_times()
+            total += spent.user + spent.system
     return total
-
-
-def spent_seconds(stat: Path) -> float:
-    """CPU seconds so far of a process or thread; 0 where it has ended meanwhile."""
-    try:
-        fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
 class Stage:
