@@ -33,6 +33,7 @@ COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
 COPY turnwise turnwise
+COPY configs configs
 COPY README.md LICENSE ./
 RUN pip install --no-cache-dir --no-deps --force-reinstall . && rm -rf build *.egg-info
 COPY docker/make-keys.sh /usr/local/bin/make-keys
@@ -59,6 +60,7 @@ COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
 COPY turnwise turnwise
+COPY configs configs
 COPY README.md LICENSE ./
 RUN pip install --no-cache-dir --no-deps --force-reinstall . && rm -rf build *.egg-info
 COPY docker/trainer.sh /usr/local/bin/turnwise-trainer

@@ -171,7 +171,9 @@ def problems(pages: Mapping[str, str]) -> list[str]:
 def _unfounded(page: str, rows: Mapping[str, Sequence[Row]], made: Sequence[Claim]) -> Iterator[str]:
     """Rows that rest on nothing."""
     script = ""
-    for row in _figure_rows(page, rows[page]):
+    for row in rows[page]:
+        if page == README and "docs/figures.md" not in row.above:
+            continue  # of its tables, that of the figures alone
         script = row.script if not row.script.startswith("the same") else script
         claimed = any(claim.page == page and claim.row and claim.row in row.text for claim in made)
         repeated = [figures for readme, figures, _ in REPEATED if page == README and readme in row.text]
@@ -180,11 +182,6 @@ def _unfounded(page: str, rows: Mapping[str, Sequence[Row]], made: Sequence[Clai
             yield row.text  # the mark of docs/figures.md is missing here
         if not (claimed or marked or repeated or (page == FIGURES and measured_again(script))):
             yield row.text
-
-
-def _figure_rows(page: str, rows: Sequence[Row]) -> list[Row]:
-    """Rows of figures: in README those of one table alone."""
-    return [row for row in rows if page != README or "docs/figures.md" in row.above]
 
 
 def measured_again(script: str) -> bool:

@@ -2,12 +2,12 @@
 
     python -m bench.collect_rate [--model FOLDER] [--games 64] [--rounds 3] [--against TREE]
 
-Two players with the compact text and 4 actions a decision, from a new world until death: the scripted
+Two players of the demo's job, from a new world until death: the scripted
 teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process,
 or with --set 'cluster.launcher="local"' at one of its own. What is timed is a stage of a run: requests,
 episodes, answers, spool, Parquet file. The CPU time is that of the process that collects, and that of its
 children: the task app, and a gateway of its own. Rounds alternate between the trees, with the same seeds,
-after one that is not counted. Linux only: the children's clocks are read from /proc.
+after one that is not counted.
 """
 
 import asyncio
@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench import kit
 from shared_schemas.rollouts import RolloutRequest
@@ -35,53 +37,21 @@ from trainer_backend.run.run import collected
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.spool import Spool
 
-JOB = """
-[job]
-name = "collect_rate"
-[model]
-device = "cpu"
-preset = "tiny-0.3m"
-[inference]
-max_model_len = 256
-[services]
-iteration_timeout_s = 7200.0
-[rollout]
-env_name = "crafter"
-env_config = {{ text = "compact", max_actions = 4, length = 10_000 }}
-max_turns = 10_000
-max_invalid_decisions = 10_000
-timeout_s = 7200.0
-episodes_per_batch = {games}
-max_tokens = 8
-[warmup]
-policy_name = "crafter_teacher"
-policy_config = {{ memory = false, max_actions = 4 }}
-episodes = {games}
-[training]
-group_size = 1
-step_rewards_enabled = true
-step_rewards_mode = "decision_stepwise"
-event_rewards_kind = "unique"
-"""
-_TICKS_S = os.sysconf("SC_CLK_TCK")
+JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
+SETTINGS = (
+    "rollout.env_config.length=10000", "rollout.max_turns=10000", "rollout.max_invalid_decisions=10000",
+    "rollout.timeout_s=7200", "services.iteration_timeout_s=7200",
+)  # fmt: skip
 
 
 def children_seconds() -> float:
     """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
     total = 0.0
-    # A child is listed at the thread that started it.
-    for listed in Path("/proc/self/task").glob("*/children"):
-        total += sum(spent_seconds(Path(f"/proc/{pid}/stat")) for pid in listed.read_text().split())
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            spent = child.cpu_times()
+            total += spent.user + spent.system
     return total
-
-
-def spent_seconds(stat: Path) -> float:
-    """CPU seconds so far of a process or thread; 0 where it has ended meanwhile."""
-    try:
-        fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
 class Stage:
@@ -162,8 +132,8 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
 async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
     """In a process of a tree: a stage for each line of stdin, a line of JSON for each."""
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "job.toml").write_text(JOB.format(games=games))
-        job = load_job(Path(name) / "job.toml", settings).config
+        every = (f"rollout.episodes_per_batch={games}", f"warmup.episodes={games}")
+        job = load_job(JOB, (*SETTINGS, *every, *settings)).config
         async with stage_of(job, model, Path(name)) as stage:
             while await asyncio.to_thread(sys.stdin.readline):
                 print("answer", json.dumps(await stage.collect()), flush=True)

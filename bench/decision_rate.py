@@ -11,8 +11,8 @@ Two views, because they answer different questions:
    times that single decisions wait overlap and would not add up; CPU times do.
 
 The first iteration is left out (first touch of everything), and the policy is trained in the others: the
-demo's own first two, in which the critic learns alone, are not like the rest. Linux only: threads are read
-from /proc, by the names that the product gives them; one that is missing is an error, not 0 seconds.
+demo's own first two, in which the critic learns alone, are not like the rest. Threads are told apart by the
+names that the product gives them; one that is missing is an error, not 0 seconds.
 """
 
 import asyncio
@@ -25,8 +25,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench import kit
-from bench.collect_rate import children_seconds, spent_seconds
+from bench.collect_rate import children_seconds
 from service_kit.server import SERVER_THREAD
 from trainer_backend.inference.engine import ENGINE_THREAD
 from trainer_backend.job.load import load_job
@@ -90,10 +92,10 @@ def cpu_seconds() -> dict[str, float]:
     """CPU seconds so far, by `WHO` spent them."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     clock: dict[str, float] = dict.fromkeys(WHO, 0.0)
-    for task in Path("/proc/self/task").iterdir():
-        name = names.get(int(task.name))
+    for thread in psutil.Process().threads():
+        name = names.get(thread.id)
         who = "threads of libraries" if name is None else THREADS.get(name, "other threads")
-        clock[who] += spent_seconds(task / "stat")
+        clock[who] += thread.user_time + thread.system_time
     clock["task app"] += children_seconds()  # the embedded one
     return clock
 

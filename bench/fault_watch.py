@@ -28,7 +28,7 @@ from trainer_backend.rundir.files import read_texts
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import rollout_files
-from trainer_backend.rundir.spool import read_ledger
+from trainer_backend.rundir.spool import plan_id, read_ledger
 from trainer_backend.rundir.state import RunState, read_state, read_status
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store
@@ -232,11 +232,6 @@ class Watch:
             with suppress(OSError):
                 return int(json.loads((newest / STATE_FILE).read_text())["policy_version"])
         return -1
-
-
-def plan_id(rollout_id: str) -> str:
-    """Without the id of the start, and without the number of an attempt."""
-    return rollout_id.partition("/")[2].partition(":")[0]
 
 
 # What rows of metrics say of rollouts that were begun and not finished, by cause.

@@ -33,7 +33,6 @@ from trainer_backend.learner.shapes import model_shape
 from trainer_backend.models import train_tokenizer
 from trainer_backend.parts import CreditedEpisode
 
-LEAST_MFU = 0.35
 # LoRA of rank 32 with 64 requests of up to 8192 tokens, which must fit.
 LONG_LORA = {"lora": {"rank": 32}, "gradient_checkpointing": True}
 

@@ -247,13 +247,6 @@ async def play_sessions(options: argparse.Namespace) -> Tally:
     return tally
 
 
-def report_client(options: argparse.Namespace) -> int:
-    """Be a client until its time is over, and print one line of JSON."""
-    tally = asyncio.run(play_sessions(options))
-    print(json.dumps({"counts": tally.counts, "wrong": tally.wrong[:10], "steps_ms": tally.steps_ms}))
-    return 1 if tally.wrong else 0
-
-
 CLIENTS = 3
 # Of the time: with clients killed alone; the rest with the task app killed too.
 STEADY = 0.8
@@ -283,12 +276,9 @@ QUICK = Size(seconds=15.0, idle_s=3.0, max_sessions=60)
 
 
 @dataclass
-class Found:
+class Found(Tally):
     """The study's observations so far."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    steps_ms: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def took(self, process: subprocess.Popen[str]) -> None:
@@ -323,9 +313,6 @@ class App(Server):
                 raise SystemExit("the task app did not start")
             time.sleep(0.02)
 
-    def resident_bytes(self) -> int:
-        return int(psutil.Process(self.pid).memory_info().rss)
-
 
 def study(size: Size, *, seed: int) -> dict[str, Any]:
     """Run the study, and return the results."""
@@ -349,7 +336,7 @@ def load(app: App, found: Found, chance: random.Random, *, seconds: float, resta
     while time.monotonic() < until_s:
         time.sleep(min(chance.uniform(1.0, 2.0), max(0.1, until_s - time.monotonic())))
         if not restarts:
-            found.memory.append((time.monotonic(), app.resident_bytes()))
+            found.memory.append((time.monotonic(), psutil.Process(app.pid).memory_info().rss))
         elif time.monotonic() < until_s:
             app.kill()
             app.start()
@@ -435,8 +422,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--results", ROOT / "bench" / "results" / "soak.json"),
         arguments=arguments,
     )
-    if options.client:
-        return report_client(options)
+    if options.client:  # until its time is over
+        tally = asyncio.run(play_sessions(options))
+        print(json.dumps({"counts": tally.counts, "wrong": tally.wrong[:10], "steps_ms": tally.steps_ms}))
+        return 1 if tally.wrong else 0
     full = Size(seconds=options.seconds, idle_s=5.0, max_sessions=400)
     found = study(QUICK if options.quick else full, seed=options.seed)
     if options.quick:

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -90,38 +90,29 @@ class Killer(kit.Reporter):
         return sum(any(f"replica {url} serves version" in line for line in self.lines) for url in killed)
 
 
-def walk_parents(process: int) -> Iterator[int]:
-    while process > 1:
-        status = Path(f"/proc/{process}/status").read_text()
-        process = int(status.partition("\nPPid:\t")[2].partition("\n")[0])
-        yield process
-
-
 def kill_a_busy_server() -> None:
     """Kill the first server of this process that says that it runs a request."""
     while True:
         for process in server_processes():
-            # One that starts does not answer yet.
-            words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+            words = process.cmdline()
             url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics"
+            # One that starts does not answer yet.
             with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
                 counts = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
                 if any(map(float, counts)):
-                    os.kill(process, signal.SIGKILL)
+                    process.kill()
                     return
 
 
-def server_processes() -> list[int]:
+def server_processes() -> list[psutil.Process]:
     """The servers of this process; the guards between them and it have the same words, after their own."""
-    processes = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, parents = (folder / "cmdline").read_text(), list(walk_parents(int(folder.name)))
-        except OSError:  # it has ended
-            continue
-        if "\0turnwise_serve\0" in words and "/guard.py\0" not in words and os.getpid() in parents:
-            processes.append(int(folder.name))
-    return sorted(processes)
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            words = process.cmdline()
+            if "turnwise_serve" in words and not any(word.endswith("/guard.py") for word in words):
+                found.append(process)
+    return found
 
 
 def make_job(python: str, iterations: int, **tables: Any) -> JobConfig:

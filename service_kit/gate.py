@@ -6,6 +6,7 @@ paths exist. Routes need not check again that a body can be stored, logged and s
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -28,7 +29,7 @@ from service_kit.errors import (
 from service_kit.keys import Keys, RawHeaders, basic_passwords, presented_keys
 from service_kit.problems import BodyError, Respond, problem_response
 from shared_schemas.json_text import NUL, read_json
-from shared_schemas.urls import host_name, is_loopback
+from shared_schemas.urls import HOST, is_loopback
 
 Result = TypeVar("Result")
 
@@ -159,9 +160,9 @@ def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
     """Return an error for a request of another site or, without keys, to a host name that is not local."""
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")
-    name = host_name(host)
+    name_and_port = re.fullmatch(HOST, host)
     # Anyone can make another host name resolve to this machine.
-    if not keys.configured and (name is None or not is_loopback(name)):
+    if not keys.configured and (name_and_port is None or not is_loopback(name_and_port[1])):
         return Forbidden(
             f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
             where="header Host",

@@ -181,7 +181,6 @@ def _settings_error(
 
 
 def typer_option(table: type[SettingsTable], name: str) -> Any:
-    """Make the typer option of a field."""
     from typer import Option
 
     field = table.model_fields[name]

@@ -1,7 +1,6 @@
 """Parsing of hosts and URLs. Pure."""
 
 import ipaddress
-import re
 from collections.abc import Iterable
 from urllib.parse import SplitResult, urlsplit
 
@@ -13,12 +12,6 @@ _NAME, _IPV6, _PORT = r"[\w.-]+", r"\[[0-9A-Fa-f:.]+\]", r":[0-9]{1,5}"
 HOST = rf"({_IPV6}|{_NAME})({_PORT})?"
 # Also accepts an IPv6 address without brackets, as people write it.
 HOST_OR_IPV6 = rf"^({HOST}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
-
-
-def host_name(host: str) -> str | None:
-    """Return the name or address of a Host header without the port; None if the header is invalid."""
-    match = re.fullmatch(HOST, host)
-    return None if match is None else match[1]
 
 
 def is_loopback(host: str) -> bool:

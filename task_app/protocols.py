@@ -366,7 +366,6 @@ class AgentPolicy(Protocol):
 
 
 def policy_name(policy: AgentPolicy) -> str:
-    """Return the name of a policy in records."""
     return str(getattr(policy, "name", type(policy).__name__))
 
 

@@ -119,7 +119,7 @@ class Services:
             client=self.client,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
-            on_retry=self.metrics.count_retry,
+            on_retry=self.metrics.inference_retries.inc,
             threads=self.threads,
             seed=seed,
         )

@@ -117,11 +117,6 @@ def work_left(run: Run, progress: Progress) -> bool:
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
-def iterations_open(finished: int, max_staleness: int, last_iteration: int) -> range:
-    """The iterations whose rollouts may be requested after `finished` iterations."""
-    return range(finished + 1, min(finished + 1 + max_staleness, last_iteration) + 1)
-
-
 class Ahead:
     """The iterations whose rollouts are requested: the next one, and up to `max_staleness` beyond it.
 
@@ -139,9 +134,10 @@ class Ahead:
 
     def begin_early(self, progress: Progress) -> None:
         """Begin the iterations that may be collected while the learner works; none with `max_staleness` 0."""
-        staleness = self.run.planner.table.max_staleness
+        staleness, following = self.run.planner.table.max_staleness, progress.iteration + 1
         if staleness and not self.stop.is_set():
-            for number in iterations_open(progress.iteration, staleness, self.run.saving.last_iteration):
+            last = min(following + staleness, self.run.saving.last_iteration)
+            for number in range(following, last + 1):
                 self._begin(number, progress)
 
     def take(self, progress: Progress) -> "Iteration":
@@ -378,7 +374,7 @@ class Iteration:
             )
         self._collect_spans.append(span)
         if batch is not None and what != "branches":  # whose outcomes are compared with their parents'
-            batch = without_past(batch)
+            batch = replace(batch, rollouts=tuple(map(without_past, batch.rollouts)))
         if batch is not None:
             self._run.losses.report(batch, _stage(_NAMES[what], self.number, refills))
         return batch

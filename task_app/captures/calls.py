@@ -44,8 +44,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a call."""
-
     call_id: str
     """Id of the capture and the turn; each dialect adds its prefix."""
     turn: int

@@ -22,8 +22,6 @@ Execute = Callable[[Action], Awaitable[DecisionOutcome]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a decision."""
-
     messages: tuple[Message, ...]
     """The whole prompt."""
     reused: int = 0

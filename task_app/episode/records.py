@@ -30,8 +30,6 @@ RECORDED_ELSEWHERE = ("sampling", "model", "prompt_tokens", "completion_tokens",
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A completed decision."""
-
     turn: int
     before: Observation
     prompt: Prompt

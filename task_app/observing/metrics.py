@@ -33,7 +33,7 @@ class Metrics:
         self._options_dropped = counter(
             "turnwise_options_dropped", "Settings of captured agents' calls that had no effect.", ["option"]
         )
-        self._inference_retries = counter(
+        self.inference_retries = counter(
             "turnwise_inference_retries", "Attempts to ask a model after the first."
         )
 
@@ -52,6 +52,3 @@ class Metrics:
     def count_dropped_options(self, names: Iterable[str]) -> None:
         for name in names:
             self._options_dropped.labels(name).inc()
-
-    def count_retry(self) -> None:
-        self._inference_retries.inc()

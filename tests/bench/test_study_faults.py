@@ -14,7 +14,7 @@ import pytest
 
 from bench import study_faults, study_soak
 from bench.fault_installation import KINDS, OF_A_JOB, children, holders
-from bench.fault_watch import Kept, Seen, drawn_faults, judge_run, judge_store, plan_id
+from bench.fault_watch import Kept, Seen, drawn_faults, judge_run, judge_store
 from shared_schemas.rollouts import Rollout
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
@@ -23,7 +23,7 @@ from tests.task_app.counting import KEY
 from tests.task_app.served import served_app
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.rundir.spool import LEDGER_FILE
+from trainer_backend.rundir.spool import LEDGER_FILE, plan_id
 from trainer_backend.store import jobs
 from trainer_backend.store.database import open_store
 from trainer_backend.store.rows import Job

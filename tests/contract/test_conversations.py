@@ -118,7 +118,7 @@ async def test_what_is_trained_is_what_the_engine_saw_and_sampled(tokenizer, tmp
             assert tuple(segment.token_ids[own]) == engine.seen[t].sampled
             trained.append(t)
     assert trained == list(range(9)), "each decision in one segment, and none twice"
-    masked = sum(sum(segment.loss_mask) for segment in segments(rollout))
+    masked = sum(len(segment.sampled_positions) for segment in segments(rollout))
     assert masked == sum(len(seen.sampled) for seen in engine.seen)
 
 

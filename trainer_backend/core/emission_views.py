@@ -12,8 +12,6 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class EmissionView:
-    """The view of one decision."""
-
     turn: int
     """From 1."""
     segment: int

@@ -3,10 +3,10 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 from trainer_backend.core.agreement import centred
-from trainer_backend.core.statistics import Z_975, Interval, bounded, sample_variance, t_quantile_975
+from trainer_backend.core.statistics import Z_975, Interval, bounded, t_quantile_975
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
@@ -109,7 +109,7 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
     """Subtract the mean, and divide by the sample standard deviation; zeros if all shares are equal."""
     if min(shares_W) == max(shares_W):
         return [0.0] * len(shares_W)
-    deviation = math.sqrt(sample_variance(shares_W))
+    deviation = stdev(shares_W)
     return [difference / deviation for difference in centred(shares_W)]
 
 

@@ -73,7 +73,6 @@ METRICS = (
 
 
 def metric_name(policy: str, name: str) -> str:
-    """Return the name of a policy's metric."""
     return f"mixture/{policy}/{name}"
 
 

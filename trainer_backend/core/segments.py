@@ -76,13 +76,6 @@ class Segment:
         return len(self.token_ids)
 
     @property
-    def loss_mask(self) -> NDArray[np.bool_]:
-        """[L] True at sampled tokens."""
-        mask = np.zeros(len(self), np.bool_)
-        mask[self.sampled_positions] = True
-        return mask
-
-    @property
     def sampled_positions(self) -> NDArray[np.int64]:
         """[N] positions of the sampled tokens, in order; never 0, because no token predicts position 0."""
         return positions(self.spans)

@@ -7,11 +7,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, variance
 
 from shared_schemas.rewards import decision_rewards
 from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exact_tokens
-from trainer_backend.core.agreement import centred
 from trainer_backend.core.metric import Metric, Row
 
 
@@ -55,13 +54,8 @@ def mean_interval(values: Sequence[float]) -> Interval:
     mean = math.fsum(values) / count
     if count == 1:
         return Interval(mean, None, None, 1)
-    half = t_quantile_975(count - 1) * math.sqrt(sample_variance(values) / count)
+    half = t_quantile_975(count - 1) * math.sqrt(variance(values) / count)
     return Interval(mean, mean - half, mean + half, count)
-
-
-def sample_variance(values: Sequence[float]) -> float:
-    """Compute the sample variance of two or more values."""
-    return math.fsum(difference**2 for difference in centred(values)) / (len(values) - 1)
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:

@@ -7,13 +7,14 @@ policy plays on from after the decision, and again from before it, with the same
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import pstdev, pvariance, variance
 from typing import NamedTuple
 
 import numpy as np
 
 from shared_schemas.rounding import clear_rounding, is_rounding, largest
-from trainer_backend.core.agreement import correlation, measure_spread, rank_correlation, sign_agreement
-from trainer_backend.core.statistics import sample_variance, t_quantile_975
+from trainer_backend.core.agreement import correlation, sign_agreement
+from trainer_backend.core.statistics import t_quantile_975
 
 # Choices that are sampled before a decision, per pair. A choice costs one decision, a pair about twenty.
 CHOICES = 4
@@ -84,11 +85,6 @@ class TrueAdvantage:
             return Departures(sampled, 0.0, 0, 0.0)
         share = self.others / self.pairs
         return Departures(sampled, share * sampled, self.others, (self.advantage / share) ** 2)
-
-    @property
-    def state_value(self) -> float | None:
-        """V = Q - advantage; None if Q was not played."""
-        return None if self.action_value is None else self.action_value - self.advantage
 
     @property
     def is_known(self) -> bool:
@@ -162,8 +158,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
     mean = math.fsum(weight * value for weight, value in weights_means)
     for (weight, value), (_, values) in zip(weights_means, kept, strict=True):
         # A stratum with a single pair gets the variance of all pairs.
-        variance = sample_variance(values if len(values) > 1 else everything)
-        within += weight * weight * variance / len(values)
+        within += weight * weight * variance(values if len(values) > 1 else everything) / len(values)
         between += weight * (value - mean) ** 2
     return mean, math.sqrt(within + between / sampled)
 
@@ -228,8 +223,8 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
     if len(shares) < 2:
         return mean, 1.0
     each, chance = sampled / len(seen), mean * (1.0 - mean)
-    variance = (sample_variance(shares) - chance / each) / (1.0 - 1.0 / each)
-    return mean, max(1.0, min(chance / variance - 1.0, sampled)) if variance > 0.0 else float(sampled)
+    spread = (variance(shares) - chance / each) / (1.0 - 1.0 / each)
+    return mean, max(1.0, min(chance / spread - 1.0, sampled)) if spread > 0.0 else float(sampled)
 
 
 def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
@@ -308,10 +303,10 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
     """Measure the noise of at least one decision, with `pooled_errors`."""
     truths = pooled_errors(truths)
     noise = _noise_square(truths)
-    variance = measure_spread([item.advantage for item in truths]).std ** 2
+    spread = pvariance([item.advantage for item in truths])
     return Noise(
         len(truths),
-        math.sqrt(max(clear_rounding(variance - noise, size=noise), 0.0)),
+        math.sqrt(max(clear_rounding(spread - noise, size=noise), 0.0)),
         math.sqrt(noise),
         sum(item.is_known for item in truths) / len(truths),
         failed=sum(item.failed for item in truths),
@@ -411,18 +406,29 @@ def truth_score(
         scale=scale,
         error=error,
         explained=None if clear_rounding(true_square, size=noise) <= 0.0 else 1.0 - error / true_square,
-        variance=measure_spread(scaled).std ** 2,
-        std=measure_spread(advantages).std,
-        zero_share=measure_spread(advantages).zero_frac,
+        variance=pvariance(scaled),
+        std=pstdev(advantages),
+        zero_share=advantages.count(0.0) / len(advantages),
         biases=_biases(apart, truths),
     )
 
 
 def _without_noise(found: float | None, true: Sequence[float], noise: float) -> float | None:
-    variance = measure_spread(true).std ** 2
-    if found is None or variance <= noise or is_rounding(variance - noise, size=noise):
+    spread = pvariance(true)
+    if found is None or spread <= noise or is_rounding(spread - noise, size=noise):
         return None
-    return found / math.sqrt(1.0 - noise / variance)
+    return found / math.sqrt(1.0 - noise / spread)
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Compute Spearman's correlation; equal values share their mean rank."""
+    return correlation(_ranks(left), _ranks(right))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: list[float] = (counts.cumsum() - (counts + 1) / 2)[places].tolist()
+    return ranks
 
 
 def _interval(
@@ -447,7 +453,7 @@ def _interval(
     z_G = [z for name in names if (z := _fisher_z(*_without(name, groups, advantages, true))) is not None]
     if len(z_G) < count:
         return None, None
-    error = math.sqrt((count - 1) ** 2 / count * sample_variance(z_G))
+    error = math.sqrt((count - 1) ** 2 / count * variance(z_G))
     half = t_quantile_975(count - 1) * error
     return math.tanh(middle - half), math.tanh(middle + half)
 
@@ -486,4 +492,4 @@ def _bias(name: str, values: Sequence[float]) -> Bias:
     if len(values) < 2:
         return Bias(name, len(values), values[0], None)
     count = len(values)
-    return Bias(name, count, math.fsum(values) / count, math.sqrt(sample_variance(values) / count))
+    return Bias(name, count, math.fsum(values) / count, math.sqrt(variance(values) / count))

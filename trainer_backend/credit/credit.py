@@ -368,7 +368,8 @@ class CreditAssignment:
         plug, name = self.estimator, rollout.rollout_id
         policy = self.policies.policy_by(rollout)
         # With a baseline per policy, episodes are compared only within their policy's part of the group.
-        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
+        baselines = {table.name: table.baseline for table in self.policies.fixed}
+        alone = policy != ACTOR and baselines[policy] == "per_policy"
         values = measured.values.get(name, ())
         by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
         branched = plug.needs_branches and measured.branches is not None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from pathlib import Path
+from statistics import fmean, pvariance
 from types import MappingProxyType
 
 from rich.console import Group
@@ -15,7 +16,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
 from trainer_backend import job_parts
 from trainer_backend.core.advantages.branch import by_parent
-from trainer_backend.core.agreement import correlation, measure_spread, sign_agreement
+from trainer_backend.core.agreement import correlation, sign_agreement
 from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.metric import Panel
 from trainer_backend.core.statistics import Interval, step_deltas
@@ -237,9 +238,18 @@ def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
     for column in ("advantages", "mean", "variance", "share of 0"):
         table.add_column(column, justify="left" if column == "advantages" else "right")
     for name, values in advantages.items():
-        spread = measure_spread(values)
-        table.add_row(name, f"{spread.mean:+.4f}", f"{spread.std**2:.4f}", f"{spread.zero_frac:.0%}")
+        mean, variance, zeros = _spread(values).values()
+        table.add_row(name, f"{mean:+.4f}", f"{variance:.4f}", f"{zeros:.0%}")
     return table
+
+
+def _spread(advantages: Sequence[float]) -> dict[str, float]:
+    """Describe one estimator's advantages of all decisions."""
+    return {
+        "mean": fmean(advantages),
+        "variance": pvariance(advantages),
+        "zero_frac": advantages.count(0.0) / len(advantages),
+    }
 
 
 def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
@@ -325,10 +335,7 @@ def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, o
     advantages = credited.advantages
     return {
         "episodes": len(credited.rollouts),
-        "estimators": {
-            name: {"mean": spread.mean, "variance": spread.std**2, "zero_frac": spread.zero_frac}
-            for name, spread in ((name, measure_spread(values)) for name, values in advantages.items())
-        },
+        "estimators": {name: _spread(values) for name, values in advantages.items()},
         "pairs": [
             {
                 "estimators": [a, b],

@@ -126,10 +126,6 @@ class Policies:
     temperature: float
     """The actor's sampling temperature."""
 
-    def of_name(self, name: str) -> RolloutOnlyTable:
-        """Return the fixed policy of that name; KeyError if there is none."""
-        return {table.name: table for table in self.fixed}[name]
-
     def policy_by(self, rollout: Rollout) -> str:
         """Return the policy that sampled the rollout, ACTOR or a fixed policy, by the trajectory's model.
 

@@ -21,8 +21,6 @@ WeightSource: TypeAlias = "Mapping[str, Tensor] | Path | str"
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token."""
-
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()

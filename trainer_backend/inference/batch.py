@@ -250,7 +250,6 @@ class SampledTokens:
         return cls(requests, host_BN[:, 0].astype(np.int64).tolist(), host_BN[:, 1].tolist(), likeliest, lost)
 
     def token(self, row: int) -> SampledToken:
-        """Return the token of a row."""
         tops = self.likeliest[row] if self.likeliest else ()
         lost = self.lost_masses[row] if self.lost_masses else None
         return SampledToken(self.ids[row], self.logprobs[row], tops, lost)

@@ -243,8 +243,6 @@ class CpuStream(KernelStream):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of a layer."""
-
     heads: Heads
     attention_norm: Norm
     query_key_value: Product

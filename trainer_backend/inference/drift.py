@@ -15,8 +15,6 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The drift of one answer."""
-
     tokens: bool
     """Whether the sampled text, tokenised again, gives other ids."""
     text: bool | None

@@ -24,8 +24,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SegmentBounds:
-    """The bounds of the segments of one row."""
-
     starts_S: Tensor
     """int32, [S + 1] the first token of each segment, then the number of all tokens."""
     longest: int

@@ -17,8 +17,6 @@ from trainer_backend.models.routers import count_experts
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a model."""
-
     count: int
     """Experts of a layer, E."""
     coefficient: float = 0.0
@@ -68,7 +66,8 @@ class Routing:
         chosen: list[Tensor] = []
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            indices = [value for value in (*given, *keywords.values()) if _is_index(value)]
+            tensors = [value for value in (*given, *keywords.values()) if isinstance(value, Tensor)]
+            indices = [one for one in tensors if not (one.is_floating_point() or one.dtype == torch.bool)]
             if indices:
                 chosen.append(indices[0].detach())
 
@@ -97,10 +96,6 @@ class Routing:
                 probability_RE = probability_RE * real_BL.reshape(-1, 1)
             total_E = probability_RE.sum(dim=0)
             self.probability_E = total_E if self.probability_E is None else self.probability_E + total_E
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 def _expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:

@@ -100,7 +100,6 @@ class Proposal:
     """Whether everything fits at its fullest; otherwise no known settings are enough."""
 
     def sentence(self) -> str:
-        """Return the proposal as a sentence."""
         text = str(self)
         return f"{text[:1].upper()}{text[1:]}."
 

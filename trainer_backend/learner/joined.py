@@ -41,8 +41,6 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a row."""
-
     starts_R: NDArray[np.int64]
     """The first token of each run, then the number of tokens."""
     shared: Sequence[Shared]

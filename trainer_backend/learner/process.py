@@ -283,7 +283,6 @@ def _session(request: Request) -> str:
 
 
 def _number(request: Request) -> int:
-    """Return the number of the call."""
     values = request.headers.getlist(NUMBER_HEADER)
     if len(values) != 1 or not values[0].isdecimal() or len(values[0]) > _MOST_DIGITS:
         raise _malformed(NUMBER_HEADER, values, f"a whole number of at most {_MOST_DIGITS} digits")

@@ -160,20 +160,18 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
         for text in (
             *[message.content for message in step.observation_data.messages],
             step.action_taken.get("content"),
-            *_call_texts(step, trajectory),
+            # For a single tool the presets' template writes only the items, `tool_words`, which are tokens.
+            *[
+                f" {call.function.name} {call.function.arguments}"
+                for call in step.tool_calls
+                if len(trajectory.tools) > 1
+            ],
         )
         if text
     ]
     if not texts:
         raise JobTeachesNothing("no prompt was seen, so there is nothing to train a tokenizer on")
     return texts
-
-
-def _call_texts(step: StepData, trajectory: Trajectory) -> list[str]:
-    # For a single tool the presets' template writes only the items, `tool_words`, which are tokens already.
-    if len(trajectory.tools) < 2:
-        return []
-    return [f" {call.function.name} {call.function.arguments}" for call in step.tool_calls]
 
 
 def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:

@@ -15,7 +15,7 @@ from shared_schemas.base import Body
 from trainer_backend.errors import InferenceError, TrainerError
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.processes.launching import Place, Resources
+from trainer_backend.processes.launching import Place
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.state import ProcessRole
 
@@ -27,11 +27,6 @@ def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
     """Return the command; on this machine the process inherits the socket of its public address."""
     where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
     return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
-
-
-def gateway_resources(engine: str, count: int, device: str) -> Resources | None:
-    """Return the needs of all gateways; None without local engines: they run with the orchestrator."""
-    return Resources("gateways", count, device=device) if engine == "local" else None
 
 
 class GatewaySetup(Body):

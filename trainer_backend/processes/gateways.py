@@ -28,8 +28,8 @@ from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
 from trainer_backend.parts import InferenceServer, Learner, Reporter
 from trainer_backend.processes.gateway import Gateway, Say, added, load_s
-from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup, gateway_resources
-from trainer_backend.processes.launching import Launcher
+from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
+from trainer_backend.processes.launching import Launcher, Resources
 from trainer_backend.processes.weight_delivery import WeightFolders, make_delivery
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.stopping import while_unbroken
@@ -194,7 +194,9 @@ class GatewayProcesses:
             launcher=self._launcher, device=served.model.device,
         )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
-        resources = gateway_resources(served.inference.engine, len(self._listeners), served.model.device)
+        # Without local engines gateways run with the orchestrator.
+        needs = Resources("gateways", len(self._listeners), device=served.model.device)
+        resources = needs if served.inference.engine == "local" else None
         gateways = [
             Gateway(
                 number, listener, partial(self._setup, table, weights, number), self._tell, self._launcher,

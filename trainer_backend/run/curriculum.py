@@ -8,14 +8,13 @@ k - 1 - `max_staleness`, so every start of the run makes the same plan.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
 from trainer_backend.core.metric import Metric, Row
@@ -179,15 +178,11 @@ class Curriculum:
         return self._pool
 
 
-def without_past(batch: Batch) -> Batch:
-    """Subtract the outcome before its snapshot from each episode that began at one.
+def without_past(item: Rollout) -> Rollout:
+    """Subtract the outcome before its snapshot from an episode that began at one.
 
     The reward of an operator's function stays, since it covers only the episode's own decisions.
     """
-    return replace(batch, rollouts=tuple(map(_without_past, batch.rollouts)))
-
-
-def _without_past(item: Rollout) -> Rollout:
     episode = item.trajectory
     if episode is None or not episode.is_continued or episode.user_reward is not None:
         return item

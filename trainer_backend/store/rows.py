@@ -23,8 +23,6 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Item]):
-    """A page of a list."""
-
     items: tuple[Item, ...]
     cursor: str | None  # opaque position of the next page; None: this page is the last
 

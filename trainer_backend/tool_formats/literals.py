@@ -177,7 +177,6 @@ def write_pythonic(calls: Sequence[ParsedCall]) -> str:
 def read_gemma(
     text: str, start: int, tools: Tools, *, quote: str, closing: str
 ) -> tuple[list[ParsedCall], int]:
-    """Read a call of Gemma."""
     name, position = read_until(text, expect(text, start, "call:"), "{")
     reader = LiteralReader(text, position, (quote,))
     call = as_call({"name": name.strip(), "arguments": reader.mapping()})

@@ -40,7 +40,6 @@ VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 
 def read_qwen3_coder(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a call of Qwen3-Coder."""
     name, position = read_until(text, expect(text, start, FUNCTION), ">")
     texts: dict[str, str] = {}
     while text.startswith(PARAMETER, skip_space(text, position)):
@@ -53,7 +52,6 @@ def read_qwen3_coder(text: str, start: int, tools: Tools) -> tuple[list[ParsedCa
 
 
 def read_glm(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a call of GLM."""
     ends = [end for mark in ("\n", KEY, CLOSE) if (end := text.find(mark, skip_space(text, start))) >= 0]
     position = min(ends, default=len(text))
     name = text[start:position].strip()

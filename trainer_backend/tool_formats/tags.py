@@ -122,7 +122,6 @@ parse_hermes = partial(parse_marked, opening=OPEN, read=partial(read_json_calls,
 
 
 def write_hermes(calls: Sequence[ParsedCall]) -> str:
-    """Write calls as Hermes does."""
     return "\n".join([f"{OPEN}\n{write_json(call)}\n{CLOSE}" for call in calls])
 
 

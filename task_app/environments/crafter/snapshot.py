@@ -96,7 +96,7 @@ def pack(
     return to_json(head) + b"\n" + state.ground + state.words.astype("<u4").tobytes()
 
 
-def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], dict[str, Any] | None]:
+def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], SeenCells | None]:
     """Make an engine that continues the packed game; also return its last reward, news and memory, if any.
 
     Raises:
@@ -122,8 +122,7 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], dict[str,
     words = np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32)
     state = GameState(ground=ground, words=words, **fields)
     engine = CrafterEngine(head.seed, length=head.length).with_state(state, head.step, head.last_health)
-    memory = None if head.memory is None else head.memory.model_dump()
-    return engine, head.reward, head.news.model_dump(), memory
+    return engine, head.reward, head.news.model_dump(), head.memory
 
 
 def _check_names(field: str, counts: dict[str, int], known: tuple[str, ...]) -> None:

@@ -45,7 +45,6 @@ class GameState:
 
 
 def capture(world: World, player: Player) -> GameState:
-    """Copy the state of a game."""
     padded = np.frombuffer(world.materials, np.uint8).reshape(STRIDE, STRIDE)
     twister = world.bits.state["state"]
     return GameState(

@@ -36,8 +36,6 @@ def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str)
 
 
 class Tools:
-    """The tools of one environment."""
-
     def __init__(self, specs: Sequence[ToolSpec], *, of: str) -> None:
         from jsonschema import Draft202012Validator
         from referencing import Registry

@@ -60,7 +60,6 @@ class _Content(StrictReply):
 
 
 def mcp_tool(described: Any, name: str) -> ToolSpec:
-    """Read a tool of the environment `name`."""
     read = typed(_Tool, described, f"{name}, one of the tools")
     return tool(read.name, read.description or "", read.schema_ or {}, of=name)
 

@@ -21,8 +21,6 @@ DIRECTIONS = ("up", "down", "left", "right")
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A possible push."""
-
     box: int
     direction: str
     way: tuple[str, ...]

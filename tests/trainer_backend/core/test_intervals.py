@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.agreement import correlation, measure_spread, sign_agreement
+from trainer_backend.core.agreement import correlation, sign_agreement
 from trainer_backend.core.intervals import (
     crafter_score_interval,
     nested_rate_interval,
@@ -181,11 +181,6 @@ def test_a_difference_of_successes_by_hand():
     assert paired_success_interval([1.0]).high == 1.0
     with pytest.raises(ValueError, match="at least one world"):
         paired_success_interval([])
-
-
-def test_mean_population_std_and_share_of_zeros():
-    found = measure_spread([1.0, -1.0, 0.0, 0.0])
-    assert (found.mean, found.std, found.zero_frac) == (0.0, pytest.approx(0.5**0.5), 0.5)
 
 
 def test_correlation_is_1_for_a_scaled_copy_and_minus_1_for_its_opposite():

@@ -47,7 +47,6 @@ def test_decisions_that_continue_each_other_share_a_segment():
     assert segment.rollout_id == "r"
     assert segment.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert segment.decision.tolist() == [0, 0, 1]
-    assert segment.loss_mask.tolist() == [False, False, True, True, False, True]
     assert segment.sampled_positions.tolist() == [2, 3, 5]
     assert segment.logprobs.tolist() == [-0.5, -0.25, -0.125]
     assert segment.versions.tolist() == [3, 3, 4]

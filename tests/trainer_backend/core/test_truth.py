@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from trainer_backend.core import truth
-from trainer_backend.core.agreement import rank_correlation
 from trainer_backend.core.truth import (
     Departures,
     Noise,
@@ -18,6 +17,7 @@ from trainer_backend.core.truth import (
     mean_difference,
     measure_noise,
     pooled_errors,
+    rank_correlation,
     unbiased_correlation,
 )
 
@@ -147,11 +147,6 @@ def test_errors_are_as_large_as_what_was_missed_however_certain_a_decision_is(st
     if stored_share == 0.98:
         before = [item.error for item in truths]
         assert 0.2 < before.count(0.0) / len(before) < 0.35, "0.98^64 is 0.27"
-
-
-def test_a_state_is_worth_what_its_action_is_worth_less_the_advantage():
-    assert measured(0.5, action_value=2.0).state_value == 1.5
-    assert measured(0.5).state_value is None, "where the policy chose nothing else, nothing was played on"
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])

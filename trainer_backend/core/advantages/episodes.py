@@ -82,8 +82,6 @@ Parts = Mapping[str, Sequence[Sequence[float | None]]]
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The advantages of an estimator."""
-
     per_episode: list[list[float]]
     """For each episode, in the order given, its [T] advantages, in float64."""
     diagnostics: dict[str, float] = field(default_factory=dict)
