@@ -508,6 +508,7 @@ def task_claims() -> Iterator[Claim]:
     runs = data("babyai")["unseen"]["by_seed"].values()  # of missions that no choice of a setting has seen
     least = min((run["gain"] for run in runs), key=lambda gain: (gain["mean"], gain["low"]))
     players, unique = data("player_limits")["players"], "unique_achievements"
+    half = data("laptop")["arms"]["half"]["0"]["last_minus_first"]
     immortal = players["view, blows do not hurt"]
     yield from figures(
         {
@@ -524,6 +525,7 @@ def task_claims() -> Iterator[Claim]:
             "**FrozenLake** by gymnasium": change_columns(
                 lake.before("frozen_lake"), lake.after("frozen_lake")
             ),
+            "whole games after half the imitation": f"| +{_with_bounds(half, 'mean')} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
             "the memoryless teacher where blows": f"| {_with_bounds(immortal, unique)} |",
         }

@@ -216,6 +216,10 @@ STARTS = Study(
 # Whole jobs, each seed from its own imitation on: the demo takes ten minutes a seed on two quiet cores, whole
 # games take an hour, and the others a quarter of an hour.
 _REMEMBERS = ("rollout.env_config.memory=true", "warmup.policy_config.memory=true")
+_HALF = (
+    "warmup.episodes=800", "training.learning_rate=5e-4", "training.target_kl=0.01", "algorithm.gamma=0.97",
+    "algorithm.gae_lambda=0.8",
+)  # fmt: skip
 JOBS = (
     Study(
         name="demo",
@@ -227,11 +231,15 @@ JOBS = (
     ),
     Study(
         name="laptop",
-        title="whole games of Crafter, from what is in view or from everything seen",
+        title="whole games of Crafter, from what is in view, after half the imitation, or from everything seen",
         against="view",
         job="configs/crafter_laptop.toml",
         settings=(),
-        arms={"view": Arm("the view alone", ()), "memory": Arm("with a memory", _REMEMBERS)},
+        arms={
+            "view": Arm("the view alone", ()),
+            "half": Arm("half the imitation, larger steps", _HALF),
+            "memory": Arm("with a memory", _REMEMBERS),
+        },
         from_the_start=True,
     ),
     *(
