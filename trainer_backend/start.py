@@ -238,7 +238,7 @@ def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path
 
 def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
     here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
-    return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
+    return ModelSetup(job.model, job.inference, learners, here, job.rollout)
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:

@@ -95,8 +95,8 @@ WARMUP_METRICS = (
     ),
     Row(
         Metric("warmup/answer_tokens_max",
-               "tokens of the longest imitated answer. If it has more "
-               "than `rollout.max_tokens`, the policy cannot finish it, and the run warns"),
+               "tokens of the longest imitated answer, with its stop token. If "
+               "`rollout.max_tokens` cuts what the policy needs of it, the run warns"),
     ),
 )  # fmt: skip
 WEIGHT_METRICS = (

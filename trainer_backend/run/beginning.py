@@ -25,6 +25,7 @@ from trainer_backend.collect.metrics import (
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.sources import Rows
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.parts import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.plugins import estimator
@@ -76,8 +77,16 @@ class ModelSetup:
     learners: LearnerFactory
     fixed: FixedSetup
     """With [cluster] the folders alone, since the gateways load the policies."""
-    max_tokens: int
-    """What the policy may sample in a decision."""
+    rollout: RolloutTable
+
+
+def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
+    """Return whether the policy may sample an answer of so many tokens, its stop token included.
+
+    A call is read without its stop token, and a forced call begins in the prompt, with one token at least.
+    """
+    in_the_prompt = rollout.policy_config.get("tool_choice") == "required"
+    return answer_tokens - 1 - in_the_prompt <= rollout.max_tokens
 
 
 class Models(NamedTuple):
@@ -268,11 +277,11 @@ class Beginning:
             f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
             f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
         )
-        longest, most = metrics["warmup/answer_tokens_max"], self._setup.max_tokens
-        if longest > most:
+        longest, rollout = metrics["warmup/answer_tokens_max"], self._setup.rollout
+        if not can_finish(longest, rollout):
             self._reporter.say(
                 f"warm-up: the teacher's longest answer has {longest:.0f} tokens, and rollout.max_tokens "
-                f"({most}) cuts the policy's own short: a cut answer calls no tool"
+                f"({rollout.max_tokens}) cuts the policy's own short: a cut answer calls no tool"
             )
 
     async def _play(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:

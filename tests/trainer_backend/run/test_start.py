@@ -31,7 +31,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.parts import Progress
-from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
+from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped, can_finish
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import STOPPING
@@ -95,6 +95,15 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     assert any(longest in line for line in reporter.lines), "the policy cannot say what it imitates"
 
 
+@pytest.mark.parametrize(("tool_choice", "most"), [("auto", 4), ("required", 5)])
+def test_the_policy_samples_neither_a_stop_token_that_is_cut_nor_the_beginning_of_a_forced_call(
+    tool_choice: str, most: int
+):
+    rollout = tiny_job(rollout__max_tokens=3, rollout__policy_config={"tool_choice": tool_choice}).rollout
+    assert can_finish(most, rollout)
+    assert not can_finish(most + 1, rollout)
+
+
 def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_checkpoint_to_go_on_from(
     trained: tuple[RunDirectory, Any, Any], tmp_path: Path
 ):
@@ -138,9 +147,7 @@ async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter)
 def make_beginning(
     job: JobConfig, directory: RunDirectory, planner: Planner, dispatcher: Any, reporter: ListReporter
 ) -> Beginning:
-    setup = ModelSetup(
-        job.model, job.inference, learner_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
-    )
+    setup = ModelSetup(job.model, job.inference, learner_parts.local_learners(job), FixedSetup(), job.rollout)
     return Beginning(
         directory, planner, setup, dispatcher=dispatcher, reporter=reporter, stop=asyncio.Event()
     )
