@@ -503,8 +503,9 @@ def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
         f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
         f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
         f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
-        "with a lower training.learning_rate or a higher price of such calls "
-        "(rollout.invalid_action_penalty), or one with a longer [warmup], which writes calls more surely"
+        'with calls that begin in the prompt (rollout.policy_config.tool_choice = "required"), a lower '
+        "training.learning_rate or a higher price of such calls (rollout.invalid_action_penalty), or one "
+        "with a longer [warmup], which writes calls more surely"
     )
 
 
