@@ -231,7 +231,7 @@ JOBS = (
     ),
     Study(
         name="laptop",
-        title="whole games of Crafter, from what is in view, after half the imitation, or from everything seen",
+        title="whole games of Crafter, from the view, after half the imitation, or from everything seen",
         against="view",
         job="configs/crafter_laptop.toml",
         settings=(),
