@@ -53,7 +53,12 @@ def columns(values: Sequence[float], digits: int = 2) -> str:
 
 def change_columns(before: Sequence[float], after: Sequence[float]) -> str:
     """Figures and spreads before and after as two cells: medians | least to greatest of each."""
-    cells = zip(columns(before).split(" | "), columns(after).split(" | "), strict=True)
+    return changed(columns(before), columns(after))
+
+
+def changed(before: str, after: str) -> str:
+    """The cells of two rows as one row: each cell before → after."""
+    cells = zip(before.split(" | "), after.split(" | "), strict=True)
     return " | ".join(" → ".join(pair) for pair in cells)
 
 
@@ -307,8 +312,7 @@ def gpu_curve_claims() -> Iterator[Claim]:
     yield Claim(STUDIES, "", f"{moved['mean']:+z.2f} ({low} to {high})")
     for item in (first, last, data("gpu_curve_h200")["evaluations"][0]):
         yield Claim(STUDIES, "", f"{_unique(item)}; {item['crafter_score']:z.1f}")
-    both = (_unique(item).removesuffix(")").split(" (") for item in (first, last))
-    text = " | ".join(map(" → ".join, zip(*both, strict=True)))
+    text = changed(*(_unique(item).replace(" (", " | ").removesuffix(")") for item in (first, last)))
     yield Claim(FIGURES, "by 26M parameters: unique achievements after", f"| {text} |")
     row = "**RL's part of whole games by 26M parameters**"
     yield Claim(FIGURES, row, f"{sum(row['optim/steps'] for row in rows):.0f} steps in 20 iterations")

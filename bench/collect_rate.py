@@ -48,7 +48,7 @@ def children_seconds() -> float:
     """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
     total = 0.0
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has ended
             spent = child.cpu_times()
             total += spent.user + spent.system
     return total

@@ -119,8 +119,9 @@ def collect(
 ) -> dict[str, Any]:
     """All results of finished and running arms on disk, of any call.
 
-    Seeds of which nothing is on disk are taken from `earlier`, the results file as it was, where it was made
-    with the same job, settings and switches: so a study may be run a few seeds at a time, on any machine.
+    Runs that are not on disk are taken from `earlier`, the results file as it was, where it was made with the
+    same job, settings and switches: so a study may be run a few seeds at a time, on any machine. Arms of a
+    seed that share a warm start are compared, so they all come from the same machine.
     """
     runs = {
         arm: {
@@ -137,8 +138,10 @@ def collect(
         "settings": list(settings),
     }
     if made_with.items() <= earlier.items():
-        here = {seed for by_seed in runs.values() for seed in by_seed}
+        shares_warm_start = not (study.from_the_start or study.own_warm_starts)
+        seeds_here = {seed for by_seed in runs.values() for seed in by_seed}
         for arm, made in study.arms.items():
+            here = seeds_here if shares_warm_start else runs[arm].keys()
             if earlier["switches"].get(arm) == list(made.switches):
                 runs[arm] |= {seed: run for seed, run in earlier["arms"][arm].items() if seed not in here}
     runs = {arm: dict(sorted(by_seed.items())) for arm, by_seed in runs.items() if by_seed}

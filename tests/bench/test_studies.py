@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -66,13 +67,16 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert found["summary"]["branch"]["decisions"][0] / (20 * 5) == pytest.approx(3.0, rel=0.15)
     assert found["summary"]["branch_minus_grpo"]["seeds"] == 1
 
-    def elsewhere(*further: str) -> dict[str, Any]:
-        """The arms on a machine where nothing has run."""
+    def elsewhere(*further: str, study: Study = studies.CREDIT) -> dict[str, Any]:
+        """The arms that are collected on another machine."""
         settings = (*found["settings"], *further)
-        return study_results.collect(studies.CREDIT, tmp_path / "elsewhere", settings, found)["arms"]
+        return study_results.collect(study, tmp_path / "elsewhere", settings, found)["arms"]
 
-    assert elsewhere() == found["arms"]
+    assert elsewhere() == found["arms"], "of a machine where nothing has run"
     assert elsewhere("training.learning_rate=1") == {}
+    shutil.copytree(tmp_path / "runs" / "seed_0" / "grpo", tmp_path / "elsewhere" / "seed_0" / "grpo")
+    assert elsewhere().keys() == {"grpo"}, "arms that share a warm start are of one machine"
+    assert elsewhere(study=dataclasses.replace(studies.CREDIT, from_the_start=True)) == found["arms"]
 
 
 def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path, services: str):

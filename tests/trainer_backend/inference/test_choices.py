@@ -1,4 +1,4 @@
-"""`n`, `seed`, `logprobs`, `usage`, `stop`: what the official `openai` client asks for beside one answer."""
+"""`n`, `seed`, `logprobs`, `usage`, `stop`: what the official `openai` client asks for with an answer."""
 
 import math
 from collections.abc import Iterator
