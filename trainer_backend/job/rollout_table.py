@@ -100,6 +100,11 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
         "trained",
     )
 
+    @property
+    def forces_call(self) -> bool:
+        """Whether every decision is a call, which begins in the prompt."""
+        return self.policy_config.get("tool_choice") == "required"
+
     def choose_sampling(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
         """Return the sampling of the actor in training, or of a fixed policy, which inherits its settings."""
         keys = set(SAMPLING_KEYS)

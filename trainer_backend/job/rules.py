@@ -106,6 +106,9 @@ CONDITIONS = {
         *("learner.nproc_per_node", "learner.nnodes"),
         shown="one rank of the learner",
     ),
+    "optional calls": that(
+        lambda c: not c.rollout.forces_call, "rollout.policy_config", shown="optional calls"
+    ),
     "truncated sampling": that(
         lambda c: c.rollout.is_truncated,
         *(f"rollout.{key}" for key in TRUNCATING),
@@ -213,6 +216,14 @@ model.name & model.path
     exactly one of model.preset, model.path and model.name must be given
 model.revision & no model.name
     it is of a model of the hub
+model.only_tool_words = true & no model.preset
+    only a preset's tokenizer has a token for each word
+model.only_tool_words = true & <optional calls>
+    words are a call only after its opening in the prompt: set rollout.policy_config.tool_choice to "required"
+model.only_tool_words = true & inference.engine = "vllm"
+    it samples from the whole vocabulary, and training would have another distribution
+model.only_tool_words = true & rollout_only
+    it samples other tokens too, which the actor cannot
 model.tool_call_format | model.chat_template_kwargs & model.preset
     a preset has its own chat template and format: leave it out
 training.max_staleness & inference.deterministic

@@ -35,6 +35,9 @@ class ModelTable(Table):
     """passed to the chat template, such as `enable_thinking = false`"""
     vocab_size: int = Field(default=1024, ge=300, le=65536)
     """size of the tokenizer that a preset trains on the job's prompts"""
+    only_tool_words: bool = False
+    """a preset samples only the words that its tool's schema lists (`enum`), a token each; no token ends a
+    call, so it has rollout.max_tokens words"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of training and serving; auto takes cuda, then mps, then cpu"""
 

@@ -64,8 +64,9 @@ from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
-from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
+from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_word_ids, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models.allowed_tokens import allow_only, read_allowed
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, own_attention, read_head_dim
 from trainer_backend.models.part_attention import why_no_parts
@@ -168,6 +169,8 @@ class LocalLearner:
             if table.preset is None or tokenizer is None:
                 return cls(config, *load_named(table), ranks=ranks)
             model = build_preset(table.preset, tokenizer, seed=config.seed)
+            if table.only_tool_words:
+                allow_only(model, tool_word_ids(prompts, tokenizer))
             return cls(config, model, tokenizer, ranks=ranks)
 
         learner = ranks.in_turns(make)
@@ -240,7 +243,12 @@ class LocalLearner:
         if table is None:
             raise JobError("the job has no [warmup]")
         torch.set_num_threads(training.threads)
-        segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
+        segments = demonstrations(
+            episodes,
+            self._renderer,
+            min_outcome_reward=table.min_outcome_reward,
+            allowed=read_allowed(self.model.config),
+        )
         self.model.train()
         self._draw_apart(0)
         with self._watched("the warm-up ran out of memory"):

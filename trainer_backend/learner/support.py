@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import block_mask
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.allowed_tokens import EXCLUDED
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, refuse_rotations_by_length, why_not_by_position
 
@@ -120,5 +121,7 @@ def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
 
 
 def _compare(own: Tensor, other: Tensor) -> float:
-    """Return the largest difference, relative to the largest logit if that is above 1."""
+    """Return the largest difference, relative to the largest logit if that is above 1; of allowed tokens."""
+    is_allowed = ~(own < EXCLUDED / 2)  # NaN counts as allowed, so that it is found
+    own, other = own[is_allowed], other[is_allowed]
     return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

@@ -2,10 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, Trajectory, prompts
@@ -14,7 +16,7 @@ from trainer_backend.core.imitation import find_target, worth_imitating
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.errors import JobTeachesNothing, NonFiniteLoss, place
+from trainer_backend.errors import JobError, JobTeachesNothing, NonFiniteLoss, place
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.training_table import TrainingTable
@@ -29,12 +31,17 @@ _RENDERED = 64
 
 
 def demonstrations(
-    trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, min_outcome_reward: float
+    trajectories: Sequence[Trajectory],
+    renderer: ChatRenderer,
+    *,
+    min_outcome_reward: float,
+    allowed: Collection[int] | None = None,
 ) -> list[Segment]:
     """Build a segment for every decision worth imitating of episodes that reach `min_outcome_reward`.
 
     The prompt is rendered as by the gateway. The target is the decision, or its label, as the model would
-    have to write it: in its tool-call format, ended by its stop token.
+    have to write it: in its tool-call format, ended by its stop token; of that, the tokens that it may
+    sample (`allowed`; None: all).
     """
     kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
     segments = []
@@ -45,7 +52,8 @@ def demonstrations(
         for first in range(0, len(imitated), _RENDERED):
             part = imitated[first : first + _RENDERED]
             for (step, _), prompt, target in zip(part, *_tokenise(part, tools, renderer), strict=True):
-                segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
+                given, sampled = _cut(prompt, target, allowed)
+                segments.append(_segment(f"demonstration {number}", step.turn - 1, given, sampled))
     if not segments:
         raise JobTeachesNothing(
             f"warmup: none of {len(trajectories)} episodes has a valid decision and an outcome of "
@@ -144,6 +152,16 @@ def _tokenise(
     return renderer.encode_all(texts), renderer.encode_all(targets)
 
 
+def _cut(
+    prompt: list[int], target: list[int], allowed: Collection[int] | None
+) -> tuple[list[int], list[int]]:
+    """Move the opening of a call into the prompt, and drop what follows the allowed tokens."""
+    if allowed is None:
+        return prompt, target
+    opening = list(takewhile(lambda token: token not in allowed, target))
+    return prompt + opening, list(takewhile(lambda token: token in allowed, target[len(opening) :]))
+
+
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:
     if not prompt or not target:
         raise JobTeachesNothing(f"{place(name, t + 1)}: an empty prompt or answer")
@@ -181,6 +199,25 @@ def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
         for tool in trajectory.tools:
             _enum_words(tool.function.parameters, words)
     return list(words)
+
+
+def tool_word_ids(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the tokens of `tool_words`, for model.only_tool_words.
+
+    Raises JobError where words alone cannot be a call, or where worlds have other words.
+    """
+    words, tools = tool_words(trajectories), trajectories[0].tools
+    if len(tools) != 1 or not words:
+        raise _no_words(
+            f"{len(tools)} tools with {len(words)} listed words; it needs one tool that lists its words"
+        )
+    if any(tool_words([other]) != words for other in trajectories):
+        raise _no_words("the tools of its worlds list different words")
+    return [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words]
+
+
+def _no_words(found: str) -> JobError:
+    return JobError(f"the environment has {found}", where="model.only_tool_words")
 
 
 def _enum_words(schema: Any, words: dict[str, None]) -> None:

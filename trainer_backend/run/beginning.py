@@ -85,8 +85,7 @@ def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
 
     A call is read without its stop token, and a forced call begins in the prompt, with one token at least.
     """
-    in_the_prompt = rollout.policy_config.get("tool_choice") == "required"
-    return answer_tokens - 1 - in_the_prompt <= rollout.max_tokens
+    return answer_tokens - 1 - rollout.forces_call <= rollout.max_tokens
 
 
 class Models(NamedTuple):
@@ -235,7 +234,8 @@ class Beginning:
             self._reporter.note(slow)
 
     async def _learner(self, prompts: Sequence[Trajectory]) -> Learner:
-        self._reporter.say(f"model: {self._setup.table.source}")
+        only = ", which samples only the words of its tool" if self._setup.table.only_tool_words else ""
+        self._reporter.say(f"model: {self._setup.table.source}{only}")
         folder = next(iter(self._setup.fixed.folders.values()), None)
         learner = await asyncio.to_thread(self._setup.learners.fresh, prompts, folder)
         await self._measure_rows(learner)

@@ -6,9 +6,9 @@ from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCal
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
 from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.imitation import LABEL
-from trainer_backend.errors import NothingToLearnFrom
+from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.learner.warmup import demonstrations, prompt_texts
+from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_word_ids
 
 TOOL = ToolSpec(
     function=FunctionSpec(
@@ -30,8 +30,8 @@ def label(*actions: str) -> dict[str, object]:
     return {"content": None, "tool_calls": [call(*actions).model_dump(mode="json")]}
 
 
-def taught(action: dict[str, object], *, refused: str | None = None) -> list[str]:
-    """What the model is to write after the prompt of the one decision."""
+def played(action: dict[str, object], *, refused: str | None = None, tools: int = 1) -> Trajectory:
+    """An episode of one decision."""
     step = StepData(
         turn=1,
         observation_data=ObservationData(messages=(Message(role="user", content="tree L2"),)),
@@ -39,18 +39,36 @@ def taught(action: dict[str, object], *, refused: str | None = None) -> list[str
         tool_calls=(call("noop"),),
         step_info=StepInfo(invalid_reason=refused),
     )
-    trajectory = Trajectory(
-        env_name="e", policy_name="p", seed=0, tools=(TOOL,), steps=(step,), outcome_reward=0.0,
+    return Trajectory(
+        env_name="e", policy_name="p", seed=0, tools=(TOOL,) * tools, steps=(step,), outcome_reward=0.0,
         outcome_definition="none", env_steps=0, terminated=True, truncated=False,
         stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
     )  # fmt: skip
-    renderer = ChatRenderer(tiny_tokenizer())
-    segments = demonstrations([trajectory], renderer, min_outcome_reward=0.0)
+
+
+def taught(
+    action: dict[str, object], *, refused: str | None = None, allowed: list[int] | None = None
+) -> list[str]:
+    """What the model is to write after the prompt of the one decision."""
+    renderer, episodes = ChatRenderer(tiny_tokenizer()), [played(action, refused=refused)]
+    segments = demonstrations(episodes, renderer, min_outcome_reward=0.0, allowed=allowed)
     return [renderer.decode(part.token_ids[part.sampled_positions].tolist()) for part in segments]
 
 
 def test_a_decision_is_imitated_as_it_was_made():
     assert taught({"type": "tool_call"}) == ["<|call|> noop<|end|>"]
+
+
+def test_a_model_of_tool_words_alone_imitates_the_words_of_a_call():
+    allowed = tool_word_ids([played({"type": "tool_call"})] * 2, tiny_tokenizer())
+    both = {"type": "tool_call", LABEL: label("do", "noop")}
+    assert taught(both, allowed=allowed) == [" do noop"]
+
+
+@pytest.mark.parametrize("tools", [0, 2])
+def test_words_alone_are_no_call_of_no_tool_or_of_one_of_two(tools: int):
+    with pytest.raises(JobError, match=rf"model\.only_tool_words.*{tools} tools"):
+        tool_word_ids([played({"type": "tool_call"}, tools=tools)], tiny_tokenizer())
 
 
 @pytest.mark.parametrize("refused", [None, "no tool call"])
