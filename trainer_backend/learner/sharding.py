@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.ranks import Ranks
+from trainer_backend.models.allowed_tokens import restrict_as_configured
 from trainer_backend.models.text_part import decoder_layers, empty_model
 
 Result = TypeVar("Result")
@@ -163,6 +164,7 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
         for own in list(module._buffers):
             module._buffers[own] = buffers[f"{name}.{own}"].cpu()
     copied.tie_weights()
+    restrict_as_configured(copied)
     copied.eval()  # type: ignore[no-untyped-call]
     return copied
 

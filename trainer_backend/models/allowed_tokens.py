@@ -26,6 +26,12 @@ def allow_only(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
     setattr(model.config, _KEY, sorted(token_ids))
 
 
+def restrict_as_configured(model: PreTrainedModel) -> None:
+    """Restrict a model that was made from a config to the tokens that the config lists, if it lists any."""
+    if (allowed := read_allowed(model.config)) is not None:
+        allow_only(model, allowed)
+
+
 def read_allowed(config: PreTrainedConfig) -> Sequence[int] | None:
     """Return the ids that `allow_only` has stored; None if all tokens are allowed."""
     return getattr(config, _KEY, None)

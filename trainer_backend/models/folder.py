@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from trainer_backend.errors import EngineOutOfMemory, ModelFolderError
-from trainer_backend.models.allowed_tokens import allow_only, read_allowed
+from trainer_backend.models.allowed_tokens import restrict_as_configured
 from trainer_backend.models.layout import (
     TOKENIZER_CONFIG,
     base_folder,
@@ -68,8 +68,7 @@ def load_model_folder(
     model.eval()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
     _refuse_foreign_tokenizer(model, tokenizer, folder)
-    if (allowed := read_allowed(config)) is not None:
-        allow_only(model, allowed)
+    restrict_as_configured(model)
     return model, tokenizer
 
 

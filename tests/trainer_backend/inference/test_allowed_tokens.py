@@ -15,6 +15,7 @@ from tests.trainer_backend.learner.hand_made import SIZE, segment
 from trainer_backend import learner_parts
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.sharding import gathered_copy
 from trainer_backend.models import build_preset, load_model_folder, save_model_folder
 from trainer_backend.models.allowed_tokens import allow_only
 
@@ -62,10 +63,11 @@ def test_the_learner_scores_a_token_by_a_softmax_over_the_allowed_ones_and_train
     assert "lm_head.bias" not in dict(restricted.named_parameters())
 
 
-def test_a_saved_folder_keeps_the_restriction(
+def test_a_saved_folder_and_the_copy_of_a_sharded_model_keep_the_restriction(
     tokenizer: PreTrainedTokenizerFast, restricted: PreTrainedModel, tmp_path: Path
 ):
     save_model_folder(tmp_path, restricted, tokenizer)
     loaded, _ = load_model_folder(tmp_path)
     ids = torch.tensor([PROMPT])
-    assert torch.equal(loaded(ids).logits, restricted(ids).logits)
+    for copied in (loaded, gathered_copy(restricted)):
+        assert torch.equal(copied(ids).logits, restricted(ids).logits)
