@@ -3,9 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
@@ -32,11 +31,9 @@ from trainer_backend.core.statistics import (
 )
 from trainer_backend.credit.credit import Credited
 from trainer_backend.credit.rewards import Policies
-from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, SegmentError, place
 from trainer_backend.parts import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
-from trainer_backend.rundir.spool import plan_id
 
 _BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
 
@@ -343,80 +340,6 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     }
 
 
-# A task app's codes for a model server that does not answer, or answers without the fields that it must send.
-_SILENT = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
-# A remote policy is refused once it has made _ENOUGH decisions and this share of them is invalid.
-_NEARLY_ALL = 0.95
-_ENOUGH = 20
-
-
-def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Refuse a round in which a fixed policy failed: to play another policy instead would change the job.
-
-    Raises:
-        NothingToLearnFrom: a fixed policy finished no rollout, because its server failed.
-        JobTeachesNothing: almost every decision of a remote policy was invalid.
-        SegmentError: a rollout names another policy than its request.
-    """
-    if policies.fixed:
-        _refuse_silent_policy(policies, requests, batch)
-        _refuse_other_sampler(policies, requests, batch)
-        _refuse_unreadable_policy(policies, batch)
-
-
-def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    samplers = _samplers(requests)
-    finished = {samplers[plan_id(rollout.rollout_id)] for rollout in batch.rollouts}
-    for table in policies.fixed:
-        lost = [item for item in batch.failed if samplers[plan_id(item.rollout_id)] == table.name]
-        silent = [item.failure for item in lost if item.failure and item.failure.code in _SILENT]
-        if silent and table.name not in finished:
-            raise NothingToLearnFrom(
-                f"none of its {len(lost)} rollouts was finished, {len(silent)} x {silent[0].code}: "
-                f"{silent[0].detail}",
-                where=f"[rollout_only] {table.name!r} ({table.source})",
-                hint="Nothing is played in its place; a run that is resumed goes on where it ended.",
-            )
-
-
-def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
-    """Refuse a remote policy that almost never writes a valid call, which would look like bad luck."""
-    for table in policies.fixed:
-        if not table.is_remote:
-            continue
-        decisions = [
-            step.step_info.invalid_reason
-            for rollout in batch.rollouts
-            if rollout.trajectory is not None and policies.policy_by(rollout) == table.name
-            for step in rollout.trajectory.steps
-        ]
-        reasons = Counter(reason for reason in decisions if reason is not None)
-        if len(decisions) >= _ENOUGH and reasons.total() >= _NEARLY_ALL * len(decisions):
-            reason, times = reasons.most_common(1)[0]
-            raise JobTeachesNothing(
-                f"{reasons.total()} of its {len(decisions)} decisions were no call that could be carried "
-                f"out, {times} x {reason!r:.200}",
-                where=f"[rollout_only] {table.name!r} ({table.source})",
-                hint="Its ids are read in the actor's tool-call format: does the server serve the model that "
-                "the job names, and does that model call tools?",
-            )
-
-
-def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Refuse a rollout of another policy than planned, since training treats policies differently."""
-    samplers = _samplers(requests)
-    for rollout in batch.rollouts:
-        planned, sampler = samplers[plan_id(rollout.rollout_id)], policies.policy_by(rollout)
-        if planned != sampler:
-            model = rollout.trajectory.model if rollout.trajectory is not None else None
-            raise SegmentError(
-                f"{planned!r} was asked to sample it, and its model is {model!r}, which is the model of "
-                f"{sampler!r}",
-                where=place(rollout.rollout_id),
-                hint=f"The policy {requests[0].policy.policy_name!r} must report the model of its request.",
-            )
-
-
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
     """Return means over one policy's episodes; empty without episodes."""
     played = [pair for pair in played if _is_whole(pair[0])]
@@ -432,114 +355,3 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
     if have_achievements(episodes):
         means["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
     return means
-
-
-def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
-    """Map each rollout's place in the plan to the policy that was asked for it."""
-    return {plan_id(request.rollout_id): name_sampler(request) for request in requests}
-
-
-_TOLD_AGAIN = 25  # iterations between two warnings
-_FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
-# A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
-_REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
-
-
-def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
-    """Return whether an iteration had a signal, as `nothing_to_learn` defines it."""
-    return not (_is_flat(row) or (not compares_siblings and _is_unpaid(row)))
-
-
-def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """Return a warning if the last iterations had no signal: after two of them, and after every 25.
-
-    An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
-    0, so with a critic an iteration in which no decision earned anything has no signal either.
-
-    Args:
-        rows: of all iterations, oldest first; a row that lacks the counts had a signal.
-        compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
-    """
-    unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
-    count = flat if compares_siblings else max(unpaid, flat)
-    if count < 2 or (count != 2 and count % _TOLD_AGAIN):
-        return None
-    since = f"since iteration {rows[-count]['iteration']:.0f}"
-    if unpaid >= count:
-        return (
-            f"no decision has earned anything {since}, so there is nothing to learn from. Look at an episode "
-            "(turnwise inspect): a warm-up, an easier start or a denser reward (step_rewards_mode) may help"
-        )
-    return (
-        f"no group has any spread {since}: its episodes earn the same, so every advantage is 0. More "
-        "episodes a group (training.group_size), a higher temperature, harder or easier worlds may help"
-    )
-
-
-def loses_calls(row: Mapping[str, Any]) -> bool:
-    """Return whether most decisions of an iteration were refused."""
-    return bool(row.get(_REFUSED, 0.0) >= _MOST_REFUSED)
-
-
-def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if most decisions are refused now, and few were before: at once, and after every 25.
-
-    Args:
-        rows: of all iterations, oldest first.
-    """
-    count = _count_last(rows, loses_calls)
-    before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
-    best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
-    if not count or (count - 1) % _TOLD_AGAIN or best is None or best[_REFUSED] > _FEW_REFUSED:
-        return None
-    last = rows[-1]
-    value, paid = last.get("value/mean"), last.get("value/return_mean")
-    critic = (
-        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so most of them look bad to it"
-        if value is not None and paid is not None and value > paid
-        else ""
-    )
-    return (
-        f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
-        f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
-        f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
-        'with calls that begin in the prompt (rollout.policy_config.tool_choice = "required"), a lower '
-        "training.learning_rate or a higher price of such calls (rollout.invalid_action_penalty), or one "
-        "with a longer [warmup], which writes calls more surely"
-    )
-
-
-def steps_too_far(row: Mapping[str, Any]) -> bool:
-    """Return whether an iteration's first step alone moved the policy farther than `target_kl`."""
-    return row.get("optim/steps") == 1.0 and row.get("optim/steps_skipped", 0.0) > 0.0
-
-
-def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if `target_kl` left one step to each of the last three iterations, and after every 25.
-
-    Args:
-        rows: of all iterations, oldest first.
-    """
-    count = _count_last(rows, steps_too_far)
-    if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
-        return None
-    return (
-        f"since iteration {rows[-count]['iteration']:.0f} the first step alone moves the policy farther than "
-        "training.target_kl. The other steps are left out, and cannot correct it, while AdamW's momentum "
-        "carries it on: the policy may forget what it knows. Lower training.learning_rate"
-    )
-
-
-def _count_last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Count the last rows that pass the test, back to the first that does not."""
-    return sum(1 for _ in takewhile(test, reversed(rows)))
-
-
-def _is_unpaid(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("reward/batch_nonzero", 1.0) == 0)
-
-
-def _is_flat(row: Mapping[str, Any]) -> bool:
-    groups, flat = ("group/count", "forks/count"), ("group/flat", "forks/flat")
-    count = sum(row.get(name, 0.0) for name in groups)
-    return bool(0 < count <= sum(row.get(name, 0.0) for name in flat))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_backend.run.iteration_metrics import (
+from trainer_backend.run.warnings import (
     has_signal,
     nothing_to_learn,
     warn_of_far_steps,

@@ -1,0 +1,126 @@
+"""Warnings of a run that cannot learn: no signal, calls that are forgotten, or steps that are too large."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+_TOLD_AGAIN = 25  # iterations between two warnings
+_FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
+# A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
+_REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
+
+
+def find_warnings(
+    row: Mapping[str, Any],
+    read_rows: Callable[[], Iterable[Mapping[str, Any]]],
+    *,
+    compares_siblings: bool,
+) -> Iterator[str]:
+    """Yield the warnings after an iteration. `read_rows` is called only if the iteration's row is bad."""
+    is_well = has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row)
+    if is_well and not steps_too_far(row):
+        return
+    rows = [earlier for earlier in read_rows() if earlier["kind"] == "iteration"]
+    unlearned = nothing_to_learn(rows, compares_siblings=compares_siblings)
+    yield from filter(None, (unlearned, warn_of_lost_calls(rows), warn_of_far_steps(rows)))
+
+
+def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
+    """Return whether an iteration had a signal, as `nothing_to_learn` defines it."""
+    return not (_is_flat(row) or (not compares_siblings and _is_unpaid(row)))
+
+
+def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
+    """Return a warning if the last iterations had no signal: after two of them, and after every 25.
+
+    An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
+    0, so with a critic an iteration in which no decision earned anything has no signal either.
+
+    Args:
+        rows: of all iterations, oldest first; a row that lacks the counts had a signal.
+        compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
+    """
+    unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
+    count = flat if compares_siblings else max(unpaid, flat)
+    if count < 2 or (count != 2 and count % _TOLD_AGAIN):
+        return None
+    since = f"since iteration {rows[-count]['iteration']:.0f}"
+    if unpaid >= count:
+        return (
+            f"no decision has earned anything {since}, so there is nothing to learn from. Look at an episode "
+            "(turnwise inspect): a warm-up, an easier start or a denser reward (step_rewards_mode) may help"
+        )
+    return (
+        f"no group has any spread {since}: its episodes earn the same, so every advantage is 0. More "
+        "episodes a group (training.group_size), a higher temperature, harder or easier worlds may help"
+    )
+
+
+def loses_calls(row: Mapping[str, Any]) -> bool:
+    """Return whether most decisions of an iteration were refused."""
+    return bool(row.get(_REFUSED, 0.0) >= _MOST_REFUSED)
+
+
+def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if most decisions are refused now, and few were before: at once, and after every 25.
+
+    Args:
+        rows: of all iterations, oldest first.
+    """
+    count = _count_last(rows, loses_calls)
+    before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
+    best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
+    if not count or (count - 1) % _TOLD_AGAIN or best is None or best[_REFUSED] > _FEW_REFUSED:
+        return None
+    last = rows[-1]
+    value, paid = last.get("value/mean"), last.get("value/return_mean")
+    critic = (
+        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so most of them look bad to it"
+        if value is not None and paid is not None and value > paid
+        else ""
+    )
+    return (
+        f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
+        f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
+        f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
+        'with calls that begin in the prompt (rollout.policy_config.tool_choice = "required"), for a preset '
+        "of tool words alone (model.only_tool_words), a lower training.learning_rate or a "
+        "higher price of such calls (rollout.invalid_action_penalty), or one with a longer [warmup], which "
+        "writes calls more surely"
+    )
+
+
+def steps_too_far(row: Mapping[str, Any]) -> bool:
+    """Return whether an iteration's first step alone moved the policy farther than `target_kl`."""
+    return row.get("optim/steps") == 1.0 and row.get("optim/steps_skipped", 0.0) > 0.0
+
+
+def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if `target_kl` left one step to each of the last three iterations, and after every 25.
+
+    Args:
+        rows: of all iterations, oldest first.
+    """
+    count = _count_last(rows, steps_too_far)
+    if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
+        return None
+    return (
+        f"since iteration {rows[-count]['iteration']:.0f} the first step alone moves the policy farther than "
+        "training.target_kl. The other steps are left out, and cannot correct it, while AdamW's momentum "
+        "carries it on: the policy may forget what it knows. Lower training.learning_rate"
+    )
+
+
+def _count_last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Count the last rows that pass the test, back to the first that does not."""
+    return sum(1 for _ in takewhile(test, reversed(rows)))
+
+
+def _is_unpaid(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("reward/batch_nonzero", 1.0) == 0)
+
+
+def _is_flat(row: Mapping[str, Any]) -> bool:
+    groups, flat = ("group/count", "forks/count"), ("group/flat", "forks/flat")
+    count = sum(row.get(name, 0.0) for name in groups)
+    return bool(0 < count <= sum(row.get(name, 0.0) for name in flat))
