@@ -123,9 +123,13 @@ def collect(
     same job, settings and switches: so a study may be run a few seeds at a time, on any machine. Arms of a
     seed that share a warm start are compared, so they all come from the same machine.
     """
+    made_on = {
+        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "machine": kit.describe_machine(),
+    }
     runs = {
         arm: {
-            path.parent.name.removeprefix("seed_"): curve(path, study.measure)
+            path.parent.name.removeprefix("seed_"): curve(path, study.measure) | made_on
             for path in sorted(folder.glob(f"seed_*/{arm}"))
             if (path / "run.json").exists()
         }
@@ -143,14 +147,15 @@ def collect(
         for arm, made in study.arms.items():
             here = seeds_here if shares_warm_start else runs[arm].keys()
             if earlier["switches"].get(arm) == list(made.switches):
-                runs[arm] |= {seed: run for seed, run in earlier["arms"][arm].items() if seed not in here}
+                # Older files have one machine for all runs.
+                elsewhere = {name: earlier[name] for name in made_on if name in earlier}
+                kept = earlier["arms"][arm].items()
+                runs[arm] |= {seed: elsewhere | run for seed, run in kept if seed not in here}
     runs = {arm: dict(sorted(by_seed.items())) for arm, by_seed in runs.items() if by_seed}
     return {
         **made_with,
         "switches": {arm: list(study.arms[arm].switches) for arm in runs},
         "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
-        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "machine": kit.describe_machine(),
         "arms": runs,
         "summary": summary(runs, against=study.against, measure=study.measure),
     }

@@ -67,13 +67,19 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert found["summary"]["branch"]["decisions"][0] / (20 * 5) == pytest.approx(3.0, rel=0.15)
     assert found["summary"]["branch_minus_grpo"]["seeds"] == 1
 
-    def elsewhere(*further: str, study: Study = studies.CREDIT) -> dict[str, Any]:
+    def elsewhere(
+        *further: str, study: Study = studies.CREDIT, earlier: dict[str, Any] = found
+    ) -> dict[str, Any]:
         """The arms that are collected on another machine."""
         settings = (*found["settings"], *further)
-        return study_results.collect(study, tmp_path / "elsewhere", settings, found)["arms"]
+        return study_results.collect(study, tmp_path / "elsewhere", settings, earlier)["arms"]
 
     assert elsewhere() == found["arms"], "of a machine where nothing has run"
     assert elsewhere("training.learning_rate=1") == {}
+    runs = {"grpo": {"0": {name: item for name, item in grpo.items() if name != "machine"}}}
+    old = elsewhere(earlier={**found, "arms": {**found["arms"], **runs}, "machine": "of an older file"})
+    assert old["grpo"]["0"]["machine"] == "of an older file"
+    assert old["branch"] == found["arms"]["branch"]
     shutil.copytree(tmp_path / "runs" / "seed_0" / "grpo", tmp_path / "elsewhere" / "seed_0" / "grpo")
     assert elsewhere().keys() == {"grpo"}, "arms that share a warm start are of one machine"
     assert elsewhere(study=dataclasses.replace(studies.CREDIT, from_the_start=True)) == found["arms"]
