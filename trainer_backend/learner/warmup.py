@@ -207,17 +207,15 @@ def tool_word_ids(trajectories: Sequence[Trajectory], tokenizer: PreTrainedToken
     Raises JobError where words alone cannot be a call, or where worlds have other words.
     """
     words, tools = tool_words(trajectories), trajectories[0].tools
-    if len(tools) != 1 or not words:
-        raise _no_words(
-            f"{len(tools)} tools with {len(words)} listed words; it needs one tool that lists its words"
-        )
+    found = f"{len(tools)} tools with {len(words)} listed words"
     if any(tool_words([other]) != words for other in trajectories):
-        raise _no_words("the tools of its worlds list different words")
-    return [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words]
-
-
-def _no_words(found: str) -> JobError:
-    return JobError(f"the environment has {found}", where="model.only_tool_words")
+        found = "tools with other words in other worlds"
+    elif len(tools) == 1 and words:
+        return [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words]
+    raise JobError(
+        f"the environment has {found}; it needs one tool that lists the same words in every world",
+        where="model.only_tool_words",
+    )
 
 
 def _enum_words(schema: Any, words: dict[str, None]) -> None:

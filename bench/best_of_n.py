@@ -1,0 +1,160 @@
+"""What could better choices at its uncertain decisions bring a trained policy? Whole games of Crafter.
+
+    python -m bench.best_of_n RUN [--checkpoint iteration_0] [--games 40] [--continuations 4]
+
+A game is played to its end. At its first decision that the policy was not sure of, it is played on several
+times from the snapshot before that decision, and the best end stays; then comes the next such decision of the
+game that stayed. The continuations share the world's random numbers only as far as their actions agree, so
+the choice knows some luck that no policy can know: the result is an upper bound of what choices, one at a
+time, can bring. RUN is of a job whose environment is Crafter.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+
+from bench import kit
+from bench.player_limits import FIRST_WORLD
+from shared_schemas.trajectory import Sampling
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.protocols import Observation, ToolRequest
+from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.statistics import mean_interval
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.tool_format import tool_format_in_use
+from trainer_backend.models import load_model_folder
+from trainer_backend.rundir.layout import open_run
+
+# A decision is uncertain if the policy gave the sampled answer less than this probability.
+UNSURE = 0.5
+
+
+class Turn(NamedTuple):
+    """A decision: the game before it, and the probability of what was sampled."""
+
+    state: bytes
+    probability: float
+
+
+@dataclass(frozen=True)
+class Game:
+    turns: Sequence[Turn]
+    unique: float
+
+    def unsure_from(self, start: int) -> int | None:
+        """The first uncertain decision from `start` on."""
+        rest = enumerate(self.turns[start:], start)
+        return next((place for place, turn in rest if turn.probability < UNSURE), None)
+
+
+@dataclass(frozen=True)
+class Player:
+    """A checkpoint's policy, and the environment and sampling of its job."""
+
+    engine: LocalEngine
+    tokenizer: PreTrainedTokenizerFast
+    renderer: ChatRenderer
+    config: CrafterConfig
+    sampling: Sampling
+
+    async def play(self, environment: CrafterEnvironment, observation: Observation, *key: object) -> Game:
+        """Play on to the end; `key` seeds the samples."""
+        turns: list[Turn] = []
+        over = False
+        while not over:
+            state = environment.snapshot()
+            calls, invalid, probability = await self._decide(environment, observation, (*key, len(turns)))
+            turns.append(Turn(state, probability))
+            outcome = environment.step(calls, invalid_reason=invalid)
+            observation, over = outcome.observation, outcome.terminated or outcome.truncated
+        return Game(turns, environment.outcome_reward())
+
+    async def play_on(self, turn: Turn, *key: object) -> Game:
+        environment = CrafterEnvironment(self.config)
+        return await self.play(environment, environment.restore(turn.state), *key)
+
+    async def _decide(
+        self, environment: CrafterEnvironment, observation: Observation, key: Sequence[object]
+    ) -> tuple[list[ToolRequest], str | None, float]:
+        """Return the calls, or why there are none, and the probability of the sampled answer."""
+        messages = [item.model_dump(exclude_none=True) for item in environment.messages(observation, ())]
+        tools = [tool.model_dump(mode="json") for tool in environment.tools()]
+        sampling = self.sampling.model_copy(update={"seed": derived_seed("best-of-n", *map(str, key))})
+        ids = self.renderer.prompt_ids(messages, tools)
+        answer = await self.engine.generate(ids, sampling, request_id="-".join(map(str, key)))
+        text = self.renderer.decode([token for token in answer.token_ids if token not in self.stop_ids])
+        reply = tool_format_in_use(self.tokenizer).parse(text, tools)
+        calls = [ToolRequest(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
+        return calls, None if calls else reply.error or "no call", math.exp(sum(answer.logprobs))
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        return [int(self.tokenizer.eos_token_id)]
+
+
+async def improve(player: Player, world: int, continuations: int) -> dict[str, float]:
+    """The unique achievements of a game, and of the best one that choices at its decisions lead to."""
+    environment = CrafterEnvironment(player.config)
+    game = first = await player.play(environment, environment.reset(FIRST_WORLD + world), world)
+    place, choices = game.unsure_from(0), 0
+    while place is not None:
+        turn = game.turns[place]
+        keys = ((world, place, number) for number in range(continuations))
+        others = await asyncio.gather(*(player.play_on(turn, *key) for key in keys))
+        best = max(others, key=lambda other: other.unique)
+        if best.unique > game.unique:
+            game = Game((*game.turns[:place], *best.turns), best.unique)
+        place, choices = game.unsure_from(place + 1), choices + 1
+    return {"world": world, "first": first.unique, "best": game.unique, "choices": choices}
+
+
+async def run(options: Any) -> dict[str, Any]:
+    directory = open_run(Path(options.run))
+    job, folder = directory.job(), directory.checkpoints / options.checkpoint
+    model, tokenizer = load_model_folder(folder)
+    engine = LocalEngine(model, stop_ids=[tokenizer.eos_token_id], keys=job.inference)
+    engine.start()
+    player = Player(
+        engine, tokenizer, ChatRenderer(tokenizer), CrafterConfig(**job.rollout.env_config),
+        job.rollout.choose_sampling(),
+    )  # fmt: skip
+    try:
+        games = await asyncio.gather(
+            *(improve(player, world, options.continuations) for world in range(options.games))
+        )
+    finally:
+        engine.stop()
+    gains = mean_interval([game["best"] - game["first"] for game in games])
+    return {
+        "bench": "best_of_n",
+        "job": job.job.name,
+        "seed": job.job.seed,
+        "checkpoint": options.checkpoint,
+        "continuations": options.continuations,
+        "unsure_below": UNSURE,
+        "first": asdict(mean_interval([game["first"] for game in games])),
+        "best": asdict(mean_interval([game["best"] for game in games])),
+        "gain": asdict(gains),
+        "games": games,
+    }
+
+
+def main() -> None:
+    options = kit.options(
+        __doc__, ("run", str, "its folder"), ("--checkpoint", "iteration_0"), ("--games", 40, "worlds"),
+        ("--continuations", 4, "of each uncertain decision"),
+    )  # fmt: skip
+    found = asyncio.run(run(options))
+    kit.write_results(kit.ROOT / "bench" / "results" / "best_of_n.json", found)
+    print(json.dumps({name: found[name] for name in ("first", "best", "gain")}))
+
+
+if __name__ == "__main__":
+    main()
