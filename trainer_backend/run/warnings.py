@@ -6,6 +6,7 @@ from typing import Any
 
 _TOLD_AGAIN = 25  # iterations between two warnings
 _FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
+_MOVED, _LEAP = "loss/kl_to_proximal", 0.5  # nats a token; a healthy iteration has less than 0.1
 # A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
 _REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
@@ -17,12 +18,19 @@ def find_warnings(
     compares_siblings: bool,
 ) -> Iterator[str]:
     """Yield the warnings after an iteration. `read_rows` is called only if the iteration's row is bad."""
-    is_well = has_signal(row, compares_siblings=compares_siblings) and not loses_calls(row)
-    if is_well and not steps_too_far(row):
+    is_bad = any(test(row) for test in (loses_calls, steps_too_far, leaps))
+    if has_signal(row, compares_siblings=compares_siblings) and not is_bad:
         return
     rows = [earlier for earlier in read_rows() if earlier["kind"] == "iteration"]
-    unlearned = nothing_to_learn(rows, compares_siblings=compares_siblings)
-    yield from filter(None, (unlearned, warn_of_lost_calls(rows), warn_of_far_steps(rows)))
+    yield from filter(
+        None,
+        (
+            nothing_to_learn(rows, compares_siblings=compares_siblings),
+            warn_of_lost_calls(rows),
+            warn_of_far_steps(rows),
+            warn_of_leap(rows),
+        ),
+    )
 
 
 def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
@@ -73,18 +81,12 @@ def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if not count or (count - 1) % _TOLD_AGAIN or best is None or best[_REFUSED] > _FEW_REFUSED:
         return None
     last = rows[-1]
-    value, paid = last.get("value/mean"), last.get("value/return_mean")
-    critic = (
-        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so most of them look bad to it"
-        if value is not None and paid is not None and value > paid
-        else ""
-    )
     return (
         f"{last[_REFUSED]:.0%} of the decisions of iteration {last['iteration']:.0f} were refused, and "
         f"{best[_REFUSED]:.1%} of iteration {best['iteration']:.0f}: the policy forgets how a call is "
-        f"written, and cannot learn{critic}. Stop, and start a run from an earlier checkpoint (model.path) "
-        'with calls that begin in the prompt (rollout.policy_config.tool_choice = "required"), for a preset '
-        "of tool words alone (model.only_tool_words), a lower training.learning_rate or a "
+        f"written, and cannot learn{_blame_critic(last)}. Stop, and start a run from an earlier checkpoint "
+        '(model.path) with calls that begin in the prompt (rollout.policy_config.tool_choice = "required"), '
+        "for a preset of tool words alone (model.only_tool_words), a lower training.learning_rate or a "
         "higher price of such calls (rollout.invalid_action_penalty), or one with a longer [warmup], which "
         "writes calls more surely"
     )
@@ -108,6 +110,37 @@ def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
         f"since iteration {rows[-count]['iteration']:.0f} the first step alone moves the policy farther than "
         "training.target_kl. The other steps are left out, and cannot correct it, while AdamW's momentum "
         "carries it on: the policy may forget what it knows. Lower training.learning_rate"
+    )
+
+
+def leaps(row: Mapping[str, Any]) -> bool:
+    """Return whether an iteration moved the policy so far that it is another one."""
+    return bool(row.get(_MOVED, 0.0) >= _LEAP)
+
+
+def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if the last iteration moved the policy much too far: at once, and after every 25.
+
+    Args:
+        rows: of all iterations, oldest first.
+    """
+    count, last = _count_last(rows, leaps), rows[-1]
+    if not count or (count - 1) % _TOLD_AGAIN:
+        return None
+    return (
+        f"iteration {last['iteration']:.0f} moved the policy by {last[_MOVED]:.2g} nats a token: after so "
+        f"large a step it may not know what it knew{_blame_critic(last)}. Start again from an earlier "
+        "checkpoint (model.path) with training.target_kl = 0.1 or less, or a lower training.learning_rate"
+    )
+
+
+def _blame_critic(row: Mapping[str, Any]) -> str:
+    """Return the half sentence about a critic that expects too much; "" if it does not."""
+    value, paid = row.get("value/mean"), row.get("value/return_mean")
+    if value is None or paid is None or value <= paid:
+        return ""
+    return (
+        f". The critic expects {value:.2g} where decisions return {paid:.2g}, so most of them look bad to it"
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer_backend.run.warnings import (
+    find_warnings,
     has_signal,
     nothing_to_learn,
     warn_of_far_steps,
@@ -103,3 +104,22 @@ def test_iterations_whose_first_step_is_too_large_are_told(steps, told):
         for number, (taken, left) in enumerate(steps, start=1)
     ]
     assert (warn_of_far_steps(rows) is not None) == told
+
+
+@pytest.mark.parametrize(
+    ("moved", "told"),
+    [
+        ([0.05, 0.49], None),
+        ([0.05, 2.46], "iteration 2 moved the policy by 2.5 nats a token"),
+        ([2.0, 0.05, 0.6], "iteration 3 moved"),
+        ([2.0, 2.0], None),  # said once
+        ([2.0] * 26, "iteration 26 moved"),  # and again
+    ],
+)
+def test_an_iteration_that_makes_another_policy_is_told(moved, told):
+    rows = [
+        {"kind": "iteration", "iteration": number, "loss/kl_to_proximal": nats, **GOOD}
+        for number, nats in enumerate(moved, start=1)
+    ]
+    found = list(find_warnings(rows[-1], lambda: [{"kind": "evaluation"}, *rows], compares_siblings=False))
+    assert [told in line for line in found] == [True] if told else found == []
