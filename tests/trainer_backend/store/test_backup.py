@@ -117,7 +117,8 @@ def test_a_restore_that_is_refused_leaves_nothing_behind(tmp_path: Path):
     new = tmp_path / "new"
     with pytest.raises(JobError, match=r"has job \w{32} already"):
         backup.restore(new, url, archive)
-    half = io.BytesIO(archive.getvalue()[:-6_000])
+    whole = archive.getvalue()
+    half = io.BytesIO(whole[: len(whole) // 2])  # the end of an archive is padding
     for broken in (half, io.BytesIO(b"no tar"), tar_of("runs/x"), tar_of(backup.JOBS, "runs/../../evil")):
         with pytest.raises(JobError, match="no archive of `turnwise backup`"):
             backup.restore(new, f"sqlite:///{tmp_path}/other.db", broken)
