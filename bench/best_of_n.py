@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerFast
-
 from bench import kit
 from bench.player_limits import FIRST_WORLD
 from shared_schemas.trajectory import Sampling
@@ -26,9 +24,9 @@ from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvi
 from task_app.protocols import Observation, ToolRequest
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.statistics import mean_interval
-from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_format import tool_format_in_use
+from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.reply import split_stop
+from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import load_model_folder
 from trainer_backend.rundir.layout import open_run
 
@@ -58,9 +56,7 @@ class Game:
 class Player:
     """A checkpoint's policy, and the environment and sampling of its job."""
 
-    engine: LocalEngine
-    tokenizer: PreTrainedTokenizerFast
-    renderer: ChatRenderer
+    policy: ServedPolicy
     config: CrafterConfig
     sampling: Sampling
 
@@ -87,16 +83,12 @@ class Player:
         messages = [item.model_dump(exclude_none=True) for item in environment.messages(observation, ())]
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         sampling = self.sampling.model_copy(update={"seed": derived_seed("best-of-n", *map(str, key))})
-        ids = self.renderer.prompt_ids(messages, tools)
-        answer = await self.engine.generate(ids, sampling, request_id="-".join(map(str, key)))
-        text = self.renderer.decode([token for token in answer.token_ids if token not in self.stop_ids])
-        reply = tool_format_in_use(self.tokenizer).parse(text, tools)
+        ids = self.policy.renderer.prompt_ids(messages, tools)
+        answer = await self.policy.engine.generate(ids, sampling, request_id="-".join(map(str, key)))
+        text, _ = split_stop(answer, self.policy.renderer)
+        reply = self.policy.tool_format.parse(text, tools)
         calls = [ToolRequest(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
         return calls, None if calls else reply.error or "no call", math.exp(sum(answer.logprobs))
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        return [int(self.tokenizer.eos_token_id)]
 
 
 async def improve(player: Player, world: int, continuations: int) -> dict[str, float]:
@@ -119,12 +111,11 @@ async def run(options: Any) -> dict[str, Any]:
     directory = open_run(Path(options.run))
     job, folder = directory.job(), directory.checkpoints / options.checkpoint
     model, tokenizer = load_model_folder(folder)
-    engine = LocalEngine(model, stop_ids=[tokenizer.eos_token_id], keys=job.inference)
+    stop_ids = stop_token_ids(model.generation_config, tokenizer)
+    engine = LocalEngine(model, stop_ids=stop_ids, keys=job.inference)
     engine.start()
-    player = Player(
-        engine, tokenizer, ChatRenderer(tokenizer), CrafterConfig(**job.rollout.env_config),
-        job.rollout.choose_sampling(),
-    )  # fmt: skip
+    config, sampling = CrafterConfig(**job.rollout.env_config), job.rollout.choose_sampling()
+    player = Player(ServedPolicy(engine, tokenizer), config, sampling)
     try:
         games = await asyncio.gather(
             *(improve(player, world, options.continuations) for world in range(options.games))
