@@ -116,7 +116,7 @@ study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 5 seeds each (two hours; resumable)
 	$(BIN)/python -m bench.studies reward_modes --seeds 0 1 2 3 4
 
-study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and equal decisions, 3 seeds each (an hour; resumable)
+study-credit: $(VENV)/.ready ## all estimators of credit, one warm start, equal decisions and optimizer steps, 3 seeds each (three hours; resumable)
 	$(BIN)/python -m bench.studies credit
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)

@@ -162,11 +162,21 @@ MIXTURE = Study(
     models=fixed_policies,
 )  # fmt: skip
 
-# Which estimator learns most from the same number of decisions? What `branch` plays on from before a decision
-# counts too, so it plays fewer episodes.
+# Which estimator learns most from the same number of decisions and optimizer steps? What `branch` plays on
+# from before a decision counts too, so it plays fewer episodes: from a decision in the middle half an episode
+# is left, so 2 * 2 of them cost two episodes more, and a third of 64 is left, in whole groups. Where what was
+# played on is not trained, equal steps need smaller batches.
+_BRANCH = (
+    *BY_DECISION, "algorithm.advantage=branch", "algorithm.branches_per_episode=2",
+    "algorithm.branch_rollouts=2", "rollout.episodes_per_batch=20",
+)  # fmt: skip
+_ESTIMATORS = (
+    "stepwise", "gae", "gae_token", "gigpo", "gigpo_additive", "gigpo_soft", "g2po", "gagpo", "graphgpo",
+    "rloo", "grpo_no_std", "reinforce_pp", "reinforce_pp_baseline",
+)  # fmt: skip
 CREDIT = Study(
     name="credit",
-    title="estimators of credit on one warm start, equal budget of decisions",
+    title="estimators of credit on one warm start, equal decisions and optimizer steps",
     against="grpo",
     # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
     settings=(
@@ -174,18 +184,10 @@ CREDIT = Study(
     ),
     arms={
         "grpo": Arm("grpo, outcome alone", (*OFF, "algorithm.advantage=grpo")),
-        **{
-            name: Arm(name, (*BY_DECISION, f"algorithm.advantage={name}"))
-            for name in ("stepwise", "gigpo", "gae")
-        },
-        # From a decision in the middle half an episode is left: 2 * 2 of them cost two episodes more, so a
-        # third of 64, in whole groups.
-        "branch": Arm(
-            "branch",
-            (
-                *BY_DECISION, "algorithm.advantage=branch", "algorithm.branches_per_episode=2",
-                "algorithm.branch_rollouts=2", "rollout.episodes_per_batch=20",
-            ),
+        **{name: Arm(name, (*BY_DECISION, f"algorithm.advantage={name}")) for name in _ESTIMATORS},
+        "branch": Arm("branch", (*_BRANCH, "training.batch_decisions=85")),
+        "branch_trained": Arm(
+            "branch, trained", (*_BRANCH, "algorithm.train_branches=true", "training.batch_decisions=232")
         ),
     },
 )  # fmt: skip

@@ -286,28 +286,48 @@ def table(study: Study, outcome: Mapping[str, Any]) -> str:
 
 
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
-    """Held-out curves: a thin line a seed with its interval, a thick one for the mean."""
+    """Held-out curves, or where there are too many arms for that, the gains and their intervals."""
+    few = len(study.arms) <= len(COLOURS)
+    fill = _draw_curves if few else _draw_gains
+    height_in = 3.8 if few else 1.0 + 0.3 * len(study.arms)
+    path.write_bytes(png(lambda figure: fill(study, outcome, figure), height_in=height_in))
 
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        for index, (arm, made) in enumerate(study.arms.items()):
-            by_seed = outcome["arms"].get(arm, {})
-            colour, marker = COLOURS[index], MARKERS[index]
-            for found in by_seed.values():
-                _thin(axes, found["evaluations"], colour, study.measure)
-            x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
-            if x:
-                steps = outcome["summary"][arm].get("steps_an_iteration")  # older results have none
-                told = f"mean of {len(by_seed)}" + (
-                    "" if steps is None else f"; {steps:.1f} steps an iteration"
-                )
-                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{made.label} ({told})")
-        axes.set_xlabel("iterations")
-        axes.set_ylabel(study.measured)
-        axes.xaxis.set_major_locator(whole_numbers())
-        axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
-    path.write_bytes(png(fill, height_in=3.8))
+def _draw_gains(study: Study, outcome: Mapping[str, Any], figure: Figure) -> None:
+    """A line an arm: a dot a seed, and the mean's interval; the arm of the largest gain on top."""
+    axes = figure.subplots()
+    told, of_seeds = outcome["summary"], outcome["arms"]
+    arms = sorted(of_seeds, key=lambda arm: told[arm]["gain"]["mean"] or 0.0)
+    for height, arm in enumerate(arms):
+        ends = [run["evaluations"] for run in of_seeds[arm].values()]
+        gains = [rows[-1][study.measure] - rows[0][study.measure] for rows in ends if len(rows) > 1]
+        axes.plot(gains, [height] * len(gains), "o", color=COLOURS[0], markersize=4, alpha=0.6)
+        gain = told[arm]["gain"]
+        if gain["low"] is not None:
+            axes.plot([gain["low"], gain["high"]], [height, height], color=COLOURS[0])
+            axes.plot(gain["mean"], height, "|", color=_INK, markersize=12)
+    axes.axvline(0.0, color=_INK, linewidth=0.8)
+    axes.set_yticks(range(len(arms)), [study.arms[arm].label for arm in arms])
+    axes.set_xlabel(f"gain in {study.measured}\nby seed, mean and its 95 %")
+
+
+def _draw_curves(study: Study, outcome: Mapping[str, Any], figure: Figure) -> None:
+    """A thin line a seed with its interval, a thick one for the mean."""
+    axes = figure.subplots()
+    for index, (arm, made) in enumerate(study.arms.items()):
+        by_seed = outcome["arms"].get(arm, {})
+        colour, marker = COLOURS[index], MARKERS[index]
+        for found in by_seed.values():
+            _thin(axes, found["evaluations"], colour, study.measure)
+        x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
+        if x:
+            steps = outcome["summary"][arm].get("steps_an_iteration")  # older results have none
+            told = f"mean of {len(by_seed)}" + ("" if steps is None else f"; {steps:.1f} steps an iteration")
+            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{made.label} ({told})")
+    axes.set_xlabel("iterations")
+    axes.set_ylabel(study.measured)
+    axes.xaxis.set_major_locator(whole_numbers())
+    axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
 
 def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tuple[list[int], list[float]]:

@@ -27,7 +27,6 @@ STUDIES = tuple(studies.NAMES.values())
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
 TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
 ONE = ("training.iterations=1",)
-WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
 
 
 def main(study: Study, *arguments: object, settings: Sequence[str]) -> int:
@@ -156,20 +155,20 @@ def test_a_level_is_reached_where_an_evaluation_is_as_good_as_the_last_of_the_ar
     assert found["b"]["reached"] == [4, None, 0]
 
 
-def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer():
-    study, planned = studies.CREDIT, {}
+def test_all_estimators_may_sample_about_as_many_decisions_and_take_as_many_steps():
+    study = studies.CREDIT
     for arm, table in study.arms.items():
         job = load_job(ROOT / study.job, [*study.settings, *table.switches]).config
         requests = job_parts.planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
-        longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts
-        played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]
-        planned[arm] = (len(requests) * longest, len(requests) * longest + branches * sum(played_on))
-    # where every episode lasts: 20 of 50 decisions, and 2 * 2 branches of some 25 each, against 64 of 50
-    assert set(planned) == {*WHOLE_EPISODES, "branch"}
-    assert {planned[arm] for arm in WHOLE_EPISODES} == {(3200, 3200)}
-    trained, sampled = planned["branch"]
-    assert trained == 1000
-    assert sampled / 3200 == pytest.approx(3000 / 3200, rel=0.1)
+        longest, forks = job.rollout.max_turns, job.algorithm.branches_per_episode
+        # where every episode lasts, and a continuation has half of it left
+        whole = len(requests) * longest
+        sampled = whole
+        if arm.startswith("branch"):
+            sampled += len(requests) * forks * job.algorithm.branch_rollouts * longest / 2
+        trained = sampled if job.algorithm.train_branches else whole
+        assert sampled == pytest.approx(3200, rel=0.1), arm
+        assert trained / job.training.batch_decisions == pytest.approx(3200 / 256, rel=0.1), arm
 
 
 RESULTS = ROOT / "bench" / "results" / "truth.json"
