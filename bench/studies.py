@@ -165,13 +165,14 @@ MIXTURE = Study(
 # Which estimator learns most from the same number of decisions and optimizer steps? What `branch` plays on
 # from before a decision counts too, so it plays fewer episodes: from a decision in the middle half an episode
 # is left, so 2 * 2 of them cost two episodes more, and a third of 64 is left, in whole groups. Where what was
-# played on is not trained, equal steps need smaller batches.
+# played on is not trained, or the critic learns alone for two iterations, equal steps need smaller batches.
+_CRITIC = ("training.critic=own", "training.critic_warmup=2", "training.batch_decisions=222")
 _BRANCH = (
     *BY_DECISION, "algorithm.advantage=branch", "algorithm.branches_per_episode=2",
     "algorithm.branch_rollouts=2", "rollout.episodes_per_batch=20",
 )  # fmt: skip
 _ESTIMATORS = (
-    "stepwise", "gae", "gae_token", "gigpo", "gigpo_additive", "gigpo_soft", "g2po", "gagpo", "graphgpo",
+    "stepwise", "gigpo", "gigpo_additive", "gigpo_soft", "g2po", "gagpo", "graphgpo",
     "rloo", "grpo_no_std", "reinforce_pp", "reinforce_pp_baseline",
 )  # fmt: skip
 CREDIT = Study(
@@ -185,6 +186,10 @@ CREDIT = Study(
     arms={
         "grpo": Arm("grpo, outcome alone", (*OFF, "algorithm.advantage=grpo")),
         **{name: Arm(name, (*BY_DECISION, f"algorithm.advantage={name}")) for name in _ESTIMATORS},
+        **{
+            name: Arm(name, (*BY_DECISION, *_CRITIC, f"algorithm.advantage={name}"))
+            for name in ("gae", "gae_token")
+        },
         "branch": Arm("branch", (*_BRANCH, "training.batch_decisions=85")),
         "branch_trained": Arm(
             "branch, trained", (*_BRANCH, "algorithm.train_branches=true", "training.batch_decisions=232")
