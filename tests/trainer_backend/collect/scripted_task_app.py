@@ -67,7 +67,6 @@ class ScriptedTaskApp:
         self.cancelled: list[str] = []
         self.keys: list[str | None] = []
         self.answer_first_with: list[int] = []
-        self.nonsense = False
         self.max_body_bytes = 1 << 20
 
     def app(self) -> web.Application:
@@ -108,8 +107,6 @@ class ScriptedTaskApp:
         return answer_to(item, status="failed" if failed else "finished", instance=self.instance)
 
     async def page(self, request: web.Request) -> web.Response:
-        if self.nonsense:
-            return web.Response(text="<html>what?</html>")
         first = int(request.query.get("cursor") or 0)
         found = [json.loads(item.model_dump_json()) for item in self.ended[first : first + 3]]
         cursor = str(first + len(found))

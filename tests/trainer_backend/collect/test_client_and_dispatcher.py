@@ -147,16 +147,6 @@ async def test_what_a_plug_in_or_a_server_behind_a_task_app_says_is_no_loss_of_t
     assert str(body.get("detail") or body["message"]) in str(caught.value)
 
 
-async def test_nonsense_is_an_error_that_names_the_address():
-    task_app = ScriptedTaskApp()
-    task_app.nonsense = True
-    async with served(task_app) as client:
-        with pytest.raises(
-            TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts: its reply is .*; JSON is needed"
-        ):
-            await client.poll("run", None, wait_s=0)
-
-
 class OtherService(ScriptedTaskApp):
     """Answers every route with the same JSON."""
 
@@ -174,11 +164,6 @@ class OtherService(ScriptedTaskApp):
     ("answer", "told"),
     [
         ({"status": "ok"}, "accepted is missing; the reader needs it"),
-        (["ok"], "its reply is ['ok'] (list); it should be an object"),
-        (
-            {"accepted": [7], "known": [], "instance_id": "i"},
-            "accepted.0 is 7 (int); it should be a valid string",
-        ),
         (
             {"accepted": [], "known": [], "instance_id": "i", "new": 1},
             "new is 1 (int); no such field is known",
@@ -189,6 +174,8 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
     async with served(OtherService(answer)) as client:
         with pytest.raises(TaskAppError) as caught:
             await client.submit([make_request(0)])
+        with pytest.raises(TaskAppError, match=f"^{client.url}: GET /rollouts: "):
+            await client.poll("run", None, wait_s=0)
     lines = str(caught.value).splitlines()
     place = f"{client.url}: POST /rollouts: "
     assert lines == [
