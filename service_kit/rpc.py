@@ -17,7 +17,6 @@ read and check its type; a misfit is a `failure` that names call, field and valu
 
 import asyncio
 import os
-import reprlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Generic, TypeVar
@@ -35,7 +34,7 @@ from service_kit.errors import BodyTooLarge, RouteError, ServiceError
 from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
-from service_kit.replies import Lines, ReplyTooLarge, redirect_target
+from service_kit.replies import Lines, ReplyTooLarge, redirect_target, show_found
 from shared_schemas.base import FIRST_ERROR_ONLY, Body
 from shared_schemas.json_text import read_typed
 from shared_schemas.plain_text import encodable
@@ -51,7 +50,6 @@ _MIB = 1 << 20
 # Largest problem body of a reply that refuses a call.
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
-_SHOWN = 60
 _MOST_BODY_S = 600.0
 
 
@@ -195,7 +193,7 @@ class Table(dict[str, Call], Generic[Error]):
             first = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(map(str, first["loc"][outer:]))
             at = f" at {field}" if field else ""
-            fault = f"{at}: {first['msg']}; there is {_show(first['input'])}"
+            fault = f"{at}: {first['msg']}; there is {show_found(first['input'])}"
         return self.failure(f"{whole} does not fit its type{fault}")
 
     def refusal(self, url: str, status: int, location: str | None, body: bytes) -> Error:
@@ -258,7 +256,7 @@ class Reply:
                     self.unwelcome = error
             return False
         if kind not in (b"result", b"error") or self._end is not None:
-            words = _show(line)
+            words = show_found(line[:60])
             raise self._table.failure(f"the reply to {self.name!r} does not fit: it has the line {words}")
         self._end = line
         return True
@@ -348,8 +346,3 @@ def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[Base
     app = Starlette(routes=[Route(PATH + "{name}", call, methods=["POST"]), *routes], middleware=[gate])
     install_problem_handlers(app)
     return app
-
-
-def _show(value: Any) -> str:
-    start = value[:_SHOWN] if isinstance(value, str | bytes) else value
-    return f"{reprlib.repr(start)} ({type(value).__name__})"

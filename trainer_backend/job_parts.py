@@ -30,7 +30,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.parts import CreditedEpisode, Reporter
-from trainer_backend.processes.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
+from trainer_backend.processes.gateways import ActorGateways, GatewayProcesses, gateway_listener
 from trainer_backend.processes.launching import LEARNER, LOCAL, ExternalLauncher, Launcher
 from trainer_backend.processes.learner_process import LearnerProcess
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -189,8 +189,10 @@ def gateways(
             for number in range(job.services.gateways)
         ]
         if job.cluster is not None:
-            served = Served(job.job.name, job.model, job.inference, job.lora is not None, broadcasts)
-            yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
+            yield GatewayProcesses(
+                job.job.name, job.model, job.inference, fixed, listeners, directory, tell, launcher,
+                has_adapters=job.lora is not None, by_broadcast=broadcasts,
+            )  # fmt: skip
             return
         # This imports torch.
         from trainer_backend.processes.policy_server import PolicyServer

@@ -4,6 +4,7 @@ Importing this file imports no torch.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
@@ -17,12 +18,12 @@ from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.allocation import ALLOCATIONS as CONSTANT_ALLOCATIONS
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.critic import CRITICS, CriticKeys
-from trainer_backend.core.forks import FORK_RULES, ForkPlug
+from trainer_backend.core.forks import FORK_RULES
 from trainer_backend.core.losses import LOSSES as LOSSES
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.core.presets import PRESETS
-from trainer_backend.core.schedules import SCHEDULES, FallPlug
-from trainer_backend.core.starts import STARTS, StartPlug
+from trainer_backend.core.schedules import SCHEDULES
+from trainer_backend.core.starts import STARTS
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
@@ -177,37 +178,6 @@ def refuse_unknown(key: str, name: str) -> None:
     _find_plug(BOARDS[key], name, key=key)
 
 
-# Each of these raises the JobError of `_find_plug` for an unknown name.
-
-
-def estimator(name: str) -> EstimatorPlug[Any]:
-    return _find_plug(ESTIMATORS, name, key="algorithm.advantage")
-
-
-def fork_rule(name: str) -> ForkPlug:
-    return _find_plug(FORK_RULES, name, key="algorithm.fork_rule")
-
-
-def policy_loss(name: str) -> LossPlug:
-    return _find_plug(LOSSES, name, key="algorithm.loss")
-
-
-def aggregation(name: str) -> AggregationPlug:
-    return _find_plug(AGGREGATIONS, name, key="training.aggregation")
-
-
-def schedule(name: str) -> FallPlug:
-    return _find_plug(SCHEDULES, name, key="training.learning_rate_schedule")
-
-
-def start_rule(name: str) -> StartPlug:
-    return _find_plug(STARTS, name, key="curriculum.rule")
-
-
-def allocation(name: str) -> AllocationPlug:
-    return _find_plug(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
-
-
 def _find_plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
     """Return the plug of a name; JobError, which lists the names, if there is none."""
     if name in board:
@@ -218,3 +188,13 @@ def _find_plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
         if name in plugs and home.partition(".")[0] == table:  # `gspo` is no estimator, but a loss
             told = f". Did you mean {home} = {name!r}? Known: {', '.join(sorted(board))}"
     raise JobError(f"{key} is {name[:100]!r}{told}")
+
+
+# Each returns the plug of a name, or raises the JobError of `_find_plug`.
+estimator = partial(_find_plug, ESTIMATORS, key="algorithm.advantage")
+fork_rule = partial(_find_plug, FORK_RULES, key="algorithm.fork_rule")
+policy_loss = partial(_find_plug, LOSSES, key="algorithm.loss")
+aggregation = partial(_find_plug, AGGREGATIONS, key="training.aggregation")
+schedule = partial(_find_plug, SCHEDULES, key="training.learning_rate_schedule")
+start_rule = partial(_find_plug, STARTS, key="curriculum.rule")
+allocation = partial(_find_plug, ALLOCATIONS, key="rollout_allocation_schedule.type")

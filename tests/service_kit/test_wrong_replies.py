@@ -19,7 +19,7 @@ from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Sampling
 from tests.service_kit.clients import CLIENTS, Ask, app, policy, remote, sample, terminal, vllm
 from tests.service_kit.wrong_replies import Reading, served, wrong_replies
-from trainer_backend.collect.apps import TaskApps
+from tests.trainer_backend.collect.scripted_task_app import wrap
 from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked, read_page
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher, Queue
@@ -306,7 +306,7 @@ def collects() -> Iterator[tuple[Dispatcher, Queue, TaskAppClient, list[str]]]:
     """What has asked a task app for the rollouts r and s, and the sentences that it tells."""
     told: list[str] = []
     client = TaskAppClient("http://app", SecretStr("k"), timeout_s=30)
-    dispatcher = Dispatcher(TaskApps.of([client], tell=told.append), timeout_s=30)
+    dispatcher = Dispatcher(wrap([client], tell=told.append), timeout_s=30)
     queue = Queue([REQUEST, REQUEST.model_copy(update={"rollout_id": "s", "sibling": 1})])
     dispatcher.add(queue)
     dispatcher.deal()

@@ -1,7 +1,7 @@
 """The task apps of a job: their addresses, which may change during a run, and whether they answer."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -51,15 +51,6 @@ class TaskApps:
         self._addresses: dict[str, list[Address]] = {}
         self._stack = AsyncExitStack()
 
-    @classmethod
-    def of(
-        cls, clients: Iterable[TaskAppClient], *, lost_wait_s: float = 0.0, tell: Tell = log_sentence
-    ) -> Self:
-        """Wrap clients that the caller opened and will close."""
-        apps = cls((), SecretStr(""), timeout_s=0.0, lost_wait_s=lost_wait_s, tell=tell)
-        apps.members = tuple(clients)
-        return apps
-
     async def __aenter__(self) -> Self:
         """Resolve all names, and ask each task app for its process."""
         try:
@@ -105,11 +96,6 @@ class TaskApps:
         """Drop an app whose name no longer leads to it."""
         self.members = tuple(member for member in self.members if member is not app)
         self._show(app, "gone")
-
-    def is_twin(self, app: TaskAppClient) -> bool:
-        """Return whether another address leads to the same task app process."""
-        others = [other for other in self.serving if other is not app]
-        return any(other.instance_id == app.instance_id != "" for other in others)
 
     def answers(self) -> str:
         """Join the last answers of all apps with a fault."""

@@ -545,7 +545,8 @@ class Dispatcher:
         """
         if not await app.look():
             return False
-        if self.task_apps.is_twin(app):
+        others = {other.instance_id for other in self.task_apps.serving if other is not app}
+        if app.instance_id and app.instance_id in others:
             self.task_apps.tell(f"{app.url} is a task app that has another address already")
             return False
         if app.is_same_process:

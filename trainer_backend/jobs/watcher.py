@@ -83,13 +83,14 @@ _PAGE_FILES = (LOG_FILE, STATE_FILE)
 _IDENTITY_FILES = ("run.json", "job.toml")
 
 _PAGE = 500
+_FIND_S = 10.0  # interval of looks at all runs
 
 
 class Watcher:
     """Watches run directories in one event loop; `run` it until cancelled.
 
     Args:
-        look_s: interval of looks at active runs; `find_s`: at all runs.
+        look_s: interval of looks at active runs.
         tidies: whether to delete files that [retention] does not keep.
         answer_s: deadline of the store.
     """
@@ -101,12 +102,11 @@ class Watcher:
         news: News,
         *,
         look_s: float = 1.0,
-        find_s: float = 10.0,
         tidies: bool = True,
         answer_s: float = STORE_S,
     ) -> None:
         self._store, self._data, self._news = store, data, news
-        self._look_s, self._find_s, self._answer_s = look_s, find_s, answer_s
+        self._look_s, self._answer_s = look_s, answer_s
         self._tidies = tidies
         self._thread = ThreadPoolExecutor(1, "watcher")
         self._line = Line("watcher-asks", store.shown, answer_s)
@@ -130,10 +130,10 @@ class Watcher:
         return self._thread, self._line.thread
 
     async def run(self) -> None:
-        last_search_s = -self._find_s
+        last_search_s = -_FIND_S
         while True:
             now_s = asyncio.get_running_loop().time()
-            everything = now_s - last_search_s >= self._find_s
+            everything = now_s - last_search_s >= _FIND_S
             try:
                 for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)

@@ -111,7 +111,6 @@ class Gateways:
             await gateway.close()
 
     async def move_server(self, url: str, new_url: str) -> None:
-        """Tell the gateways the new address of a vLLM server."""
         await _all(gateway.move_server(url, new_url) for gateway in self.gateways)
 
     async def _load(self, version: PolicyVersion) -> None:
@@ -152,58 +151,51 @@ class ActorGateways(Protocol):
         """Serve the learner's policy, and the `fixed` ones of this process, until the context is left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+@dataclass
+class GatewayProcesses:
+    """The gateways of a run with [cluster], one for each listener, before they are started.
+
+    Each loads its own copies of the fixed policies.
+    """
+
     job_name: str
     model: ModelTable
-    inference: InferenceTable
+    table: InferenceTable
+    fixed: FixedSetup
+    listeners: Sequence[Listener]
+    directory: RunDirectory
+    tell: Say
+    """Receives a line for each gateway that dies."""
+    launcher: Launcher
     has_adapters: bool
     by_broadcast: bool
     """Whether the learner sends new weights to vLLM servers, tensor by tensor."""
 
-
-class GatewayProcesses:
-    """The gateways of a run with [cluster], one for each listener, before they are started.
-
-    Each loads its own copies of the fixed policies; `tell` receives a line for each that dies.
-    """
-
-    def __init__(
-        self,
-        served: Served,
-        fixed: FixedSetup,
-        listeners: Sequence[Listener],
-        directory: RunDirectory,
-        tell: Say,
-        launcher: Launcher,
-    ) -> None:
-        self._served, self._fixed, self._launcher = served, fixed, launcher
-        self._listeners, self._directory, self._tell = listeners, directory, tell
+    def __post_init__(self) -> None:
         self._key = SecretStr(secrets.token_urlsafe(32))
-        url, *others = (listener.url for listener in listeners)
-        table, model = served.inference, name_model(served.job_name, ACTOR)
+        url, *others = (listener.url for listener in self.listeners)
+        table, model = self.table, name_model(self.job_name, ACTOR)
         self.inference = Inference(url, model, self._key, table.max_model_len, table.asks, tuple(others))
 
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
         """Serve all policies from the learner's first publish on, until the context is left."""
-        served = self._served
         weights, table = await asyncio.to_thread(
-            make_delivery, learner, served.inference, self._directory, self._tell,
-            broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
-            launcher=self._launcher, device=served.model.device,
+            make_delivery, learner, self.table, self.directory, self.tell,
+            broadcasts=self.by_broadcast, has_adapters=self.has_adapters,
+            launcher=self.launcher, device=self.model.device,
         )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         # Without local engines gateways run with the orchestrator.
-        needs = Resources("gateways", len(self._listeners), device=served.model.device)
-        resources = needs if served.inference.engine == "local" else None
+        needs = Resources("gateways", len(self.listeners), device=self.model.device)
+        resources = needs if self.table.engine == "local" else None
         gateways = [
             Gateway(
-                number, listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
-                keys=keys, log_file=self._directory.gateway_log(number), resources=resources,
+                number, listener, partial(self._setup, table, weights, number), self.tell, self.launcher,
+                keys=keys, log_file=self.directory.gateway_log(number), resources=resources,
                 load_s=load_s(table),
             )
-            for number, listener in enumerate(self._listeners)
+            for number, listener in enumerate(self.listeners)
         ]  # fmt: skip
         server = Gateways(self.inference, gateways, weights)
         try:
@@ -218,11 +210,11 @@ class GatewayProcesses:
         if weights.servers is not None:  # whose addresses may have changed
             table = table.model_copy(update={"urls": weights.servers.urls})
         return GatewaySetup(
-            job_name=self._served.job_name,
-            model=self._served.model,
-            inference=divide_table(table, number, len(self._listeners)),
-            fixed=self._fixed,
-            run=self._directory.path.resolve(),
+            job_name=self.job_name,
+            model=self.model,
+            inference=divide_table(table, number, len(self.listeners)),
+            fixed=self.fixed,
+            run=self.directory.path.resolve(),
             version=version,
             probes=first,
         )

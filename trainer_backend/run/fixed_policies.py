@@ -122,7 +122,6 @@ class FixedPolicies:
 
     @property
     def policies(self) -> dict[str, ServedPolicy]:
-        """Return the served policies by name."""
         return {
             **{item.name: item.policy for item in self._local},
             **{item.table.name: item.policy for item in self.remote},

@@ -56,7 +56,6 @@ def _taken(parent: Rollout, turns: Sequence[int]) -> dict[int, str]:
 
 
 def choose_forks(run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured) -> list[Forked]:
-    """Return the rollouts to fork, each with its chosen turns."""
     rule, credit = planner.fork_rule, run.credit
     reads_values = rule is not None and rule.needs_values
     chosen = [

@@ -205,7 +205,6 @@ class Iteration:
             await end_tasks(self._first)
 
     def result(self) -> IterationResult:
-        """Join all rounds."""
         batch, credits = Batch.join(self._rounds), self._credited.credits
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)

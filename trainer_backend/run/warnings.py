@@ -1,4 +1,7 @@
-"""Warnings of a run that cannot learn: no signal, calls that are forgotten, or steps that are too large."""
+"""Warnings of a run that cannot learn: no signal, calls that are forgotten, or steps that are too large.
+
+`rows` are always those of all iterations, oldest first.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -18,8 +21,8 @@ def find_warnings(
     compares_siblings: bool,
 ) -> Iterator[str]:
     """Yield the warnings after an iteration. `read_rows` is called only if the iteration's row is bad."""
-    is_bad = any(test(row) for test in (loses_calls, steps_too_far, leaps))
-    if has_signal(row, compares_siblings=compares_siblings) and not is_bad:
+    tests = [loses_calls, steps_too_far, leaps, _is_flat, *([] if compares_siblings else [_is_unpaid])]
+    if not any(test(row) for test in tests):
         return
     rows = [earlier for earlier in read_rows() if earlier["kind"] == "iteration"]
     yield from filter(
@@ -33,19 +36,14 @@ def find_warnings(
     )
 
 
-def has_signal(row: Mapping[str, Any], *, compares_siblings: bool) -> bool:
-    """Return whether an iteration had a signal, as `nothing_to_learn` defines it."""
-    return not (_is_flat(row) or (not compares_siblings and _is_unpaid(row)))
-
-
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """Return a warning if the last iterations had no signal: after two of them, and after every 25.
+    """Warn if the last iterations had no signal: after two of them, and after every 25.
 
     An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
     0, so with a critic an iteration in which no decision earned anything has no signal either.
 
     Args:
-        rows: of all iterations, oldest first; a row that lacks the counts had a signal.
+        rows: one that lacks the counts had a signal.
         compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
     """
     unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
@@ -70,11 +68,7 @@ def loses_calls(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if most decisions are refused now, and few were before: at once, and after every 25.
-
-    Args:
-        rows: of all iterations, oldest first.
-    """
+    """Warn if most decisions are refused now, and few were before: at once, and after every 25."""
     count = _count_last(rows, loses_calls)
     before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
     best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
@@ -98,11 +92,7 @@ def steps_too_far(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if `target_kl` left one step to each of the last three iterations, and after every 25.
-
-    Args:
-        rows: of all iterations, oldest first.
-    """
+    """Warn if `target_kl` left one step to each of the last three iterations, and after every 25."""
     count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
         return None
@@ -119,11 +109,7 @@ def leaps(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if the last iteration moved the policy much too far: at once, and after every 25.
-
-    Args:
-        rows: of all iterations, oldest first.
-    """
+    """Warn if the last iteration moved the policy much too far: at once, and after every 25."""
     count, last = _count_last(rows, leaps), rows[-1]
     if not count or (count - 1) % _TOLD_AGAIN:
         return None

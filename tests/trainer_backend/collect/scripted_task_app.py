@@ -1,7 +1,8 @@
 """A task app's rollout routes on a real port, that can be told to misbehave."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,8 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest, RolloutStatus
 from shared_schemas.trajectory import StopReason, Trajectory
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -28,6 +31,20 @@ def make_request(number: int, *, group: int = 0) -> RolloutRequest:
             "policy": {"policy_name": "openai", "inference_key": "the-gateway-key"},
         }
     )
+
+
+def plan(first: int, end: int, *, iteration: int = 0) -> list[RolloutRequest]:
+    """A group each, so that they are dealt out in turn."""
+    requests = [make_request(number, group=number) for number in range(first, end)]
+    return [request.model_copy(update={"iteration": iteration}) for request in requests]
+
+
+def ids(*numbers: int) -> list[str]:
+    return [f"run/train/1/0/{number}" for number in numbers]
+
+
+def siblings(batch: Batch) -> list[int]:
+    return sorted(rollout.sibling for rollout in batch.rollouts)
 
 
 def answer_to(
@@ -67,7 +84,6 @@ class ScriptedTaskApp:
         self.cancelled: list[str] = []
         self.keys: list[str | None] = []
         self.answer_first_with: list[int] = []
-        self.nonsense = False
         self.max_body_bytes = 1 << 20
 
     def app(self) -> web.Application:
@@ -108,8 +124,6 @@ class ScriptedTaskApp:
         return answer_to(item, status="failed" if failed else "finished", instance=self.instance)
 
     async def page(self, request: web.Request) -> web.Response:
-        if self.nonsense:
-            return web.Response(text="<html>what?</html>")
         first = int(request.query.get("cursor") or 0)
         found = [json.loads(item.model_dump_json()) for item in self.ended[first : first + 3]]
         cursor = str(first + len(found))
@@ -128,6 +142,50 @@ class ScriptedTaskApp:
     async def cancel(self, request: web.Request) -> web.Response:
         self.cancelled.append(request.match_info["rollout_id"])
         return web.json_response({})
+
+
+class Gated(ScriptedTaskApp):
+    """Ends nothing before its gate is opened, and forgets what is acknowledged, as a real one does."""
+
+    def __init__(self, *, instance: str = "i") -> None:
+        super().__init__(instance=instance)
+        self.gate, self.change = asyncio.Event(), asyncio.Condition()
+
+    async def accept(self, request: web.Request) -> web.Response:
+        return await self.note(await super().accept(request))
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        return await self.note(await super().cancel(request))
+
+    async def note(self, answer: web.Response) -> web.Response:
+        async with self.change:
+            self.change.notify_all()
+        return answer
+
+    async def until_accepted(self, count: int) -> None:
+        async with self.change:
+            await self.change.wait_for(lambda: len(self.ended) == count)
+
+    async def until_cancelled(self, names: list[str]) -> None:
+        async with self.change:
+            await self.change.wait_for(lambda: {*self.cancelled} == {*names})
+
+    async def page(self, request: web.Request) -> web.Response:
+        await self.gate.wait()
+        gone = {*self.acked, *self.cancelled}
+        first = int(request.query.get("cursor") or 0)
+        page = self.ended[first : first + 3]
+        results = [json.loads(item.model_dump_json()) for item in page if item.rollout_id not in gone]
+        cursor = str(first + len(page))
+        answer = {"rollouts": results, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
+        return web.json_response(answer)
+
+
+def wrap(clients: Iterable[TaskAppClient], **keys: Any) -> TaskApps:
+    """The task apps of clients that the caller opened and will close."""
+    apps = TaskApps((), SecretStr(""), timeout_s=0.0, **keys)
+    apps.members = tuple(clients)
+    return apps
 
 
 @asynccontextmanager

@@ -6,77 +6,27 @@ import json
 import pytest
 from aiohttp import web
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, make_request, served
-from trainer_backend.collect.apps import TaskApps
+from shared_schemas.rollouts import Rollout
+from tests.trainer_backend.collect.scripted_task_app import (
+    Gated,
+    ScriptedTaskApp,
+    answer_to,
+    ids,
+    plan,
+    served,
+    siblings,
+    wrap,
+)
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import RunNotWritten, TaskAppError
 
 
-def plan(first: int, end: int, *, iteration: int = 0) -> list[RolloutRequest]:
-    requests = [make_request(number, group=number) for number in range(first, end)]
-    return [request.model_copy(update={"iteration": iteration}) for request in requests]
-
-
-def ids(first: int, end: int) -> list[str]:
-    return [f"run/train/1/0/{number}" for number in range(first, end)]
-
-
-def siblings(batch: Batch) -> list[int]:
-    return sorted(rollout.sibling for rollout in batch.rollouts)
-
-
-class Forgetting(ScriptedTaskApp):
-    """Ends nothing before its gate is opened, and forgets what is acknowledged, as a real one does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-        self.change = asyncio.Condition()
-        self.lost_acks = 0
-
-    async def accept(self, request: web.Request) -> web.Response:
-        return await self.note(await super().accept(request))
-
-    async def cancel(self, request: web.Request) -> web.Response:
-        return await self.note(await super().cancel(request))
-
-    async def note(self, answer: web.Response) -> web.Response:
-        async with self.change:
-            self.change.notify_all()
-        return answer
-
-    async def until_accepted(self, count: int) -> None:
-        async with self.change:
-            await self.change.wait_for(lambda: len(self.ended) == count)
-
-    async def until_cancelled(self, names: list[str]) -> None:
-        async with self.change:
-            await self.change.wait_for(lambda: sorted(self.cancelled) == names)
-
-    async def page(self, request: web.Request) -> web.Response:
-        await self.gate.wait()
-        gone = {*self.acked, *self.cancelled}
-        first = int(request.query.get("cursor") or 0)
-        page = self.ended[first : first + 3]
-        results = [json.loads(item.model_dump_json()) for item in page if item.rollout_id not in gone]
-        cursor = str(first + len(page))
-        answer = {"rollouts": results, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
-        return web.json_response(answer)
-
-    async def ack(self, request: web.Request) -> web.Response:
-        if self.lost_acks:
-            self.lost_acks -= 1
-            return web.json_response({"detail": "out of order"}, status=500)
-        return await super().ack(request)
-
-
 async def test_a_batch_that_begins_later_is_sent_at_once_and_one_that_is_cancelled_takes_none_along():
-    task_app = Forgetting()
+    task_app = Gated()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
         first = asyncio.ensure_future(dispatcher.collect(plan(0, 4)))
         await task_app.until_accepted(4)
         second = asyncio.ensure_future(dispatcher.collect(plan(4, 9, iteration=1)))
@@ -84,14 +34,14 @@ async def test_a_batch_that_begins_later_is_sent_at_once_and_one_that_is_cancell
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        await task_app.until_cancelled(ids(0, 4))
+        await task_app.until_cancelled(ids(*range(4)))
         task_app.gate.set()
         assert siblings(await second) == [4, 5, 6, 7, 8]
-    assert sorted(task_app.acked) == ids(0, 4)
+    assert sorted(task_app.acked) == ids(*range(4))
 
 
 async def test_a_batch_goes_on_although_what_its_app_is_to_play_next_is_cancelled_before_it_is_sent():
-    class Slow(Forgetting):
+    class Slow(Gated):
         """Answers a cancellation `later`. Its first page, rollout 0 alone, comes while one waits."""
 
         is_polled, is_asked, later = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -112,7 +62,7 @@ async def test_a_batch_goes_on_although_what_its_app_is_to_play_next_is_cancelle
 
     task_app, has_ended = Slow(), asyncio.Event()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=3)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30, max_running=3)
         first = asyncio.ensure_future(dispatcher.collect(plan(0, 2), lambda *_: has_ended.set()))
         second = asyncio.ensure_future(dispatcher.collect(plan(2, 3, iteration=1)))
         third = asyncio.ensure_future(dispatcher.collect(plan(3, 4, iteration=2)))
@@ -131,9 +81,9 @@ async def test_what_one_batch_cannot_keep_does_not_end_the_other():
     def full(rollout: Rollout) -> None:
         raise RunNotWritten("no space left")
 
-    task_app = Forgetting()
+    task_app = Gated()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=6)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30, max_running=6)
         kept: list[str] = []
         both = asyncio.gather(
             dispatcher.collect(plan(0, 9), keep=full),
@@ -148,16 +98,16 @@ async def test_what_one_batch_cannot_keep_does_not_end_the_other():
     assert isinstance(error, RunNotWritten)
     assert isinstance(batch, Batch)
     assert siblings(batch) == list(range(9, 20))
-    assert sorted(kept) == sorted(ids(9, 20))
+    assert sorted(kept) == sorted(ids(*range(9, 20)))
     # No place was given to the broken one again.
-    assert {item.rollout_id for item in task_app.ended} == {*ids(0, 6), *ids(9, 20)}
+    assert {item.rollout_id for item in task_app.ended} == {*ids(*range(6)), *ids(*range(9, 20))}
 
 
 async def test_a_later_batch_fills_the_places_that_the_first_one_leaves():
-    task_app = Forgetting()
+    task_app = Gated()
     task_app.gate.set()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=2)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30, max_running=2)
         parts = await asyncio.gather(
             dispatcher.collect(plan(0, 3, iteration=1)),
             dispatcher.collect(plan(3, 6, iteration=2)),
@@ -172,7 +122,7 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_batches_and_not_the_nex
     task_app = ScriptedTaskApp()
     task_app.answer_first_with = [401]
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
 
         async def both() -> list[BaseException]:
             parts = dispatcher.collect(plan(0, 3)), dispatcher.collect(plan(3, 8, iteration=1))
@@ -187,9 +137,9 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_batches_and_not_the_nex
 
 
 async def test_the_deadline_of_a_batch_begins_when_no_earlier_iteration_is_under_way():
-    task_app = Forgetting()
+    task_app = Gated()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=1.0, max_running=1)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=1.0, max_running=1)
         later = asyncio.ensure_future(dispatcher.collect(plan(0, 2, iteration=2)))
         await task_app.until_accepted(1)
         # Begun after the other, it runs into its deadline first, since the clock of the other stands still.
@@ -204,9 +154,18 @@ async def test_the_deadline_of_a_batch_begins_when_no_earlier_iteration_is_under
 
 
 async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_that_is_found_well():
-    task_app = Forgetting()
+    class LosesAcks(Gated):
+        lost_acks = 0
+
+        async def ack(self, request: web.Request) -> web.Response:
+            if self.lost_acks:
+                self.lost_acks -= 1
+                return web.json_response({"detail": "out of order"}, status=500)
+            return await super().ack(request)
+
+    task_app = LosesAcks()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30, max_running=1)
         batch = asyncio.ensure_future(dispatcher.collect(plan(0, 3)))
         await task_app.until_accepted(1)
         task_app.lost_acks = 1
@@ -217,7 +176,7 @@ async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_that_is
 
 
 async def test_what_is_collected_again_right_after_its_batch_was_cancelled_is_cancelled_before_it_is_sent():
-    class Slow(Forgetting):
+    class Slow(Gated):
         """Answers its first cancellation `later`; what is requested again counts as new."""
 
         is_asked, later = asyncio.Event(), asyncio.Event()
@@ -242,7 +201,7 @@ async def test_what_is_collected_again_right_after_its_batch_was_cancelled_is_ca
 
     task_app = Slow()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
         other, first, last = (
             asyncio.ensure_future(dispatcher.collect(requests))
             for requests in (plan(0, 1), plan(1, 2), plan(2, 3))
@@ -257,14 +216,14 @@ async def test_what_is_collected_again_right_after_its_batch_was_cancelled_is_ca
         task_app.later.set()
         task_app.gate.set()
         assert [siblings(await other), siblings(await again)] == [[0], [1]]
-    (name,) = ids(1, 2)
+    (name,) = ids(1)
     assert [call for call, of in task_app.calls if of == name] == ["accept", "cancel", "accept"]
 
 
 async def test_a_batch_whose_last_rollout_ends_in_the_moment_of_its_deadline_is_collected():
-    task_app = Forgetting()
+    task_app = Gated()
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
         collecting = asyncio.ensure_future(dispatcher.collect(plan(0, 1)))
         await task_app.until_accepted(1)
         (queue,) = dispatcher.queues

@@ -10,8 +10,13 @@ from pydantic import SecretStr
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.rollouts import EnvSpec, Rollout, RolloutRequest, Start
 from shared_schemas.trajectory import ObservationData, StepData, UserReward
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, make_request, served
-from trainer_backend.collect.apps import TaskApps
+from tests.trainer_backend.collect.scripted_task_app import (
+    ScriptedTaskApp,
+    answer_to,
+    make_request,
+    served,
+    wrap,
+)
 from trainer_backend.collect.arrival import checked
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
@@ -37,7 +42,7 @@ PROBLEM = {
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
     async with served(ScriptedTaskApp()) as client:
         seen: list[tuple[int, int]] = []
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
+        found = await Dispatcher(wrap([client]), timeout_s=30).collect(
             [make_request(number) for number in (4, 0, 3, 1, 2)],
             lambda done, total: seen.append((done, total)),
         )
@@ -48,7 +53,7 @@ async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
 async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
     async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
+        found = await Dispatcher(wrap([client]), timeout_s=30).collect(
             [make_request(number) for number in range(3)]
         )
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
@@ -65,7 +70,7 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
         kept.append(rollout.rollout_id)
 
     async with served(task_app) as client:
-        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
         found = await dispatcher.collect([make_request(number) for number in range(300)], keep=keep)
     assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
     assert (len(kept), len(found.failed)) == (299, 1)
@@ -81,14 +86,14 @@ async def test_what_a_killed_start_left_is_ended_at_each_app_that_answers():
 
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first, routes={"/run/abort": abort}) as a, served(second) as b:
-        await Dispatcher(TaskApps.of([a, b]), timeout_s=30).abort("run.1")  # b does not know the route
+        await Dispatcher(wrap([a, b]), timeout_s=30).abort("run.1")  # b does not know the route
     assert told == ["run.1"]
 
 
 async def test_two_task_apps_share_the_work():
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first) as a, served(second) as b:
-        dispatcher = Dispatcher(TaskApps.of([a, b]), timeout_s=30)
+        dispatcher = Dispatcher(wrap([a, b]), timeout_s=30)
         found = await dispatcher.collect([make_request(number) for number in range(5)])
         await dispatcher.ack("run", found.rollouts)
     assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
@@ -147,16 +152,6 @@ async def test_what_a_plug_in_or_a_server_behind_a_task_app_says_is_no_loss_of_t
     assert str(body.get("detail") or body["message"]) in str(caught.value)
 
 
-async def test_nonsense_is_an_error_that_names_the_address():
-    task_app = ScriptedTaskApp()
-    task_app.nonsense = True
-    async with served(task_app) as client:
-        with pytest.raises(
-            TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts: its reply is .*; JSON is needed"
-        ):
-            await client.poll("run", None, wait_s=0)
-
-
 class OtherService(ScriptedTaskApp):
     """Answers every route with the same JSON."""
 
@@ -174,11 +169,6 @@ class OtherService(ScriptedTaskApp):
     ("answer", "told"),
     [
         ({"status": "ok"}, "accepted is missing; the reader needs it"),
-        (["ok"], "its reply is ['ok'] (list); it should be an object"),
-        (
-            {"accepted": [7], "known": [], "instance_id": "i"},
-            "accepted.0 is 7 (int); it should be a valid string",
-        ),
         (
             {"accepted": [], "known": [], "instance_id": "i", "new": 1},
             "new is 1 (int); no such field is known",
@@ -189,6 +179,8 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
     async with served(OtherService(answer)) as client:
         with pytest.raises(TaskAppError) as caught:
             await client.submit([make_request(0)])
+        with pytest.raises(TaskAppError, match=f"^{client.url}: GET /rollouts: "):
+            await client.poll("run", None, wait_s=0)
     lines = str(caught.value).splitlines()
     place = f"{client.url}: POST /rollouts: "
     assert lines == [
@@ -198,9 +190,9 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
 
 async def test_an_empty_plan_asks_no_app():
     client = TaskAppClient("http://127.0.0.1:9", SecretStr("k"), timeout_s=1)  # never opened
-    assert (await Dispatcher(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
+    assert (await Dispatcher(wrap([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
-        Dispatcher(TaskApps.of([]), timeout_s=1)
+        Dispatcher(wrap([]), timeout_s=1)
 
 
 async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():

@@ -7,57 +7,23 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
-from trainer_backend.collect.apps import TaskApps
+from tests.trainer_backend.collect.scripted_task_app import (
+    Gated,
+    ScriptedTaskApp,
+    ids,
+    plan,
+    served,
+    siblings,
+    wrap,
+)
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
 
 
-def plan(count: int) -> list[RolloutRequest]:
-    """A group each, so that they are dealt out in turn."""
-    return [make_request(number, group=number) for number in range(count)]
-
-
-def ids(numbers: Sequence[int]) -> list[str]:
-    return [f"run/train/1/0/{number}" for number in numbers]
-
-
-def siblings(found: Batch) -> list[int]:
-    return sorted(rollout.sibling for rollout in found.rollouts)
-
-
-class Gated(ScriptedTaskApp):
-    """Ends nothing before its gate is opened; a rollout that is cancelled before never ends."""
-
-    def __init__(self, *, instance: str = "gated") -> None:
-        super().__init__(instance=instance)
-        self.gate = asyncio.Event()
-        self.accepted = asyncio.Event()
-        self.noticed = asyncio.Condition()
-
-    async def accept(self, request: web.Request) -> web.Response:
-        answer = await super().accept(request)
-        self.accepted.set()
-        async with self.noticed:
-            self.noticed.notify_all()
-        return answer
-
-    async def page(self, request: web.Request) -> web.Response:
-        await self.gate.wait()
-        self.ended = [item for item in self.ended if item.rollout_id not in self.cancelled]
-        return await super().page(request)
-
-    async def cancel(self, request: web.Request) -> web.Response:
-        answer = await super().cancel(request)
-        async with self.noticed:
-            self.noticed.notify_all()
-        return answer
-
-
 async def collected(clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest]) -> Batch:
-    apps = TaskApps.of(clients, lost_wait_s=30)
+    apps = wrap(clients, lost_wait_s=30)
     return await Dispatcher(apps, timeout_s=30).collect(requests)
 
 
@@ -69,10 +35,10 @@ async def test_what_a_lost_task_app_had_goes_to_the_others_under_the_same_ids():
 
     broken, other = Broken(instance="broken"), ScriptedTaskApp(instance="other")
     async with served(broken) as a, served(other) as b:
-        found = await collected([a, b], plan(4))
+        found = await collected([a, b], plan(0, 4))
     assert siblings(found) == [0, 1, 2, 3]
-    assert [item.rollout_id for item in broken.ended] == ids([0, 2])
-    assert sorted(item.rollout_id for item in other.ended) == ids([0, 1, 2, 3])
+    assert [item.rollout_id for item in broken.ended] == ids(0, 2)
+    assert sorted(item.rollout_id for item in other.ended) == ids(0, 1, 2, 3)
     assert {item.instance_id for item in found.rollouts} == {"other"}
     assert found.failures == {"task_app_lost": 2}
     lost, kept = (found.apps[client.url.removeprefix("http://")] for client in (a, b))
@@ -92,22 +58,20 @@ async def test_a_rollout_that_was_finished_on_the_lost_app_and_given_to_another_
             self.pages += 1
             if self.pages == 1:
                 return web.json_response({"detail": "out of order"}, status=500)
-            async with other.noticed:  # it is back after the other one has taken its rollouts
-                await other.noticed.wait_for(lambda: len(other.ended) == 4)
+            await other.until_accepted(4)  # it is back after the other one has taken its rollouts
             return await super().page(request)
 
     first, other = ShortlyGone(), Gated(instance="other")
     async with served(first) as a, served(other) as b:
-        collecting = asyncio.ensure_future(collected([a, b], plan(4)))
-        async with other.noticed:
-            await other.noticed.wait_for(lambda: len(other.cancelled) == 2)
+        collecting = asyncio.ensure_future(collected([a, b], plan(0, 4)))
+        await other.until_cancelled(ids(0, 2))
         other.gate.set()
         found = await collecting
     assert siblings(found) == [0, 1, 2, 3]
     assert {item.rollout_id: item.instance_id for item in found.rollouts} == dict(
-        zip(ids([0, 1, 2, 3]), ["back", "other"] * 2, strict=True)
+        zip(ids(0, 1, 2, 3), ["back", "other"] * 2, strict=True)
     )
-    assert set(other.cancelled) == {*ids([0, 2])}  # once more changes nothing
+    assert set(other.cancelled) == {*ids(0, 2)}  # once more changes nothing
     assert first.cancelled == []
 
 
@@ -119,20 +83,20 @@ async def test_what_another_app_has_of_a_finished_rollout_is_stopped_also_when_n
             self.pages += 1
             if self.pages == 1:
                 return web.json_response({"detail": "out of order"}, status=500)
-            await other.accepted.wait()
+            await other.until_accepted(1)
             return await super().page(request)
 
     first, other = ShortlyGone(instance="back"), Gated(instance="other")
     async with served(first) as a, served(other) as b:
-        found = await collected([a, b], plan(1))
+        found = await collected([a, b], plan(0, 1))
     assert [item.instance_id for item in found.rollouts] == ["back"]
-    assert set(other.cancelled) == set(other.acked) == {*ids([0])}  # once more changes nothing
+    assert set(other.cancelled) == set(other.acked) == {*ids(0)}  # once more changes nothing
 
 
 async def test_with_one_place_a_failed_rollout_still_goes_to_the_app_that_has_no_share():
-    failing, other = ScriptedTaskApp(fails={ids([0])[0]: 1}), ScriptedTaskApp(instance="other")
+    failing, other = ScriptedTaskApp(fails={ids(0)[0]: 1}), ScriptedTaskApp(instance="other")
     async with served(failing) as a, served(other) as b:
-        found = await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(1))
+        found = await Dispatcher(wrap([a, b]), timeout_s=30, max_running=1).collect(plan(0, 1))
     assert [(item.attempt, item.instance_id) for item in found.rollouts] == [(1, "other")]
 
 
@@ -166,17 +130,16 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
             back.set()
 
     async with served(first) as a, served(other) as b:
-        apps = TaskApps.of([a, b], lost_wait_s=30, tell=tell)
+        apps = wrap([a, b], lost_wait_s=30, tell=tell)
         apps.watch(lambda app, state: shown.append((app, state, app.fault)))
-        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30, max_running=4).collect(plan(9)))
-        async with other.noticed:
-            await other.noticed.wait_for(lambda: len(other.ended) == 4)
+        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30, max_running=4).collect(plan(0, 9)))
+        await other.until_accepted(4)
         first.repaired.set()
         await back.wait()
         other.gate.set()
         found = await collecting
     assert siblings(found) == list(range(9))
-    assert sorted(first.cancelled[:2]) == ids([0, 2])
+    assert sorted(first.cancelled[:2]) == ids(0, 2)
     assert {item.instance_id for item in found.rollouts} == {"back", "other"}
     assert len(told) == 2
     assert "2 of its rollouts are for the others" in told[0]
@@ -199,9 +162,9 @@ async def test_an_app_that_was_restarted_gets_what_it_had_lost_under_the_same_id
 
     task_app = Restarted(instance="first")
     async with served(task_app) as client:
-        found = await collected([client], plan(3))
+        found = await collected([client], plan(0, 3))
     assert siblings(found) == [0, 1, 2]
-    assert sorted(item.rollout_id for item in task_app.before) == ids([0, 1, 2])
+    assert sorted(item.rollout_id for item in task_app.before) == ids(0, 1, 2)
     assert {item.instance_id for item in found.rollouts} == {"second"}
     assert found.failures == {"task_app_lost": 3}
 
@@ -211,7 +174,7 @@ async def test_when_all_are_lost_the_error_names_each_and_its_last_answer():
     first.down = second.down = True
     async with served(first) as a, served(second) as b:
         with pytest.raises(TaskAppLost) as caught:
-            await Dispatcher(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
+            await Dispatcher(wrap([a, b]), timeout_s=30).collect(plan(0, 4))
     told = str(caught.value)
     assert told.startswith("no task app answers, for 0 s (services.task_app_wait_s): ")
     for client in (a, b):
@@ -224,8 +187,8 @@ async def test_when_all_are_lost_one_that_comes_back_in_time_is_enough():
     task_app.down = True
     lost = asyncio.Event()
     async with served(task_app) as client:
-        apps = TaskApps.of([client], lost_wait_s=30, tell=lambda _: lost.set())
-        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30).collect(plan(3)))
+        apps = wrap([client], lost_wait_s=30, tell=lambda _: lost.set())
+        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30).collect(plan(0, 3)))
         await lost.wait()
         task_app.down = False
         assert siblings(await collecting) == [0, 1, 2]
@@ -247,8 +210,8 @@ async def test_a_rollout_that_takes_its_task_app_with_it_fails_at_the_third():
 
     first, second = Poisoned("a"), Poisoned("b")
     async with served(first) as a, served(second) as b:
-        apps = TaskApps.of([a, b], lost_wait_s=30)
-        found = await Dispatcher(apps, timeout_s=30, max_running=1).collect(plan(3))
+        apps = wrap([a, b], lost_wait_s=30)
+        found = await Dispatcher(apps, timeout_s=30, max_running=1).collect(plan(0, 3))
     assert siblings(found) == [0, 2]
     (failed,) = found.failed
     assert (failed.rollout_id, failed.failure.code) == ("run/train/1/0/1", "task_app_lost")
@@ -268,8 +231,8 @@ async def test_a_task_app_that_stops_in_order_is_no_fault_of_its_rollouts():
             return Rollout.model_validate({**ended.model_dump(), "status": "cancelled", "failure": failure})
 
     async with served(Stopping()) as client:
-        found = await collected([client], plan(2))
-    assert [item.rollout_id for item in found.rollouts] == [f"{name}:2" for name in ids([0, 1])]
+        found = await collected([client], plan(0, 2))
+    assert [item.rollout_id for item in found.rollouts] == [f"{name}:2" for name in ids(0, 1)]
     assert found.failures == {"cancelled": 4}
 
 
@@ -283,9 +246,9 @@ async def test_what_an_app_accepted_although_its_answer_was_lost_is_fetched_and_
     task_app = LosesItsAnswer()
     async with served(task_app) as client:
         await client.about()  # as at the start of a run: the process is known
-        found = await collected([client], plan(3))
+        found = await collected([client], plan(0, 3))
     assert siblings(found) == [0, 1, 2]
-    assert [item.rollout_id for item in task_app.ended] == ids([0, 1, 2])
+    assert [item.rollout_id for item in task_app.ended] == ids(0, 1, 2)
 
 
 async def test_a_result_that_no_app_was_asked_for_yet_does_not_count():
@@ -294,12 +257,12 @@ async def test_a_result_that_no_app_was_asked_for_yet_does_not_count():
 
         async def accept(self, request: web.Request) -> web.Response:
             if not self.ended:
-                self.ended.append(self._ended(plan(3)[-1]))
+                self.ended.append(self._ended(plan(0, 3)[-1]))
             return await super().accept(request)
 
     task_app = Early()
     async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1).collect(plan(3))
+        found = await Dispatcher(wrap([client]), timeout_s=30, max_running=1).collect(plan(0, 3))
     assert siblings(found) == [0, 1, 2]
     assert [item.sibling for item in task_app.ended] == [2, 0, 1, 2]
-    assert task_app.acked[0] == ids([2])[0]
+    assert task_app.acked[0] == ids(2)[0]

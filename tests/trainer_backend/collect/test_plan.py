@@ -101,16 +101,6 @@ def test_explicit_evaluation_worlds_are_avoided_by_training():
     assert first not in {request.start.seed for request in plan.training(1)}
 
 
-def test_a_derived_seed_depends_on_every_part_and_its_type():
-    seeds = {
-        derived_seed(0, "a", 1),
-        derived_seed(0, "a", 2),
-        derived_seed(0, "b", 1),
-        derived_seed(0, "a", "1"),
-    }
-    assert len(seeds) == 4
-
-
 def test_the_teacher_gets_no_key_and_the_model_gets_it():
     assert all(request.policy.inference_key is None for request in planner().warmup())
     assert all(request.policy.inference_key == SecretStr("key") for request in planner().training(1))

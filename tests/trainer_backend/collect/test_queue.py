@@ -7,8 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest, RolloutStatus
-from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
-from trainer_backend.collect.apps import TaskApps
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request, wrap
 from trainer_backend.collect.batch import in_order
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher, Queue
@@ -27,7 +26,7 @@ def plan(groups: int, *, siblings: int) -> list[RolloutRequest]:
 
 
 def dealt(apps: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], *, places: int) -> Dispatcher:
-    dispatcher = Dispatcher(TaskApps.of(apps), timeout_s=1.0, max_running=places)
+    dispatcher = Dispatcher(wrap(apps), timeout_s=1.0, max_running=places)
     dispatcher.add(Queue(requests))
     return dispatcher
 

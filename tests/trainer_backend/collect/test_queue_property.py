@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request, wrap
 from tests.trainer_backend.collect.test_queue import new_app
-from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher, Queue
 
@@ -62,7 +61,7 @@ class Play:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.apps = [new_app(number, at_most=most) for number, most in enumerate(AT_MOST)]
-        self.dispatcher = Dispatcher(TaskApps.of(self.apps), timeout_s=1.0, max_running=PLACES)
+        self.dispatcher = Dispatcher(wrap(self.apps), timeout_s=1.0, max_running=PLACES)
         # What each task app runs, which may be more than what it was last asked for.
         self.held: dict[TaskAppClient, dict[str, RolloutRequest]] = {app: {} for app in self.apps}
         self.results: list[tuple[TaskAppClient, Rollout]] = []

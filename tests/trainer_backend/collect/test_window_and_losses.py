@@ -6,15 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from shared_schemas.rollouts import RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
-from trainer_backend.collect.apps import TaskApps
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, plan, served, wrap
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.errors import TaskAppError
-
-
-def plan(count: int) -> list[RolloutRequest]:
-    return [make_request(number) for number in range(count)]
 
 
 class OneByOne(ScriptedTaskApp):
@@ -40,7 +34,7 @@ class OneByOne(ScriptedTaskApp):
 async def test_the_window_is_full_until_nothing_is_left_to_submit():
     task_app = OneByOne()
     async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=3).collect(plan(7))
+        found = await Dispatcher(wrap([client]), timeout_s=30, max_running=3).collect(plan(0, 7))
     assert task_app.running == [3, 3, 3, 3, 3, 2, 1]
     assert len(found.rollouts) == 7
 
@@ -48,7 +42,7 @@ async def test_the_window_is_full_until_nothing_is_left_to_submit():
 async def test_a_stage_may_be_larger_than_what_a_task_app_holds():
     task_app = OneByOne()
     async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=60, max_running=8).collect(plan(300))
+        found = await Dispatcher(wrap([client]), timeout_s=60, max_running=8).collect(plan(0, 300))
     assert len(found.rollouts) == 300
     assert task_app.most_held <= 256 + 8
 
@@ -56,7 +50,7 @@ async def test_a_stage_may_be_larger_than_what_a_task_app_holds():
 async def test_the_first_attempt_of_what_was_planned_again_is_let_go():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1})
     async with served(task_app) as client:
-        await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
+        await Dispatcher(wrap([client]), timeout_s=30).collect(plan(0, 3))
     assert task_app.acked == ["run/train/1/0/1"]
 
 
@@ -77,7 +71,7 @@ async def test_a_cancelled_collection_leaves_nothing_running_and_nothing_held():
     task_app = Stuck()
     async with served(task_app) as client:
         collecting = asyncio.ensure_future(
-            Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=2).collect(plan(5))
+            Dispatcher(wrap([client]), timeout_s=30, max_running=2).collect(plan(0, 5))
         )
         await task_app.asked.wait()
         collecting.cancel()
@@ -93,7 +87,7 @@ async def test_an_error_of_one_task_app_ends_the_work_of_the_others():
     refusing.answer_first_with = [401]
     async with served(refusing) as a, served(other) as b:
         with pytest.raises(TaskAppError, match="status 401"):
-            await Dispatcher(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
+            await Dispatcher(wrap([a, b]), timeout_s=30).collect(plan(0, 4))
     assert sorted(other.cancelled) == [item.rollout_id for item in other.ended]
 
 
@@ -119,7 +113,7 @@ class Forgetful(ScriptedTaskApp):
 @pytest.mark.parametrize(("restarts", "count"), [(False, 3), (True, 5)])  # a first page of three came before
 async def test_what_a_task_app_has_lost_is_asked_for_again(restarts: bool, count: int):
     async with served(Forgetful(1, restarts=restarts)) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(count))
+        found = await Dispatcher(wrap([client]), timeout_s=30).collect(plan(0, count))
     assert [rollout.sibling for rollout in found.rollouts] == list(range(count))
 
 
@@ -127,5 +121,5 @@ async def test_a_task_app_that_loses_everything_every_time_is_an_error_and_no_bu
     task_app = Forgetful(10**9, restarts=False)
     async with served(task_app) as client:
         with pytest.raises(TaskAppError, match="has lost 3 rollouts, twice"):
-            await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
+            await Dispatcher(wrap([client]), timeout_s=30).collect(plan(0, 3))
     assert task_app.polls == 2

@@ -14,9 +14,9 @@ from pydantic import SecretStr
 from shared_schemas.replay import ReplayRequest
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from tests.conftest import tiny_job
+from tests.trainer_backend.collect.scripted_task_app import wrap
 from tests.trainer_backend.pages.hand_made import rollout
 from trainer_backend import job_parts
-from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.wire import TaskAppLost
@@ -101,7 +101,7 @@ class Client:
 def player(answer: Answer, client: Client | None = None) -> ContinuationPlayer:
     inference = Inference("http://127.0.0.1:1", "tiny/actor", SecretStr("k"))
     return ContinuationPlayer(
-        job_parts.planner(JOB, "tiny.truth", inference), Desk(answer), TaskApps.of([client or Client()]),
+        job_parts.planner(JOB, "tiny.truth", inference), Desk(answer), wrap([client or Client()]),
         Rewards(JOB.training, JOB.max_decisions), SETTING,
     )  # fmt: skip
 

@@ -233,9 +233,6 @@ def test_an_id_keeps_its_slashes_and_nothing_else_that_means_something_in_an_add
     assert (short_id("r.1/train/3/0"), short_id("alone")) == ("train/3/0", "alone")
 
 
-NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-
-
 @pytest.mark.parametrize(
     ("value", "form", "told"),
     [

@@ -4,7 +4,6 @@ import pytest
 
 from trainer_backend.run.warnings import (
     find_warnings,
-    has_signal,
     nothing_to_learn,
     warn_of_far_steps,
     warn_of_lost_calls,
@@ -49,9 +48,14 @@ def test_a_critics_advantages_are_never_flat_so_there_rewards_decide():
 
 
 def test_one_row_says_whether_the_earlier_ones_need_be_read():
-    assert has_signal(GOOD, compares_siblings=True) and has_signal(BY_OUTCOME, compares_siblings=True)
-    assert not has_signal(FLAT, compares_siblings=True)
-    assert not has_signal(BY_OUTCOME, compares_siblings=False)
+    def reads(row, *, compares_siblings=True):
+        read = []
+        rows = [{"kind": "iteration", "iteration": 1, **row}]
+        list(find_warnings(row, lambda: read.append(1) or rows, compares_siblings=compares_siblings))
+        return bool(read)
+
+    assert not reads(GOOD) and not reads(BY_OUTCOME)
+    assert reads(FLAT) and reads(BY_OUTCOME, compares_siblings=False)
 
 
 @pytest.mark.parametrize(

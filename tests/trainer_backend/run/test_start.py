@@ -44,8 +44,17 @@ from trainer_backend.start import Ended, restart_on_loss, run_job
 from trainer_backend.terminal.train_command import single_run
 
 
-class Interrupting(ListReporter):
-    """Sends Ctrl-C when the warm-up has made its first step."""
+class Impatient(ListReporter):
+    """Sends Ctrl-C at a line that begins so, and when the warm-up has made its first step."""
+
+    def __init__(self, line: str = "never") -> None:
+        super().__init__()
+        self.line = line
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.startswith(self.line):
+            os.kill(os.getpid(), signal.SIGINT)
 
     def stage(self, name: str, done: int, total: int) -> None:
         super().stage(name, done, total)
@@ -58,7 +67,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory):
     """A run that was stopped in its warm-up."""
     job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1000)
     before = threading.enumerate()
-    directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Interrupting()
+    directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Impatient()
     with pytest.raises(Stopped, match="in the warm-up"):
         asyncio.run(run_job(job, directory, reporter, resume=False))
     return directory, reporter, set(threading.enumerate()) - set(before)
@@ -352,17 +361,8 @@ def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
     assert rollout.rollout_id.startswith(rollout.run_id + "/train/1/")
 
 
-class ImpatientAtOnce(ListReporter):
-    """Sends Ctrl-C when the task app is up."""
-
-    def say(self, text: str) -> None:
-        super().say(text)
-        if text.startswith("task app:"):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Path):
-    job, reporter = tiny_job(), ImpatientAtOnce()
+    job, reporter = tiny_job(), Impatient("task app:")
     with pytest.raises(Stopped, match="before anything was played"):
         directory = create_run(job, tmp_path / "run")
         asyncio.run(run_job(at_the_task_app(job), directory, reporter, resume=False))
@@ -375,18 +375,12 @@ def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Pat
 
 
 def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Impatient(ListReporter):
-        def say(self, text: str) -> None:
-            super().say(text)
-            if text.startswith("waiting for the learner"):
-                os.kill(os.getpid(), signal.SIGINT)
-
     monkeypatch.setenv(LEARNER_KEY, "key")
     with socket.socket() as unserved:
         unserved.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unserved.getsockname()[1]}"
         job = tiny_job(cluster={"launcher": "external", "wait_s": 3600.0}, learner={"url": url})
-        directory, reporter = create_run(job, tmp_path / "run"), Impatient()
+        directory, reporter = create_run(job, tmp_path / "run"), Impatient("waiting for the learner")
         with pytest.raises(Stopped, match="before the learner was there"):
             asyncio.run(run_job(job, directory, reporter, resume=False))
     assert reporter.lines[2:] == [STOPPING]
