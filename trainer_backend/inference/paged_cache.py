@@ -6,19 +6,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
 
-class PagedCache:
-    """A `RowCache` in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
+class PagedCache(RowCache):
+    """A cache in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
 
     If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
     the largest number of pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row]
-    int32.
+    int32. Data behind a row's length is never read, so `clear_row` has nothing to do.
     """
-
-    cuts = True
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
         self.slots, self.memory = slots, memory
@@ -29,14 +28,8 @@ class PagedCache:
         """A number that changes when the first pages of rows change, but not when rows grow."""
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
-    def holds(self, place: int | list[int], length: int) -> bool:
-        return True
-
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         self._evict = evict
-
-    def clear_row(self, row: int) -> None:
-        """Do nothing: data behind a row's length is never read."""
 
     def open_row(self, row: int, *, room: int) -> None:
         self._begin(row, [], 0, room)
