@@ -90,7 +90,10 @@ class RunningBatch:
                 request.lost = match.length + match.lost - request.reused
                 request.begin_experts(match.prefix)
                 request.marks |= {match.mark} - {0}
-            self._prefill(in_order, first_row)
+            if isinstance(self._runner, LayerRunner):
+                self._runner.prefill(in_order, first_row=first_row, keep=self._mark)
+            else:
+                self._runner.prefill(in_order, first_row=first_row)
         except RuntimeError:
             for row in range(first_row, first_row + len(in_order)):
                 self.cache.close_row(row)
@@ -100,12 +103,6 @@ class RunningBatch:
             self._columns.set(len(self.rows), request)
             self.rows.append(request)
         self._settings = None
-
-    def _prefill(self, requests: Sequence[Request], first_row: int) -> None:
-        if isinstance(self._runner, LayerRunner):
-            self._runner.prefill(requests, first_row=first_row, keep=self._mark)
-        else:
-            self._runner.prefill(requests, first_row=first_row)
 
     def _mark(self, request: Request, length: int, row: int) -> None:
         self.prefixes.mark(Prefix(request.cached_ids()[:length], request.experts), row)
