@@ -50,6 +50,8 @@ class RunningBatch:
             model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
         )
         self.cache: RowCache = self._runner.cache
+        # Whether a request that does not fit now may fit once other rows have ended.
+        self.can_wait = isinstance(self._runner, PagedRunner)
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
         self.prefixes = Prefixes(self.cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
@@ -58,11 +60,6 @@ class RunningBatch:
     def free_slots(self) -> int:
         """Return the number of rows for new requests: none after `wait`, until a row ends."""
         return 0 if self._is_full else self.cache.slots - len(self.rows)
-
-    @property
-    def can_wait(self) -> bool:
-        """Return whether a request that does not fit now may fit once other rows have ended."""
-        return isinstance(self._runner, PagedRunner)
 
     def to_prefill(self, request: Request) -> int:
         """Return how many tokens of a prompt would need computation if the request joined now."""
@@ -182,10 +179,7 @@ class RunningBatch:
         self._is_full = bool(self.rows)
 
     def preempt(self) -> Request | None:
-        """Free the row of the youngest request and return the request; None if only one row runs.
-
-        The caller computes the request again later.
-        """
+        """Free the youngest request's row; return the request to compute again, or None if one row runs."""
         index = choose_victim([request.arrival for request in self.rows])
         if index is None:
             return None

@@ -6,7 +6,7 @@ clearing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ _IS_RENAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 24)
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 
 
-class RowCache(Protocol):
+class RowCache:
     """The cache interface of the running batch and its prefixes.
 
     If memory runs out, a method raises a RuntimeError that says so. The batch opens a row, with room for
-    `room` tokens, before it writes to the row. If opening raises, the row is not open. The methods with a
-    body suit a cache whose copies lie outside the rows' memory.
+    `room` tokens, before it writes to the row. If opening raises, the row is not open. A cache
+    whose copies lie outside the rows' memory needs neither `drop_copy` nor `on_shortage`.
     """
 
     slots: int
@@ -53,11 +53,9 @@ class RowCache(Protocol):
 
     def drop_copy(self, copy: Any) -> None:
         """Forget a copy; without this call, a copy is freed with the last reference to it."""
-        return
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         """Set the function that drops a copy when memory is short; `evict` returns False if there is none."""
-        return
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Move the row `source`, of `length` tokens, to the closed row `target`."""
@@ -67,7 +65,6 @@ class RowCache(Protocol):
 
     def clear_row(self, row: int) -> None:
         """Make a row with numbers that are not finite harmless for the next row in its place."""
-        return
 
 
 class RowCopy(NamedTuple):
@@ -253,8 +250,7 @@ class SlotCache(Cache, RowCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._positions_BQ is None else self._visible - self._positions_BQ.shape[1]
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length(layer_idx)
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0

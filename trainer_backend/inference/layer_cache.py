@@ -90,10 +90,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of rows; return the keys and values that these rows see.
-
-        Attention layers call this method.
-        """
+        """Write the new tokens of rows; return the keys and values that these rows see."""
         rows, new = key_states.shape[0], key_states.shape[2]
         self._reserve(rows, new, key_states, value_states)
         seen = slice(self._end - self._shown, self._end + new)
@@ -299,7 +296,7 @@ class Stack(Cache):
 
 
 class LayerCache(RowCache):
-    """Rows in a stack, and of rows that wait outside the stack until their first step."""
+    """Rows in a stack, and rows that wait outside the stack until their first step."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self.slots = bounds.slots
@@ -343,7 +340,6 @@ class LayerCache(RowCache):
         self.waiting.pop(row, None)
 
     def clear_row(self, row: int) -> None:
-        """Zero a row with numbers that are not finite; see `Attention.clear`."""
         self.stack.clear(row)
 
     def enter(self, rows: int) -> None:

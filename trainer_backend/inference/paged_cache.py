@@ -10,6 +10,8 @@ from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
+Ints = NDArray[np.int64]
+
 
 class PagedCache(RowCache):
     """A cache in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
@@ -78,11 +80,6 @@ class PagedCache(RowCache):
         self.pool.clear()
         self.memory.release()
 
-    def find_slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots of tokens at positions of rows."""
-        pages: NDArray[np.int64] = self.tables[rows, positions // PAGE].astype(np.int64)
-        return pages * PAGE + positions % PAGE
-
     def _begin(self, row: int, source: Sequence[int], shared: int, room: int) -> None:
         assert not self._rows[row], f"row {row} is open"
         pages = self.pool.begin(source, shared, room=room)
@@ -101,3 +98,9 @@ class PagedCache(RowCache):
         raise torch.OutOfMemoryError(
             f"out of memory: no pages for {tokens} tokens, {self.pool.used} of {self.pool.limit} are in use"
         )
+
+
+def find_slots(tables_BP: NDArray[np.int32], rows: Ints | int, positions: Ints) -> Ints:
+    """Return the slots of tokens at positions of rows."""
+    pages: Ints = tables_BP[rows, positions // PAGE].astype(np.int64)
+    return pages * PAGE + positions % PAGE
