@@ -96,10 +96,7 @@ class LayerRunner:
     def _compute(
         self, ids: Mapping[int, Sequence[int]], start: int, stop: int
     ) -> list[NDArray[np.uint16] | None]:
-        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each.
-
-        Return the `experts` of each row.
-        """
+        """Compute tokens `start` to `stop` of rows, by number, which have `start`; return their experts."""
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
         experts: list[NDArray[np.uint16] | None] = []
