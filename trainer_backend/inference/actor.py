@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.experts import ExpertColumns
+from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 
@@ -78,9 +79,18 @@ class Generation:
     records experts (`models.routers`)."""
 
     def sampled(self) -> list[SampledToken]:
-        """Return the tokens one by one."""
         tops = self.likeliest or ((),) * len(self.token_ids)
         return list(map(SampledToken, self.token_ids, self.logprobs, tops))
+
+
+def refuse_too_long(
+    prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model's own"
+) -> None:
+    """Raise ContextLengthExceeded if prompt and answer exceed a limit, which is `whose`."""
+    if prompt_tokens + max_tokens > max_model_len:
+        raise ContextLengthExceeded(
+            prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=max_model_len, whose=whose
+        )
 
 
 class FrozenEngine(Protocol):

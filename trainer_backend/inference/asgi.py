@@ -1,14 +1,14 @@
 """Send replies and errors of the gateway in a form that the `openai` client can read."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service_kit.errors import RouteError, ServiceError
 from service_kit.problems import reply
@@ -18,7 +18,6 @@ from trainer_backend.errors import ContextLengthExceeded, TrainerError
 log = structlog.get_logger(__name__)
 
 _ROUTES = "Known: POST /v1/chat/completions, /v1/completions and /tokenize, GET /v1/models and /health."
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outgoing:
@@ -45,7 +44,7 @@ class Outgoing:
             await self._send({"type": "http.response.body", "body": response.body})
 
 
-async def boundary(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def boundary(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run a route and convert every error to a problem body without internal details."""
     outgoing = Outgoing(send)
     try:
@@ -115,7 +114,6 @@ class EventStream:
 
 
 def error_response(error: ServiceError) -> Response:
-    """Return the reply to an error; an unknown route gets the list of routes."""
     if isinstance(error, RouteError):
         error.hint = _ROUTES
     return reply(error, problem_body(error))

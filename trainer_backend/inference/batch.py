@@ -50,6 +50,8 @@ class RunningBatch:
             model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
         )
         self.cache: RowCache = self._runner.cache
+        # Whether a request that does not fit now may fit once other rows have ended.
+        self.can_wait = isinstance(self._runner, PagedRunner)
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
         self.prefixes = Prefixes(self.cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
@@ -58,11 +60,6 @@ class RunningBatch:
     def free_slots(self) -> int:
         """Return the number of rows for new requests: none after `wait`, until a row ends."""
         return 0 if self._is_full else self.cache.slots - len(self.rows)
-
-    @property
-    def can_wait(self) -> bool:
-        """Return whether a request that does not fit now may fit once other rows have ended."""
-        return isinstance(self._runner, PagedRunner)
 
     def to_prefill(self, request: Request) -> int:
         """Return how many tokens of a prompt would need computation if the request joined now."""
@@ -90,7 +87,10 @@ class RunningBatch:
                 request.lost = match.length + match.lost - request.reused
                 request.begin_experts(match.prefix)
                 request.marks |= {match.mark} - {0}
-            self._prefill(in_order, first_row)
+            if isinstance(self._runner, LayerRunner):
+                self._runner.prefill(in_order, first_row=first_row, keep=self._mark)
+            else:
+                self._runner.prefill(in_order, first_row=first_row)
         except RuntimeError:
             for row in range(first_row, first_row + len(in_order)):
                 self.cache.close_row(row)
@@ -100,12 +100,6 @@ class RunningBatch:
             self._columns.set(len(self.rows), request)
             self.rows.append(request)
         self._settings = None
-
-    def _prefill(self, requests: Sequence[Request], first_row: int) -> None:
-        if isinstance(self._runner, LayerRunner):
-            self._runner.prefill(requests, first_row=first_row, keep=self._mark)
-        else:
-            self._runner.prefill(requests, first_row=first_row)
 
     def _mark(self, request: Request, length: int, row: int) -> None:
         self.prefixes.mark(Prefix(request.cached_ids()[:length], request.experts), row)
@@ -185,10 +179,7 @@ class RunningBatch:
         self._is_full = bool(self.rows)
 
     def preempt(self) -> Request | None:
-        """Free the row of the youngest request and return the request; None if only one row runs.
-
-        The caller computes the request again later.
-        """
+        """Free the youngest request's row; return the request to compute again, or None if one row runs."""
         index = choose_victim([request.arrival for request in self.rows])
         if index is None:
             return None

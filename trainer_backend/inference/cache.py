@@ -6,7 +6,7 @@ clearing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,19 +23,21 @@ _IS_RENAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 24)
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 
 
-class RowCache(Protocol):
+class RowCache:
     """The cache interface of the running batch and its prefixes.
 
     If memory runs out, a method raises a RuntimeError that says so. The batch opens a row, with room for
-    `room` tokens, before it writes to the row. If opening raises, the row is not open.
+    `room` tokens, before it writes to the row. If opening raises, the row is not open. A cache
+    whose copies lie outside the rows' memory needs neither `drop_copy` nor `on_shortage`.
     """
 
     slots: int
-    cuts: bool
+    cuts: bool = True
     """Whether a row and a copy can be cut to any length."""
 
     def holds(self, place: Any, length: int) -> bool:
         """Return whether a row or a copy can be cut to its first `length` tokens."""
+        return True
 
     def open_row(self, row: int, *, room: int) -> None:
         """Open a row without tokens."""
@@ -50,7 +52,7 @@ class RowCache(Protocol):
         """Copy a row's first `length` tokens, so that they outlive the row; return the copy."""
 
     def drop_copy(self, copy: Any) -> None:
-        """Forget a copy."""
+        """Forget a copy; without this call, a copy is freed with the last reference to it."""
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         """Set the function that drops a copy when memory is short; `evict` returns False if there is none."""
@@ -73,8 +75,8 @@ class RowCopy(NamedTuple):
     """The keys of each layer, [heads, tokens, head_dim], then the values of each."""
 
 
-class SlotCache(Cache):
-    """A `RowCache`: preallocated [slots, heads, capacity, head_dim] keys and values per layer.
+class SlotCache(Cache, RowCache):
+    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer.
 
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
@@ -82,8 +84,6 @@ class SlotCache(Cache):
     If the cache `shares`, a row that begins like a running row refers to a trunk (`trunks`, by rows), and the
     forward pass must support trunks, as `RowAttention` does. Otherwise each row holds all its tokens.
     """
-
-    cuts = True
 
     def __init__(
         self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32, shares: bool = False
@@ -117,9 +117,6 @@ class SlotCache(Cache):
         self._rows_B1 = torch.arange(first_row, first_row + rows, device=positions_BQ.device)[:, None]
         self._visible = visible
 
-    def holds(self, place: int | RowCopy, length: int) -> bool:
-        return True
-
     def open_row(self, row: int, *, room: int) -> None:
         self._refer(row, None, room=room)
 
@@ -130,12 +127,6 @@ class SlotCache(Cache):
     def close_row(self, row: int) -> None:
         """Forget the row's trunk; the row's own memory stays allocated."""
         self._refer(row, None, room=0)
-
-    def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Do nothing: copies lie outside the rows' memory."""
-
-    def drop_copy(self, copy: RowCopy) -> None:
-        """Do nothing: a copy is freed with the last reference to it."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
         trunk = self.trunks.get(source)
@@ -259,8 +250,7 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._positions_BQ is None else self._visible - self._positions_BQ.shape[1]
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length(layer_idx)
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0

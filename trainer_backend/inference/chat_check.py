@@ -8,45 +8,38 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
-from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.rendering import (
+    PROBE_ANSWER,
+    PROBE_CALL,
+    PROBE_NAME,
+    PROBE_THOUGHT,
+    PROBE_TOOLS,
+    ChatRenderer,
+)
 from trainer_backend.inference.tool_format import detect_tool_format
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
 from trainer_backend.plugins import TOOL_FORMATS
-from trainer_backend.tool_formats.calls import ParsedCall
 
-NAME = "turnwise_probe"
-SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
-TOOLS = [
-    {"type": "function", "function": {"name": NAME, "description": "Takes a word.", "parameters": SCHEMA}}
-]
-CALL = ParsedCall(NAME, '{"word": "tree"}')
 QUESTION = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Say tree."}]
-_FUNCTION = {"name": CALL.name, "arguments": CALL.arguments}
-ANSWER = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call_0", "type": "function", "function": _FUNCTION}],
-}
 
 
 def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     """Refuse a chat template that cannot carry system and user messages with tools, as environments need.
 
-    The template must show tools to the model, and write a call so that the model's tool-call format can parse
-    the call: the warm-up teaches calls as the template writes them, and the gateway parses them in that
-    format.
+    The template must show tools, and write a call as the model's tool-call format reads it: the warm-up
+    teaches the template's calls, and the gateway parses calls in that format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     renderer, name = ChatRenderer(tokenizer), detect_tool_format(tokenizer)
     try:
         # The presets never see tools: they learn calls in the warm-up.
-        if name != "turnwise" and NAME not in renderer.prompt_text(QUESTION, TOOLS):
+        if name != "turnwise" and PROBE_NAME not in renderer.prompt_text(QUESTION, PROBE_TOOLS):
             raise ModelFolderError(
                 "it shows no tools to the model, and the environments answer to tool calls alone",
                 where=where,
                 hint="Take an instruction-tuned model with tool calling, or a template that prints `tools`.",
             )
-        answer = renderer.answer_text(QUESTION, ANSWER, TOOLS)
+        answer = renderer.answer_text(QUESTION, PROBE_ANSWER, PROBE_TOOLS)
     except BadChatRequest as error:
         raise ModelFolderError(
             f"it refuses a system message, a user message and a call: {error.detail}", where=where
@@ -61,7 +54,11 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
-    readers = [key for key, form in TOOL_FORMATS.items() if form.parse(answer, TOOLS).tool_calls == (CALL,)]
+    readers = [
+        key
+        for key, form in TOOL_FORMATS.items()
+        if form.parse(answer, PROBE_TOOLS).tool_calls == (PROBE_CALL,)
+    ]
     if name in readers:
         return
     reason = "in no format that is known here" if name is None else f"otherwise than {name!r} reads it"
@@ -73,8 +70,6 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     raise ModelFolderError(f"it writes a call {reason}: {answer!r:.200}", where=where, hint=hint)
 
 
-# The reasoning of a probe, which no template writes of its own.
-_THOUGHT = "turnwise_probe_thought"
 _RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "tree"}
 _NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Say stone."}]
 
@@ -82,10 +77,10 @@ _NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": 
 def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
     """Describe the model's tool-call format and what its template does with earlier reasoning."""
     name, renderer = detect_tool_format(tokenizer), ChatRenderer(tokenizer)
-    answer = renderer.with_thought(ANSWER, _THOUGHT)
+    answer = renderer.with_thought(PROBE_ANSWER, PROBE_THOUGHT)
     try:
         shown = [
-            _THOUGHT in renderer.prompt_text([*QUESTION, answer, _RESULT, *after], TOOLS)
+            PROBE_THOUGHT in renderer.prompt_text([*QUESTION, answer, _RESULT, *after], PROBE_TOOLS)
             for after in ([], _NEXT)
         ]
     except BadChatRequest:
@@ -180,9 +175,11 @@ def _template(tokenizer: Tokenizer) -> str:
 def probe_text(renderer: ChatRenderer) -> str:
     """Return a conversation with a call, as the template writes it."""
     try:
-        return renderer.prompt_text([*QUESTION, ANSWER, {"role": "user", "content": "Go on."}], TOOLS)
+        return renderer.prompt_text(
+            [*QUESTION, PROBE_ANSWER, {"role": "user", "content": "Go on."}], PROBE_TOOLS
+        )
     except BadChatRequest:
-        return renderer.prompt_text(QUESTION, TOOLS)
+        return renderer.prompt_text(QUESTION, PROBE_TOOLS)
 
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, SampledToken
+from trainer_backend.inference.actor import Extras, Generation, SampledToken
 from trainer_backend.inference.answers import Answer, hash_message
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
@@ -46,7 +46,6 @@ class Completion:
     def generation(
         self, index: int, on_token: Callable[[SampledToken], None] | None = None
     ) -> Coroutine[Any, Any, Generation]:
-        """Sample the choice `index`."""
         return self.policy.engine.generate(
             self.prompt.ids,
             self.request.sampling(max_tokens=self.max_tokens, choice=index),
@@ -90,7 +89,6 @@ class Completion:
         }
 
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the whole reply."""
         return {
             **self.frame("chat.completion"),
             "choices": [
@@ -123,16 +121,12 @@ class Completion:
         return 0 if self.request.return_token_ids else self.prompt.reused
 
     def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        """Return OpenAI's `logprobs`, or None unless requested."""
         if not self.request.logprobs:
             return None
         return {"content": logprob_entries(tokens, self.policy.renderer), "refusal": None}
 
     def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request
-        wanted = request.stop or request.top_logprobs or request.processed_logprobs or on_token
-        if not (wanted or self.rollout_id or request.common_draws):
-            return NO_EXTRAS
         stop = StopStrings(self.policy.renderer.decode, request.stop) if request.stop else None
         return Extras(
             request.top_logprobs,

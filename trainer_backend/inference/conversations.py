@@ -33,8 +33,6 @@ Cut = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RequestHashes:
-    """Hashes of a request's messages and of its tools."""
-
     messages: tuple[int, ...]
     tools: int
 
@@ -70,7 +68,6 @@ class Prompt:
 
     @cached_property
     def ids(self) -> list[int]:
-        """Return the prompt's ids, [L]."""
         return self.packed_ids.tolist()
 
     @property
@@ -166,7 +163,9 @@ def next_prompt(
     text, plain, answers = _render(turn, hashes, messages, tools)
     text += opening
     refuse_too_long(text)
-    cut_count = _common_cuts(turn, text)
+    cut_count = len(turn.cuts)  # of those in the common beginning
+    if not text.startswith(turn.text):
+        cut_count = bisect_left(turn.cuts, True, key=lambda cut: not text.startswith(turn.text[: cut[0]]))
     text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)
     ids = turn.ids[:ids_end] + array("i", turn.renderer.encode(text[text_end:]))
     newest, drift = turn.answers[-1], None
@@ -214,13 +213,6 @@ def _render(
     if text is None:  # the template cannot render the sampled texts, perhaps the plain messages
         text, present = turn.renderer.prompt_text(messages, tools), ()
     return text, text, present
-
-
-def _common_cuts(turn: Turn, text: str) -> int:
-    """Return how many of the turn's cuts lie in the common beginning."""
-    if text.startswith(turn.text):
-        return len(turn.cuts)
-    return bisect_left(turn.cuts, True, key=lambda cut: not text.startswith(turn.text[: cut[0]]))
 
 
 def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:

@@ -182,7 +182,6 @@ class Stream:
         return norm(self._residual_TW)
 
     def add(self, product: Product, input_TI: Tensor) -> None:
-        """Add a product to the stream."""
         product.add_to(self._residual_TW, input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
@@ -253,7 +252,6 @@ class Layer:
     down: Product
 
     def run(self, number: int, stream: Stream, attention: TokenAttention) -> None:
-        """Add the layer to the residual stream."""
         heads = self.heads
         all_TSD = heads.of(self.query_key_value(stream.norm(self.attention_norm)))
         rotated_TSD = stream.rotary(all_TSD[:, : -heads.keys], self.head_norms, heads.keys)
@@ -298,16 +296,13 @@ class Decoder:
             self._stream = partial(CpuStream, kernels=cpu, dtype=torch.float32)
         self.norm = _norm(base.norm)
         self.layers = [_layer(layer, cpu) for layer in base.layers]
+        self.heads = self.layers[0].heads
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
         """Assert that the model's weights are still the decoder's, so that new ones reach both."""
         moved = any(weight.data_ptr() != place for weight, place in self._places.items())
         assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
-
-    @property
-    def heads(self) -> Heads:
-        return self.layers[0].heads
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""

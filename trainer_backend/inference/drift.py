@@ -78,7 +78,6 @@ class ConversationFigures:
     """Checked answers that the template cannot write alone."""
 
     def add(self, *, extends: bool, break_cause: str | None, drift: Drift | None) -> None:
-        """Count a prompt that was answered."""
         self.prefix_extended += extends
         if break_cause is not None:
             self.prefix_broken[break_cause] += 1
@@ -89,7 +88,6 @@ class ConversationFigures:
             self.drift_text_untold += drift.text is None
 
     def totals(self) -> dict[str, int]:
-        """Return all counts, flat, with every cause."""
         counts = asdict(self)
         broken = counts.pop("prefix_broken")
         return {**counts, **{f"prefix_broken/{cause}": count for cause, count in broken.items()}}

@@ -26,8 +26,15 @@ from operator import attrgetter
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
-from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation, WeightSource
+from trainer_backend.errors import BadChatRequest, EngineTimeout
+from trainer_backend.inference.actor import (
+    NO_EXTRAS,
+    Engine,
+    Extras,
+    Generation,
+    WeightSource,
+    refuse_too_long,
+)
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.keys import EngineKeys
@@ -126,7 +133,6 @@ class LocalEngine(Engine):
             raise
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve this version from now on; see `load_weights`."""
         await self.load_weights(version.number, await asyncio.to_thread(self._read, version))
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
@@ -156,7 +162,6 @@ class LocalEngine(Engine):
         await self._wait_for(self._inbox.command(lambda: None))
 
     async def release(self) -> None:
-        """Give the memory of a paged cache back; running requests wait and are computed again."""
         await self._wait_for(self._inbox.command(self._worker.release))
 
     def totals(self) -> dict[str, float]:
@@ -199,10 +204,7 @@ class LocalEngine(Engine):
                 f"temperature {sampling.temperature} is neither 0 nor at least {LOWEST_TEMPERATURE}",
                 where="temperature",
             )
-        if len(ids) + sampling.max_tokens > self.max_model_len:
-            raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
-            )
+        refuse_too_long(len(ids), sampling.max_tokens, self.max_model_len)
 
 
 def stop_token_ids(

@@ -27,7 +27,8 @@ from service_kit.gate import Gate, KeyDoor, while_connected, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from shared_schemas.chat import IGNORED_HEADER, ROLLOUT_HEADER
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, InferenceUnauthorized
+from trainer_backend.errors import BadChatRequest, EngineStopped, InferenceUnauthorized
+from trainer_backend.inference.actor import refuse_too_long
 from trainer_backend.inference.asgi import (
     EventStream,
     Headers,
@@ -37,8 +38,7 @@ from trainer_backend.inference.asgi import (
 )
 from trainer_backend.inference.chat_request import ChatRequest, TokenizeRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
-from trainer_backend.inference.conversations import Conversations, Prompt
-from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.conversations import Conversations
 from trainer_backend.inference.reply import Choice
 from trainer_backend.inference.request_body import read_request
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
@@ -189,8 +189,6 @@ class _Endpoint:
 
 @dataclass(slots=True)
 class ChatEndpoint(_Endpoint):
-    """POST /v1/chat/completions."""
-
     conversations: Conversations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,10 +225,9 @@ class ChatEndpoint(_Endpoint):
             )
         policy = find_policy(request.model, self.policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
-        own, asked = policy.engine.max_model_len, request.max_model_length
-        limit = _Limit(own, "the model's own")
-        if asked is not None and asked < own:
-            limit = _Limit(asked, "max_model_length")
+        most, whose, asked = policy.engine.max_model_len, "the model's own", request.max_model_length
+        if asked is not None and asked < most:
+            most, whose = asked, "max_model_length"
         opening = policy.call_opening if request.forces_call else None
         call_opening = "" if opening is None else opening.text(policy.name_to_write(request.active_tools))
         prompt = self.conversations.prompt(
@@ -238,16 +235,21 @@ class ChatEndpoint(_Endpoint):
             request.messages,
             request.active_tools,
             policy.renderer,
-            refuse_too_long=partial(limit.refuse_text, request, policy.renderer),
+            refuse_too_long=partial(
+                policy.renderer.refuse_too_long, most=most, max_tokens=request.token_limit or 1, whose=whose
+            ),
             opening="" if opening is None else opening.lead + call_opening,
         )
+        room = most - len(prompt.ids)
+        max_tokens = request.token_limit or max(1, min(self.limits.default_max_tokens, room))
+        refuse_too_long(len(prompt.ids), max_tokens, most, whose)
         return Completion(
             completion_id=f"chatcmpl-{next(self.numbers)}",
             created=int(self.clock()),
             request=request,
             policy=policy,
             prompt=prompt,
-            max_tokens=limit.max_tokens(request, prompt, self.limits.default_max_tokens),
+            max_tokens=max_tokens,
             rollout_id=rollout_id,
             call_opening=call_opening,
         )
@@ -259,36 +261,6 @@ class ChatEndpoint(_Endpoint):
                 extends=prompt.extends, break_cause=prompt.break_cause, drift=prompt.drift
             )
             self.conversations.remember(completion.rollout_id, completion.turn(choice))
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """The tightest limit on prompt and answer together, and its origin."""
-
-    most: int
-    whose: str
-
-    def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
-        """Refuse a text that is surely too long without encoding it, which would take seconds."""
-        tokens = renderer.surely_more_than(self.most, text)
-        if tokens is not None:
-            raise ContextLengthExceeded(
-                prompt_tokens=tokens,
-                max_tokens=request.token_limit or 1,
-                max_model_len=self.most,
-                whose=self.whose,
-                at_least=True,
-            )
-
-    def max_tokens(self, request: ChatRequest, prompt: Prompt, default: int) -> int:
-        """Return how many tokens may be sampled; refuse a request that does not fit."""
-        room = self.most - len(prompt.ids)
-        tokens = request.token_limit or max(1, min(default, room))
-        if tokens > room:
-            raise ContextLengthExceeded(
-                prompt_tokens=len(prompt.ids), max_tokens=tokens, max_model_len=self.most, whose=self.whose
-            )
-        return tokens
 
 
 class TokenizeEndpoint(_Endpoint):
@@ -304,8 +276,6 @@ class TokenizeEndpoint(_Endpoint):
 
 
 class TextEndpoint(_Endpoint):
-    """POST /v1/completions."""
-
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = read_request(TextRequest, await whole_body(receive))
         created = int(self.clock())

@@ -17,13 +17,14 @@ with 8 different lengths, and as long as single rows with arbitrary lengths, so 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.inference.cache import RowCache
 
 # The number of free columns after rows were moved to the front, so that moves are rare.
 SPARE = 64
@@ -50,11 +51,15 @@ class Bounds(NamedTuple):
     spare: int = SPARE
 
 
-class Held(Protocol):
-    """The part of a stack that belongs to one layer."""
+class Held:
+    """The part of a stack that belongs to one layer; by itself, of a layer that keeps nothing.
+
+    Such a layer may read the keys and values of another layer.
+    """
 
     def begin(self, rows: int, length: int) -> Any:
         """Return the layer for a pass over the first rows, whose longest row has `length` tokens."""
+        return cache_utils.DummyLayer()  # type: ignore[no-untyped-call]
 
     def commit(self, new: int) -> None:
         """End the pass: each of its rows has `new` more tokens."""
@@ -64,13 +69,14 @@ class Held(Protocol):
 
     def take(self, row: int, *, first: int, last: int) -> LayerState:
         """Return views of a row's tokens from `first` to `last`, counted back from the row's end."""
+        return ()
 
     def move(self, source: int, target: int) -> None: ...
 
     def clear(self, row: int) -> None: ...
 
 
-class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
+class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call]
     """Keys and values of a layer, whose rows all end before the column `end`."""
 
     def __init__(self, bounds: Bounds, *, window: int | None = None) -> None:
@@ -84,10 +90,7 @@ class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of rows; return the keys and values that these rows see.
-
-        Attention layers call this method.
-        """
+        """Write the new tokens of rows; return the keys and values that these rows see."""
         rows, new = key_states.shape[0], key_states.shape[2]
         self._reserve(rows, new, key_states, value_states)
         seen = slice(self._end - self._shown, self._end + new)
@@ -157,7 +160,7 @@ class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
         self._held, self._end = tuple(moved), longest
 
 
-class States:
+class States(Held):
     """The states of a layer: first of convolutions, then of recurrences."""
 
     def __init__(self, bounds: Bounds, *, states: int) -> None:
@@ -217,30 +220,12 @@ class States:
                 held[row : row + 1] = 0
 
 
-class Nothing:
-    """A layer that keeps nothing, or reads the keys and values of another layer."""
-
-    def begin(self, rows: int, length: int) -> Any:
-        return cache_utils.DummyLayer()  # type: ignore[no-untyped-call]
-
-    def commit(self, new: int) -> None: ...
-
-    def put(self, row: int, state: LayerState, *, length: int, longest: int) -> None: ...
-
-    def take(self, row: int, *, first: int, last: int) -> LayerState:
-        return ()
-
-    def move(self, source: int, target: int) -> None: ...
-
-    def clear(self, row: int) -> None: ...
-
-
 # The class that holds a layer in a stack, by the class that `transformers` uses for the layer.
 _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
     "DynamicLayer": lambda layer, bounds: Attention(bounds),
     "DynamicSlidingWindowLayer": lambda layer, bounds: Attention(bounds, window=layer.sliding_window),
     "LinearAttentionLayer": lambda layer, bounds: States(bounds, states=layer.number_of_states),
-    "DummyLayer": lambda layer, bounds: Nothing(),
+    "DummyLayer": lambda layer, bounds: Held(),
 }
 
 
@@ -310,8 +295,8 @@ class Stack(Cache):
             held.clear(row)
 
 
-class LayerCache:
-    """A `RowCache` of rows in a stack, and of rows that wait outside the stack until their first step."""
+class LayerCache(RowCache):
+    """Rows in a stack, and rows that wait outside the stack until their first step."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self.slots = bounds.slots
@@ -320,7 +305,6 @@ class LayerCache:
         self.cuts = self.stack.cuts
 
     def holds(self, place: Any, length: int) -> bool:
-        """Return whether a row or a copy can be cut to its first `length` tokens."""
         if self.cuts:
             return True
         whole = place.length if isinstance(place, RowState) else self._length(place)
@@ -345,12 +329,6 @@ class LayerCache:
         copies = [tuple(None if tensor is None else tensor.clone() for tensor in of) for of in state.layers]
         return RowState(length, tuple(copies))
 
-    def drop_copy(self, copy: RowState) -> None:
-        """Do nothing: a copy is freed with the last reference to it."""
-
-    def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Do nothing: copies lie outside the rows' memory."""
-
     def move_row(self, source: int, target: int, length: int) -> None:
         if source in self.waiting:
             self.waiting[target] = self.waiting.pop(source)
@@ -362,7 +340,6 @@ class LayerCache:
         self.waiting.pop(row, None)
 
     def clear_row(self, row: int) -> None:
-        """Zero a row with numbers that are not finite; see `Attention.clear`."""
         self.stack.clear(row)
 
     def enter(self, rows: int) -> None:

@@ -37,14 +37,14 @@ class LayerRunner:
         self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
     ) -> None:
         self._pass = Pass(model, routers)
-        self._config = model.config
+        self.experts = self._pass.experts
+        self._config, self._device = model.config, model.device
         self._bounds = Bounds(slots, max_len, self._pass.dtype)
         self.goes_on = self._can_continue()
         self.cache = LayerCache(model.config, self._bounds)
 
     @property
     def cost(self) -> str:
-        """Describe the cost of this runner, for the log."""
         prompts = "prompts of different lengths are computed one by one"
         if not self.goes_on:
             return f"{prompts}, each whole: the layers cannot continue from a state with several tokens"
@@ -79,21 +79,16 @@ class LayerRunner:
                         keep(here[row], stop, row)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
         rows = len(ids_B)
         self.cache.enter(rows)
         stack = self.cache.stack
         mask = stack.mask(rows)
         stack.begin(rows)
-        ids_B1, positions_B1 = (self._pass.on_device(torch.from_numpy(x)[:, None]) for x in (ids_B, cached_B))
-        seen = {} if mask is None else {"attention_mask": self._pass.on_device(mask)}
+        ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))
+        seen = {} if mask is None else {"attention_mask": mask.to(self._device)}
         logits_BV = self._pass(ids_B1, stack, position_ids=positions_B1, **seen)
         stack.commit(rows, 1)
         return logits_BV
-
-    def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Yield the experts of each row of the last pass, [L, W]; None without end if none are recorded."""
-        return self._pass.experts()
 
     def take_weights(self) -> None:
         """Do nothing: a pass reads the model's own weights."""
@@ -101,10 +96,7 @@ class LayerRunner:
     def _compute(
         self, ids: Mapping[int, Sequence[int]], start: int, stop: int
     ) -> list[NDArray[np.uint16] | None]:
-        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each.
-
-        Return the `experts` of each row.
-        """
+        """Compute tokens `start` to `stop` of rows, by number, which have `start`; return their experts."""
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
         experts: list[NDArray[np.uint16] | None] = []
@@ -114,10 +106,10 @@ class LayerRunner:
             stack = Stack(self._config, Bounds(len(part), stop, self._pass.dtype, spare))
             for number, row in enumerate(part):
                 stack.put(number, self.cache.waiting[row])
-            ids_BL = torch.tensor([ids[row][start:stop] for row in part])
-            positions_BL = torch.arange(start, stop).expand(len(part), -1)
+            ids_BL = torch.tensor([ids[row][start:stop] for row in part], device=self._device)
+            positions_BL = torch.arange(start, stop, device=self._device).expand(len(part), -1)
             stack.begin(len(part))
-            self._pass(self._pass.on_device(ids_BL), stack, position_ids=self._pass.on_device(positions_BL))
+            self._pass(ids_BL, stack, position_ids=positions_BL)
             stack.commit(len(part), stop - start)
             experts += islice(self.experts(), len(part))
             for number, row in enumerate(part):
@@ -162,7 +154,7 @@ class LayerRunner:
         for token in (7, 3):
             logits_BV = self.decode(np.full(len(texts), token), np.array([len(text) for text in texts]))
             texts = [[*text, token] for text in texts]
-        alone_BV = torch.cat([self._pass(self._pass.on_device(torch.tensor([text])), None) for text in texts])
+        alone_BV = torch.cat([self._pass(torch.tensor([ids], device=self._device), None) for ids in texts])
         return float((logits_BV - alone_BV).abs().max()) / max(1.0, float(alone_BV.abs().max()))
 
 
@@ -201,6 +193,3 @@ class Pass:
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
         """Yield the experts of each row of the last pass, [L, W]; None without end if none are recorded."""
         return repeat(None) if self._experts_BLW is None else iter(self._experts_BLW)
-
-    def on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)

@@ -38,6 +38,7 @@ class PageMemory:
     ) -> None:
         self.layers, self.heads, self.dim, self.dtype, self.device = layers, heads, dim, dtype, device
         self.slab_pages = slab_pages(page_bytes(layers, heads, dim, dtype), limit)
+        self._shape = 2, layers, self.slab_pages, PAGE, heads, dim
         self.slabs: list[Tensor] = []
         self._least = least
         self.bases_S = torch.zeros(-(-limit // self.slab_pages), dtype=torch.int64, device=device)
@@ -68,13 +69,8 @@ class PageMemory:
             torch.cuda.empty_cache()
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a page of all layers."""
         (from_slab, source), (to_slab, target) = (divmod(page, self.slab_pages) for page in (source, target))
         self.slabs[to_slab][:, :, target] = self.slabs[from_slab][:, :, source]
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return 2, self.layers, self.slab_pages, PAGE, self.heads, self.dim
 
     def offsets(self, layer: int) -> tuple[int, int]:
         """Return where a layer's keys and values begin in a slab, counted in numbers of its type."""

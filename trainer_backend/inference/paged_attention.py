@@ -110,7 +110,6 @@ def tile_rows(memory: PageMemory, heads: int) -> int:
 
 
 def kernels_are_here(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device."""
     return device.type == "cuda" and why_no_kernels(device) is None
 
 

@@ -6,19 +6,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
+Ints = NDArray[np.int64]
 
-class PagedCache:
-    """A `RowCache` in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
+
+class PagedCache(RowCache):
+    """A cache in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
 
     If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
     the largest number of pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row]
-    int32.
+    int32. Data behind a row's length is never read, so `clear_row` has nothing to do.
     """
-
-    cuts = True
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
         self.slots, self.memory = slots, memory
@@ -29,14 +30,8 @@ class PagedCache:
         """A number that changes when the first pages of rows change, but not when rows grow."""
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
-    def holds(self, place: int | list[int], length: int) -> bool:
-        return True
-
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         self._evict = evict
-
-    def clear_row(self, row: int) -> None:
-        """Do nothing: data behind a row's length is never read."""
 
     def open_row(self, row: int, *, room: int) -> None:
         self._begin(row, [], 0, room)
@@ -85,11 +80,6 @@ class PagedCache:
         self.pool.clear()
         self.memory.release()
 
-    def find_slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots of tokens at positions of rows."""
-        pages: NDArray[np.int64] = self.tables[rows, positions // PAGE].astype(np.int64)
-        return pages * PAGE + positions % PAGE
-
     def _begin(self, row: int, source: Sequence[int], shared: int, room: int) -> None:
         assert not self._rows[row], f"row {row} is open"
         pages = self.pool.begin(source, shared, room=room)
@@ -108,3 +98,9 @@ class PagedCache:
         raise torch.OutOfMemoryError(
             f"out of memory: no pages for {tokens} tokens, {self.pool.used} of {self.pool.limit} are in use"
         )
+
+
+def find_slots(tables_BP: NDArray[np.int32], rows: Ints | int, positions: Ints) -> Ints:
+    """Return the slots of tokens at positions of rows."""
+    pages: Ints = tables_BP[rows, positions // PAGE].astype(np.int64)
+    return pages * PAGE + positions % PAGE

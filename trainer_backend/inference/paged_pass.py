@@ -9,9 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.paged_attention import attend, gather, store
-from trainer_backend.inference.pages import PAGE
-
-Counts = NDArray[np.int64]
+from trainer_backend.inference.paged_cache import find_slots
+from trainer_backend.inference.row_attention import Counts, list_tokens
 
 
 class DecodeAttention:
@@ -59,9 +58,8 @@ class PrefillAttention:
         self._memory = memory
         self._firsts_B = counts_B.cumsum() - counts_B
         self._starts_B, self._counts_B = starts_B, counts_B
-        rows_T = np.repeat(np.arange(len(counts_B)), counts_B)
-        positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - self._firsts_B, counts_B)
-        slots_T = tables_BP[rows_T, positions_T // PAGE].astype(np.int64) * PAGE + positions_T % PAGE
+        rows_T, positions_T = list_tokens(0, starts_B, counts_B)
+        slots_T = find_slots(tables_BP, rows_T, positions_T)
         self.positions_T, self._slots_T = self._on_device(positions_T), self._on_device(slots_T)
         self._tables_BP, self._blocks_N4 = tables_BP, torch.empty(0)
         self._by_kernel = by_kernel
@@ -88,8 +86,7 @@ class PrefillAttention:
     def _attend_row(self, layer: int, row: int, q_QHD: Tensor, scale: float) -> Tensor:
         """Return the attention of one row, [Q, H, D], by torch."""
         start, count = int(self._starts_B[row]), int(self._counts_B[row])
-        columns = np.arange(start + count)
-        slots = self._tables_BP[row, columns // PAGE].astype(np.int64) * PAGE + columns % PAGE
+        slots = find_slots(self._tables_BP, row, np.arange(start + count))
         k_LKD, v_LKD = gather(self._memory, layer, self._on_device(slots))
         visible_QL = torch.ones(count, start + count, dtype=torch.bool, device=q_QHD.device).tril(start)
         q_HQD, k_KLD, v_KLD = (

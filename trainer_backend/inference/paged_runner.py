@@ -13,7 +13,7 @@ from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory, page_bytes, whole_slabs
 from trainer_backend.inference.page_tiles import Group, group_rows
 from trainer_backend.inference.paged_attention import kernels_are_here, tile_rows
-from trainer_backend.inference.paged_cache import PagedCache
+from trainer_backend.inference.paged_cache import PagedCache, find_slots
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.pages import pages_for
 from trainer_backend.inference.request import Request, read_rests
@@ -81,9 +81,8 @@ class PagedRunner:
             self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda",
             by_kernel=self._by_kernel, tile_rows=self.tile_rows,
         )  # fmt: skip
-        self._grouped: tuple[int, bytes] | None = (
-            None  # the cache's version and the rows for which groups were found
-        )
+        # The cache's version and the rows for which groups were found.
+        self._grouped: tuple[int, bytes] | None = None
         self.last_groups: list[Group] = []  # of the step launched last
         self._pending: Step | None = None
 
@@ -125,7 +124,7 @@ class PagedRunner:
         positions = columns.cached[rows]
         self.cache.extend(rows, positions + 1)
         truncated_B, options_BN = columns.truncated[rows], columns.options[rows]
-        slots_B = self.cache.find_slots(rows, positions)
+        slots_B = find_slots(self.cache.tables, rows, positions)
         ints_B4 = np.stack((columns.ids[rows], columns.sources[rows], positions, slots_B), axis=1)
         uniforms_B = uniforms(columns.keys[rows], columns.counters[rows])
         floats = (uniforms_B[:, None], columns.processed[rows][:, None], options_BN)

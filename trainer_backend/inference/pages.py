@@ -22,7 +22,6 @@ PAGE = 32
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages for `tokens` tokens."""
     return -(-tokens // PAGE)
 
 

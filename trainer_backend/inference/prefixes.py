@@ -136,19 +136,11 @@ class Prefixes:
     def __init__(self, cache: RowCache, *, most: int) -> None:
         self._cache = cache
         cache.on_shortage(self.drop_oldest)
-        self._most = most
+        self._most, self.enabled = most, most > 0
+        self.cuts = cache.cuts  # whether a prompt can continue from any part of a known prefix
         self._index = PrefixIndex()
         self.copies: dict[Prefix, None] = {}  # least recently used first
         self._marks: set[Prefix] = set()  # copies that were kept inside a prompt
-
-    @property
-    def enabled(self) -> bool:
-        return self._most > 0
-
-    @property
-    def cuts(self) -> bool:
-        """Return whether a prompt can continue from any part of a known prefix."""
-        return self._cache.cuts
 
     def find(self, target: Prefix) -> Match:
         """Find the cached prefix that shares the most first tokens."""
@@ -211,7 +203,6 @@ class Prefixes:
         return False
 
     def drop_copies(self) -> None:
-        """Free the memory of all copies."""
         while self.drop_oldest():
             pass
 

@@ -213,9 +213,7 @@ class RemoteEngine:
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable if a server does not answer or breaks off, RemoteRefused if its reply cannot be
-    read.
-    """
+    """Raise RemoteUnavailable if a server gives no whole answer, RemoteRefused if it cannot be read."""
     try:
         yield
     except TimeoutError as error:

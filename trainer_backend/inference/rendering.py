@@ -5,8 +5,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from jinja2 import Environment
@@ -17,7 +18,7 @@ from transformers.utils import chat_template_utils
 
 from shared_schemas.base import did_you_mean, is_among
 from trainer_backend.core.prompt_lengths import LongPrompt
-from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, ModelFolderError
 from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 from trainer_backend.tool_formats.calls import ParsedCall
@@ -44,29 +45,22 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
-
-
-# An answer that tests what a template shows.
-_PROBE_NAME, _PROBE_THOUGHT = "turnwise_probe_name", "turnwise_probe_thought"
-_PROBE: Sequence[JsonObject] = (
-    QUESTION,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "call_0", "type": "function", "function": {"name": _PROBE_NAME, "arguments": "{}"}}
-        ],
-        _REASONING_KEYS[0]: _PROBE_THOUGHT,
-    },
-)
-
-
-_PROBE_TOOLS: Sequence[JsonObject] = (
+# A tool, a call of it and reasoning, which test what a template shows and how it writes a call.
+PROBE_NAME, PROBE_THOUGHT = "turnwise_probe", "turnwise_thought"
+_SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+PROBE_TOOLS: Sequence[JsonObject] = (
     {
         "type": "function",
-        "function": {"name": _PROBE_NAME, "description": "?", "parameters": {"type": "object"}},
+        "function": {"name": PROBE_NAME, "description": "Takes a word.", "parameters": _SCHEMA},
     },
 )
+PROBE_CALL = ParsedCall(PROBE_NAME, '{"word": "tree"}')
+PROBE_ANSWER: JsonObject = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call_0", "type": "function", "function": asdict(PROBE_CALL)}],
+}
+_PROBE: Sequence[JsonObject] = (QUESTION, {**PROBE_ANSWER, _REASONING_KEYS[0]: PROBE_THOUGHT})
 # The library's function that compiles a template. The library's renderer copies every message and tool at
 # each call, which takes twice the time of the rendering; our messages and tools are plain already.
 _COMPILE: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
@@ -198,19 +192,14 @@ class ChatRenderer:
 
     def _renders_as_the_library(self) -> bool:
         """Return whether the template gives the same text without the library's copies."""
-        empty = {"role": "assistant", "content": f"<think>{_PROBE_THOUGHT}</think>?", _REASONING_KEYS[1]: ""}
+        empty = {"role": "assistant", "content": f"<think>{PROBE_THOUGHT}</think>?", _REASONING_KEYS[1]: ""}
         messages = [list(map(_plain_message, (*_PROBE, QUESTION, empty)))]
+        cases = product([messages], (None, [dict(tool) for tool in PROBE_TOOLS]), (False, True))
         with suppress(Exception):  # a template that cannot render the probe is the library's
-            for tools in (None, [dict(tool) for tool in _PROBE_TOOLS]):
-                for add_generation_prompt in (False, True):
-                    given = messages, tools, add_generation_prompt
-                    if self._render_alone(*given) != self._render_by_library(*given):
-                        return False
-            return True
+            return all(self._render_alone(*case) == self._render_by_library(*case) for case in cases)
         return False
 
     def prompt_ids(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
-        """Return the ids that the model continues."""
         return self.encode(self.prompt_text(messages, tools))
 
     def refuse_unread_settings(self, settings: JsonObject) -> None:
@@ -274,7 +263,7 @@ class ChatRenderer:
             text = self.prompt_text(_PROBE, [], add_generation_prompt=False)
         except BadChatRequest:
             return False
-        return _PROBE_THOUGHT in text
+        return PROBE_THOUGHT in text
 
     @cached_property
     def _drops_calls(self) -> bool:
@@ -284,7 +273,7 @@ class ChatRenderer:
             (text,) = self._apply([list(map(_plain_message, _PROBE))], [], add_generation_prompt=False)
         except Exception:  # reported when the template is used
             return False
-        return form.write is not None and _PROBE_NAME not in text
+        return form.write is not None and PROBE_NAME not in text
 
     def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return an answer with its calls in its content, as the model writes them."""
@@ -409,6 +398,16 @@ class ChatRenderer:
         if len(start) == len(text) or (tokens := len(self.encode(start)) // 2) <= most:
             return None
         return tokens
+
+    def refuse_too_long(
+        self, text: str, *, most: int, max_tokens: int, whose: str = "the model's own"
+    ) -> None:
+        """Raise ContextLengthExceeded for a surely too long prompt, which would take seconds to encode."""
+        tokens = self.surely_more_than(most, text)
+        if tokens is not None:
+            raise ContextLengthExceeded(
+                prompt_tokens=tokens, max_tokens=max_tokens, max_model_len=most, whose=whose, at_least=True
+            )
 
     def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
         """Return the prompts without tools that have more than `most` tokens, as the gateway counts them.

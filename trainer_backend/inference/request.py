@@ -24,8 +24,7 @@ Outcome = SampledToken | Generation | InferenceError
 class Request:
     """A request, which belongs to the inbox until it is admitted, then to the engine thread.
 
-    A prompt of n tokens enters with n - 1 cached tokens, and the next step feeds its last token like a
-    sampled token.
+    A prompt of n tokens enters with n - 1 cached tokens; the next step feeds its last like a sampled token.
     """
 
     request_id: str

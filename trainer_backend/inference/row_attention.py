@@ -53,8 +53,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The positions of the tokens of a pass."""
-
     positions_T: Tensor
     """The position of each token in its row, trunk included."""
     columns_T: Tensor
@@ -76,10 +74,8 @@ class RowAttention:
     ) -> None:
         self.positions_T, self._kernels = tokens.positions_T, kernels
         self._cache, self._tokens, self._spans, self._groups = cache, tokens, spans, groups
-        self._places = (
-            0,
-            tokens.heads_TK,
-        )  # the capacity, and the places of the tokens' vectors for this capacity
+        # The capacity, and the places of the tokens' vectors for this capacity.
+        self._places = 0, tokens.heads_TK
         self._layer: tuple[Tensor, Tensor]  # the layer that was written last
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
@@ -97,8 +93,7 @@ class RowAttention:
     def _places_in(self, capacity: int) -> Tensor:
         """Return the places of the tokens' vectors, [T * key-value heads], in [slots * heads * capacity].
 
-        The places are computed once, unless a growth ran out of memory and left tensors of several
-        capacities.
+        They are computed once, unless a growth ran out of memory and left tensors of several capacities.
         """
         if self._places[0] != capacity:
             tokens = self._tokens

@@ -141,6 +141,7 @@ class TransformersRunner:
         self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
     ) -> None:
         self._pass = Pass(model, routers)
+        self.experts = self._pass.experts  # a row's may end with those of padding
         self._device, self._dtype = self._pass.device, self._pass.dtype
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
 
@@ -158,10 +159,6 @@ class TransformersRunner:
         for request, experts_LW in zip(requests, self.experts(), strict=False):
             if experts_LW is not None:
                 request.note_experts(experts_LW[: request.cached - request.reused])
-
-    def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Yield experts like `LayerRunner.experts`; a row's experts may end with those of padding."""
-        return self._pass.experts()
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))

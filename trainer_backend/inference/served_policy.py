@@ -12,10 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import BadChatRequest, ModelFolderError, UnknownModel
 from trainer_backend.inference.actor import FrozenEngine
-from trainer_backend.inference.chat_check import ANSWER, NAME, QUESTION, TOOLS
+from trainer_backend.inference.chat_check import QUESTION
 from trainer_backend.inference.drift import ConversationFigures
 from trainer_backend.inference.engine import stop_token_ids
-from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.rendering import PROBE_ANSWER, PROBE_NAME, PROBE_TOOLS, ChatRenderer
 from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import embedding_rows, folder_config, load_tokenizer
@@ -38,7 +38,6 @@ class PolicyFacts:
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
-        """Read the facts from a loaded model."""
         return cls(
             table, tokenizer, stop_token_ids(model.generation_config, tokenizer), embedding_rows(model)
         )
@@ -64,9 +63,8 @@ class PolicyFacts:
 class CallOpening:
     """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
 
-    The prompt of a request that forces a call ends with this opening. The rest is sampled freely: a grammar
-    would change the distribution that is trained (DESIGN.md 4.9). So the model may fail to write a whole
-    call.
+    The prompt of a request that forces a call ends with this opening. The rest is sampled freely, and may be
+    no whole call: a grammar would change the distribution that is trained (DESIGN.md 4.9).
     """
 
     lead: str
@@ -75,12 +73,12 @@ class CallOpening:
     before_name: str
     after_name: str
     rest: str
-    """The arguments of `chat_check.CALL`, and the end of the call."""
+    """The arguments of `rendering.PROBE_CALL`, and the end of the call."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
         """Return whether the format can read a call of this tool: a quotation mark ends a name in JSON."""
         written = self.before_name + name + self.after_name + self.rest
-        return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
+        return [call.name for call in tool_format.parse(written, PROBE_TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
         """Return the opening without `lead`, up to the characters that tokenizers join with later text.
@@ -95,11 +93,11 @@ class CallOpening:
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
     """Read the opening from a call that the template writes; None if the format cannot read the call."""
     try:
-        written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
+        written = renderer.answer_text(QUESTION, PROBE_ANSWER, PROBE_TOOLS)
     except BadChatRequest:
         return None
     end = renderer.tokenizer.eos_token or ""
-    before, name, after = (written or "").removesuffix(end).partition(NAME)
+    before, name, after = (written or "").removesuffix(end).partition(PROBE_NAME)
     arguments = re.search(tool_format.arguments_start, after)
     if not name or arguments is None:
         return None
@@ -108,7 +106,7 @@ def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening
     start = min(starts, default=0)
     lead = "" if THINK_START in before[:start] else before[:start]
     opening = CallOpening(lead, before[start:], after[:length], after[length:])
-    return opening if opening.carries(NAME, tool_format) else None
+    return opening if opening.carries(PROBE_NAME, tool_format) else None
 
 
 class ServedPolicy:
@@ -135,7 +133,6 @@ class ServedPolicy:
 
 
 def find_policy(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:
-    """Return the policy of this name, or raise UnknownModel."""
     if name not in policies:
         raise UnknownModel(f"model is {name!r:.200}{did_you_mean(name, policies)}", where="model")
     return policies[name]

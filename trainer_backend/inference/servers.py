@@ -125,7 +125,10 @@ class Servers(Engine):
             loads = replica.loads
             try:
                 generation = await replica.engine.generate(ids, sampling, request_id=request_id, extras=own)
-                self._count(ids, generation)
+                self._totals["requests"] += 1
+                self._totals["prompt_tokens"] += len(ids)
+                self._totals["prompt_tokens_reused"] += generation.prompt_tokens_reused
+                self._totals["sampled_tokens"] += len(generation.token_ids)
                 return generation
             except EngineBusy:
                 attempts -= 1
@@ -161,9 +164,8 @@ class Servers(Engine):
     async def load(self, version: PolicyVersion) -> None:
         """Load this version into all replicas; replicas that fail are lost, and tried again until they serve.
 
-        The call waits for the first replica, and then for the others as long again, so a wedged replica
-        delays only its own sessions. These sessions wait too, since the first replica could not take all of
-        them.
+        The call waits for the first replica, then for the others as long again: a wedged replica delays only
+        its own sessions. They wait too, since the first replica could not take all of them.
 
         Raises:
             WeightsRefused: no replica serves the version within `wait_s`.
@@ -257,7 +259,6 @@ class Servers(Engine):
                 self._renew(replica.engine.url)
 
     def _answers(self) -> str:
-        """Return the last failure of each replica, for an error."""
         return "; ".join(
             f"{replica.engine.url}: {replica.last_error or replica.state}" for replica in self.replicas
         )
@@ -384,13 +385,6 @@ class Servers(Engine):
         if len(self._homes) > _MOST_SESSIONS:
             self._homes.popitem(last=False)[1].sessions -= 1
         return place
-
-    def _count(self, ids: Sequence[int], generation: Generation) -> None:
-        totals = self._totals
-        totals["requests"] += 1
-        totals["prompt_tokens"] += len(ids)
-        totals["prompt_tokens_reused"] += generation.prompt_tokens_reused
-        totals["sampled_tokens"] += len(generation.token_ids)
 
     def _lose(self, replica: Replica, error: TrainerError) -> None:
         replica.last_error = error.detail

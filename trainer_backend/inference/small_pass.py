@@ -146,10 +146,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens like `logits`; return [B] next ids and log-probs, drawn like `sampler.sample`.
-
-        Nothing is truncated.
-        """
+        """Feed tokens like `logits`; draw [B] ids and log-probs like `sampler.sample` without truncation."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
@@ -226,6 +223,5 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
 
 
 def _address(numbers: NDArray[Any]) -> int:
-    """Return the address of a contiguous array."""
     assert numbers.flags.c_contiguous, "the source reads contiguous arrays"
     return int(numbers.__array_interface__["data"][0])

@@ -53,8 +53,6 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way."""
-
     rows: int
     host: Tensor
     done: torch.cuda.Event | None
@@ -150,7 +148,7 @@ class StaticStep:
             truncates: whether any row truncates.
             groups: the groups of rows whose shared pages are read once.
         """
-        bucket = self.find_bucket(len(ints_B4))
+        bucket = self._buckets[bisect_left(self._buckets, len(ints_B4))]
         host, event = self._hosts[self._turn], self._events[self._turn]
         host.fill(ints_B4, floats_BN, tables_BP, bucket)
         for device, source in (
@@ -174,12 +172,6 @@ class StaticStep:
         """Return the logits of the step launched last, [B, V]."""
         assert self._logits_SV is not None, "no step was launched"
         return self._logits_SV[:rows]
-
-    def find_bucket(self, rows: int) -> int:
-        """Return the smallest bucket for `rows` rows."""
-        if rows <= self._buckets[-1]:
-            return self._buckets[bisect_left(self._buckets, rows)]
-        raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
 
     def _run(self, kind: _Kind) -> None:
         self._without = max(0, self._without - 1)
@@ -230,8 +222,7 @@ class StaticStep:
     def _try_to_capture(self, kind: _Kind) -> None:
         """Capture a step, or log why the capture fails.
 
-        If memory is short, a later step tries again. After any other failure, no step of this kind of
-        sampling is captured any more.
+        If memory is short, a later step tries again. Any other failure ends this kind of sampling's captures.
         """
         tokens_S = self._tokens_S.clone()
         try:
@@ -248,8 +239,7 @@ class StaticStep:
     def _capture(self, kind: _Kind, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
         """Run a step once, so that everything is compiled before the capture, and capture the step.
 
-        The first run overwrites the tokens that the replay feeds, so they are restored. Both runs store the
-        same keys and values.
+        The replay's tokens, which the first run overwrites, are restored. Both runs store the same cache.
         """
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)

@@ -67,7 +67,6 @@ def earliest(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
 
 
 def cut_before(text: str, strings: Sequence[str]) -> str:
-    """Return the text before the first of the strings, or all of it."""
     match = earliest(text, strings)
     return text if match is None else text[: match[0]]
 

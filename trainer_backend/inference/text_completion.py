@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.reply import usage_body
 from trainer_backend.inference.request_body import SamplingRequest
@@ -36,13 +35,13 @@ class TextRequest(SamplingRequest):
 async def text_completion(
     request: TextRequest, policies: Mapping[str, ServedPolicy], *, number: int, created: int
 ) -> dict[str, Any]:
-    """Continue the prompt and return the reply."""
     policy = find_policy(request.model, policies)
     prompt = request.prompt
-    ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(_ids, prompt, request, policy)
+    max_tokens = request.max_tokens or _MAX_TOKENS
+    ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(_ids, prompt, max_tokens, policy)
     generation = await policy.engine.generate(
         ids,
-        request.sampling(max_tokens=request.max_tokens or _MAX_TOKENS),
+        request.sampling(max_tokens=max_tokens),
         request_id=f"cmpl-{number}",
         extras=Extras(processed=request.processed_logprobs, common_draws=request.common_draws),
     )
@@ -67,13 +66,6 @@ async def text_completion(
     }
 
 
-def _ids(text: str, request: TextRequest, policy: ServedPolicy) -> list[int]:
-    most = policy.engine.max_model_len
-    if (tokens := policy.renderer.surely_more_than(most, text)) is not None:
-        raise ContextLengthExceeded(
-            prompt_tokens=tokens,
-            max_tokens=request.max_tokens or _MAX_TOKENS,
-            max_model_len=most,
-            at_least=True,
-        )
+def _ids(text: str, max_tokens: int, policy: ServedPolicy) -> list[int]:
+    policy.renderer.refuse_too_long(text, most=policy.engine.max_model_len, max_tokens=max_tokens)
     return policy.renderer.encode(text)

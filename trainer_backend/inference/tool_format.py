@@ -6,7 +6,7 @@ from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
-from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat, Tools
+from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat
 
 # Parsers never raise or rewrite: for an unreadable call they return the whole text, with the reason.
 
@@ -17,12 +17,8 @@ def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
     return TEXT if name is None else TOOL_FORMATS[name]
 
 
-def parse_text(text: str, tools: Tools) -> ParsedReply:
-    """Return everything as text, for models without a known tool-call format."""
-    return ParsedReply(text)
-
-
-TEXT = ToolFormat(parse_text, markers=(), openers=())
+# Of models without a known format: everything is text.
+TEXT = ToolFormat(lambda text, tools: ParsedReply(text), markers=(), openers=())
 
 
 def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:

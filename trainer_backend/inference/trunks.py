@@ -37,7 +37,6 @@ class Trunk:
         return len(self.ids)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer."""
         return self.tensors[number], self.tensors[len(self.tensors) // 2 + number]
 
 

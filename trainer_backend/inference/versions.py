@@ -20,8 +20,6 @@ class WeightAddress(Body):
 
 
 class PolicyVersion(Body):
-    """A version of the policy."""
-
     number: int
     folder: Path
     """A whole model folder, or a folder of adapters."""

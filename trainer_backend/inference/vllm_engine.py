@@ -36,7 +36,6 @@ from shared_schemas.base import Count, StrictReply
 from shared_schemas.trajectory import MOST_TOKENS, DrawnLogprob, Logprob, Sampling, TokenId, cover
 from trainer_backend.errors import (
     BadChatRequest,
-    ContextLengthExceeded,
     EngineBusy,
     InferenceError,
     RemoteRefused,
@@ -49,7 +48,7 @@ from trainer_backend.inference.actor import (
     FinishReason,
     Generation,
     SampledToken,
-    WeightSource,
+    refuse_too_long,
 )
 from trainer_backend.inference.remote_engine import (
     EXCERPT,
@@ -236,10 +235,9 @@ class VllmEngine(RemoteEngine):
     """The seconds in which the server took back its memory."""
     silence_s = 30.0
     """A sample may take any time, but after this time without an answer the server is asked for one token.
-    It is wedged if that takes as long again and its metrics count no further token: a server whose queue
-    is full of long samples continues to count. A caller of `generate` must wait longer than twice this time,
-    or the
-    next attempt goes to the same server."""
+    It is wedged if that takes as long again and its metrics count no further token: a server whose queue is
+    full of long samples continues to count. A caller of `generate` must wait longer than twice this time, or
+    the next attempt goes to the same server."""
 
     def __init__(
         self,
@@ -269,10 +267,7 @@ class VllmEngine(RemoteEngine):
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        if len(ids) + sampling.max_tokens > self.max_model_len:
-            raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
-            )
+        refuse_too_long(len(ids), sampling.max_tokens, self.max_model_len)
         if sampling.is_truncated:
             raise BadChatRequest(
                 f"{sampling.truncation}: vLLM returns log-probs of the truncated distribution, and the "
@@ -284,9 +279,8 @@ class VllmEngine(RemoteEngine):
         if answer.finish_reason == "abort" and answer.stop_string is None:
             raise RemoteUnavailable(f"{self.label} aborted the request")
         self._refuse_unsound(answer.token_ids, answer.logprobs, sampling)
-        if (
-            most := max((top for tops in answer.likeliest for top, _ in tops), default=0)
-        ) >= self._vocabulary:
+        most = max((top for tops in answer.likeliest for top, _ in tops), default=0)
+        if most >= self._vocabulary:
             raise self._wrong("choices.0.logprobs.content, in top_logprobs, token_id", most, self._known)
         length, finish_reason = len(answer.token_ids), _STOP
         if answer.stop_string is None:
@@ -342,7 +336,7 @@ class VllmEngine(RemoteEngine):
         """Ask for one token; raise if the server gives neither the token nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
-            await self._control(_Nothing, "POST", _GENERATE, json=body, timeout_s=self.silence_s)
+            await self._order(_GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
@@ -366,6 +360,10 @@ class VllmEngine(RemoteEngine):
         """Send a request other than a sample; see `_exchange` for the arguments."""
         status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
         return _reply(kind, status, text, self.url + route)
+
+    async def _order(self, route: str, **sent: Any) -> None:
+        """Send a POST request whose status alone is read; see `_exchange` for the arguments."""
+        await self._control(_Nothing, "POST", route, **sent)
 
     async def _exchange(
         self, method: str, route: str, *, timeout_s: float | None, **sent: Any
@@ -424,13 +422,13 @@ class VllmEngine(RemoteEngine):
                     raise RemoteRefused(f"{self._url} sampled more than max_tokens {sampling.max_tokens}")
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
                     ended = {"request_ids": [answer.request_id]}
-                    await self._control(_Nothing, "POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
+                    await self._order(_ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
                     count = _report_tokens(answer, count, extras)
         return answer
 
     async def load_weights(
-        self, version: int, source: "WeightSource | WeightAddress", base: Path | None = None
+        self, version: int, source: Path | WeightAddress, base: Path | None = None
     ) -> None:
         """Load weights from a folder that the server's workers can read, or from the learner at an address.
 
@@ -451,19 +449,15 @@ class VllmEngine(RemoteEngine):
                 async with asyncio.timeout(self._wait_s):
                     if self._is_asleep:
                         await self._wake("weights")
-                    await self._control(_Nothing, "POST", "/pause", params={"mode": self._weight_update})
+                    await self._order("/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the earlier weights.
-                    await self._control(
-                        _Nothing, "POST", "/update_weight_version", json={"new_version": "unknown"}
-                    )
+                    await self._order("/update_weight_version", json={"new_version": "unknown"})
                     if isinstance(source, WeightAddress):
                         self._ask()
                     for route, body in update:
-                        await self._control(_Nothing, "POST", route, json=body)
-                    await self._control(_Nothing, "POST", "/reset_prefix_cache")
-                    await self._control(
-                        _Nothing, "POST", "/update_weight_version", json={"new_version": name}
-                    )
+                        await self._order(route, json=body)
+                    await self._order("/reset_prefix_cache")
+                    await self._order("/update_weight_version", json={"new_version": name})
                     if self._is_asleep:
                         await self._wake("kv_cache")
                         self._is_asleep = False
@@ -471,7 +465,7 @@ class VllmEngine(RemoteEngine):
             finally:
                 self._loads, self._signs = False, self._signs + 1
                 if not self._is_asleep:  # else the server would compute over a cache without memory
-                    await self._control(_Nothing, "POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
+                    await self._order("/resume", timeout_s=_ENGINE_TIMEOUT_S)
         except TimeoutError as error:
             raise WeightsRefused(
                 f"it has not loaded version {version} within {self._wait_s:g} s (inference.replica_wait_s)",
@@ -490,18 +484,16 @@ class VllmEngine(RemoteEngine):
             RemoteRefused, RemoteUnavailable: the server may have kept its memory.
         """
         self._is_asleep = True  # also where it fails half-way
-        await self._control(
-            _Nothing, "POST", "/sleep", params={"level": "2", "mode": "abort"}, timeout_s=self._wait_s
-        )
+        await self._order("/sleep", params={"level": "2", "mode": "abort"}, timeout_s=self._wait_s)
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
         """Let the server take back one kind of memory; after the last kind it resumes by itself."""
         began_s = asyncio.get_running_loop().time()
-        await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
+        await self._order("/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
 
     def _plan_update(
-        self, source: "WeightSource | WeightAddress", base: Path | None, name: str
+        self, source: Path | WeightAddress, base: Path | None, name: str
     ) -> list[tuple[str, Mapping[str, Any]]]:
         """Return the requests that replace the weights, in order."""
         if isinstance(source, WeightAddress):
@@ -511,12 +503,10 @@ class VllmEngine(RemoteEngine):
                 ("/update_weights", {"update_info": learner}),
                 ("/finish_weight_update", {}),
             ]
-        if not isinstance(source, str | Path):
-            raise WeightsRefused("vLLM loads weights from a folder, not from tensors of this process")
         from trainer_backend.models.layout import weight_files  # imports torch; a check of servers avoids it
 
-        folder = Path(base or source).resolve()
-        adapters = [] if base is None else [str(Path(source).resolve())]
+        folder = (base or source).resolve()
+        adapters = [] if base is None else [str(source.resolve())]
         files = [file.name for file in weight_files(folder)]
         return [("/collective_rpc", {"method": "turnwise_load", "args": [str(folder), files, *adapters]})]
 
@@ -563,9 +553,9 @@ class VllmEngine(RemoteEngine):
         refuse_release(release, self.url)
         # A trainer that was killed during a publish leaves the server paused, with all requests waiting; a
         # trainer that was killed during an update leaves it asleep.
-        await self._control(_Nothing, "POST", "/wake_up", timeout_s=self._wait_s)
+        await self._order("/wake_up", timeout_s=self._wait_s)
         self._is_asleep = False
-        await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
+        await self._order("/resume", timeout_s=_FRONTEND_TIMEOUT_S)
         models = (await self._control(_Models, "GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).data
         lengths = {model.id: model.max_model_len for model in models}
         if len(lengths) != 1:
@@ -586,7 +576,6 @@ class VllmEngine(RemoteEngine):
         return f"replica {self.url}: vLLM {release}, context {length}"
 
     async def check_receiver(self) -> None:
-        """Refuse a server that cannot receive weights from the learner's process."""
         hint = (
             'Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or use '
             'weight_transfer.backend = "folder".'
@@ -594,16 +583,13 @@ class VllmEngine(RemoteEngine):
         await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
 
     async def check_sleeper(self) -> None:
-        """Refuse a server that would keep its GPU's memory while it sleeps."""
         hint = "Start it with --enable-sleep-mode, which needs a GPU (docs/vllm.md), or leave sleep out."
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
 
     async def _require(self, method: str, what: str, hint: str) -> None:
         """Refuse a server whose worker does not know a method, as its error says."""
         try:
-            await self._control(
-                _Nothing, "POST", "/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
-            )
+            await self._order("/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S)
         except RemoteUnavailable as error:
             if method not in error.detail:
                 raise
@@ -645,7 +631,6 @@ def _reply(kind: type[Model], status: int, text: bytes, where: str) -> Model:
 
 
 def _refusal(status: int, text: bytes, where: str) -> InferenceError:
-    """Return the error for a status other than 200."""
     told = f"{where} answered {status}: {text[:EXCERPT].decode('utf-8', 'replace')}"
     if status in _BUSY:
         return EngineBusy(told)

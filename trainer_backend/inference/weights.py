@@ -56,9 +56,8 @@ class ServedWeights:
 
         Of names that share memory (a tied head and its embedding), one is enough.
 
-        Each tensor overwrites the old tensor, since a GPU has no room for both models. So an error during the
-        copies (out of memory) leaves some old and some new tensors: the model must not compute until a later
-        call returns.
+        A GPU has no room for both models, so each tensor overwrites the old one. After an error during the
+        copies (out of memory), some tensors are old: the model must not compute until a later call returns.
 
         Raises:
             WeightsRefused: the tensors do not fit; nothing was copied.

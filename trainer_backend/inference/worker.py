@@ -127,7 +127,6 @@ class EngineWorker:
         self.new_version(version)
 
     def new_version(self, version: int) -> None:
-        """Record new weights: tokens sampled from now on have this version."""
         self.version = version
         self.batch.take_weights()
         for request in self.batch.rows:

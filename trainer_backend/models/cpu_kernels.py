@@ -229,10 +229,7 @@ class CpuKernels:
     def store(
         self, k_TKD: Tensor, v_TKD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor
     ) -> None:
-        """Write the tokens' keys and values to a cache [rows, heads, columns, D].
-
-        `heads_TK` are indices over rows * heads.
-        """
+        """Write keys and values to a cache [rows, heads, columns, D]; `heads_TK` index rows * heads."""
         keys, values = cache
         tokens, heads, size = k_TKD.shape
         self._library.store(

@@ -111,7 +111,6 @@ def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTr
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the number of token ids that a model embeds."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding), "every causal model of transformers embeds token ids"
     return embedding.num_embeddings

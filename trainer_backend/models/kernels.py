@@ -259,8 +259,7 @@ def rms_norm(
 ) -> Tensor:
     """Compute [T, W] the norm of float32 states plus `added_TW`, rounded once, to dtype `out`.
 
-    The sum is written to `sums_TW`, float32, which may be the states; it is not written if `added_TW` is
-    None.
+    The sum goes to `sums_TW`, float32, which may be the states; without `added_TW` it is not written.
     """
     rows, width = states_TW.shape
     out_TW = torch.empty((rows, width), dtype=out, device=states_TW.device)
@@ -285,8 +284,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `rms_norm`: of the states, of `added_TW` in dtype `added`, and of the weight.
 
-    `by_sums_TW` is the gradient of the sums from their other uses; None if they have none. `weighs`: whether
-    the gradient of the weight is needed.
+    `by_sums_TW` is the gradient of the sums from other uses, if any; `weighs`: the weight's is needed.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)

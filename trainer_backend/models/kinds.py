@@ -97,7 +97,6 @@ def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) ->
 
 
 def module_is_here(name: str) -> bool:
-    """Return whether a package is installed; it is not imported."""
     return find_spec(name) is not None
 
 

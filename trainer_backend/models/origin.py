@@ -11,7 +11,7 @@ settings are copied from folder to folder, so that other programs can load each 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,7 +84,8 @@ class Origin:
             return
         if (folder / WEIGHTS).is_file():
             (folder / WEIGHTS).rename(folder / _TEXT)
-            names = dict.fromkeys(stored_names([folder / _TEXT]), _TEXT)
+            with safe_open(folder / _TEXT, "pt") as file:
+                names = dict.fromkeys(file.keys(), _TEXT)
         else:
             names = dict(read_object(folder / INDEX)["weight_map"])
         save_file(
@@ -149,15 +150,6 @@ def text_name(name: str) -> str:
     for pattern, own in WRAPPED_NAMES.items():
         name = re.sub(pattern, own, name)
     return name
-
-
-def stored_names(files: Iterable[Path]) -> list[str]:
-    """Return the names of the tensors in safetensors files, without reading the tensors."""
-    names: list[str] = []
-    for path in files:
-        with safe_open(path, "pt") as file:
-            names += file.keys()
-    return names
 
 
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

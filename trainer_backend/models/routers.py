@@ -58,8 +58,7 @@ class Routers:
     def choosing(self, choose: Choose, *, alone: bool = False) -> Iterator[None]:
         """Let `choose` select the experts inside the context.
 
-        `choose` receives the router's own choice, as outer `choosing` contexts changed it; with `alone`,
-        unchanged.
+        `choose` receives the router's own choice, changed by outer `choosing` contexts unless `alone`.
         """
         hooks = []
         try:
@@ -108,9 +107,7 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     """Return the routers whose choices the engine records; None if it records none.
 
     Args:
-        wanted: the job's setting; None: only in a low precision, because in float32 sampler and learner
-        choose
-            alike.
+        wanted: the job's setting; None: only in a low precision, since float32 makes all choose alike.
 
     Raises:
         ModelFolderError: recording is wanted, but the choices cannot be recorded.

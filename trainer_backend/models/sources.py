@@ -74,7 +74,6 @@ def remember_chat_settings(tokenizer: PreTrainedTokenizerFast, table: ModelTable
 
 
 def tokenizer_in(folder: Path, table: ModelTable) -> PreTrainedTokenizerFast:
-    """Load a folder's tokenizer with the chat settings of [model]."""
     tokenizer = load_tokenizer(folder)
     remember_chat_settings(tokenizer, table)
     return tokenizer

@@ -27,7 +27,6 @@ def text_config(folder: Path) -> Any:
 
 
 def causal_class(config: Any) -> type[PreTrainedModel]:
-    """Return the class of a config's causal language model."""
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return _with_head(MODEL_MAPPING[kind])
@@ -37,7 +36,6 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of the text decoder."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     # Llama 4 returns itself as its decoder.
     layers: nn.ModuleList = (model.model if decoder is model else decoder).layers

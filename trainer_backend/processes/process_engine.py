@@ -15,8 +15,8 @@ from service_kit.process import Child, name_exit
 from service_kit.socket_calls import Caller, Unanswered
 from service_kit.tasks import racing
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
-from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
+from trainer_backend.errors import EngineStopped, EngineTimeout
+from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation, refuse_too_long
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
@@ -97,10 +97,7 @@ class ProcessEngine(Engine):
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        if len(ids) + sampling.max_tokens > self.max_model_len:
-            raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
-            )
+        refuse_too_long(len(ids), sampling.max_tokens, self.max_model_len)
         call = EngineCall(
             tuple(ids),
             sampling,

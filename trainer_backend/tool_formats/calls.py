@@ -119,7 +119,6 @@ def as_calls(value: object) -> list[ParsedCall]:
 
 
 def write_json(call: ParsedCall) -> str:
-    """Return a call as a JSON object with `name` and `arguments`."""
     return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
 
 

@@ -8,7 +8,7 @@ FunctionGemma: `<start_function_call>call:name{key:<escape>text<escape>}<end_fun
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from trainer_backend.tool_formats.calls import (
@@ -74,34 +74,34 @@ class LiteralReader:
             if self.take(quote):
                 return self._string(quote)
         if self.take("["):
-            return self._list("]")
+            return [self.value() for _ in self._places("]")]
         if self.take("("):
-            return self._list(")")
+            return [self.value() for _ in self._places(")")]
         return self.mapping() if self.take("{") else _parse_number_or_word(self.word(_WORD))
 
     def mapping(self) -> dict[str, object]:
         """Read an object, after its opening brace."""
-        items: dict[str, object] = {}
-        while not self.take("}"):
-            key = self._key()
-            self.expect(":")
-            items[key] = self.value()
-            if not self.take(","):
-                self.expect("}")
-                break
-        return items
+        return self._pairs("}", ":", self._key)
 
     def arguments(self) -> dict[str, object]:
         """Read the arguments of `name(key=value, ...)`, after the opening parenthesis."""
+        return self._pairs(")", "=", partial(self.word, _NAME))
+
+    def _pairs(self, closing: str, separator: str, read_key: Callable[[], str]) -> dict[str, object]:
         items: dict[str, object] = {}
-        while not self.take(")"):
-            key = self.word(_NAME)
-            self.expect("=")
+        for _ in self._places(closing):
+            key = read_key()
+            self.expect(separator)
             items[key] = self.value()
-            if not self.take(","):
-                self.expect(")")
-                break
         return items
+
+    def _places(self, closing: str) -> Iterator[None]:
+        """Stop at the place of each item up to `closing`; the caller reads the item there."""
+        while not self.take(closing):
+            yield
+            if not self.take(","):
+                self.expect(closing)
+                return
 
     def _key(self) -> str:
         if not self._has_escapes and not self.text.startswith(self._quotes, self.position):
@@ -110,15 +110,6 @@ class LiteralReader:
             return key.strip()
         key_value = self.value()
         return key_value if isinstance(key_value, str) else json.dumps(key_value)
-
-    def _list(self, closing: str) -> list[object]:
-        items: list[object] = []
-        while not self.take(closing):
-            items.append(self.value())
-            if not self.take(","):
-                self.expect(closing)
-                break
-        return items
 
     def _string(self, quote: str) -> str:
         if not self._has_escapes:

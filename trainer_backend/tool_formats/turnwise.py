@@ -49,7 +49,6 @@ class ShortForm:
 
 
 def parse_turnwise(text: str, tools: Tools) -> ParsedReply:
-    """Parse calls of either form."""
     content, *bodies = text.split(CALL)
     short_form = ShortForm.of(tools)
     calls: list[ParsedCall] = []

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.actor import Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.sampler import RowSettings, read_options, sample, stream_key, uniforms
 
@@ -20,6 +20,13 @@ def make_settings(samplings: Sequence[Sampling], *, processed: bool = False) -> 
     options = np.array([read_options(one) for one in samplings], dtype=np.float64)
     is_processed = truncated & processed if truncated.any() else None
     return RowSettings.lean(options, is_processed, device=torch.device("cpu"))
+
+
+@torch.inference_mode()
+def logprobs_under(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Of tokens behind a prompt, by one plain pass."""
+    logits_LV = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits_LV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
 def naive_generation(
@@ -50,6 +57,16 @@ async def staggered(engine: LocalEngine, requests: list[tuple[list[int], Samplin
 
     await asyncio.gather(*(caller(k) for k in range(3)))
     return [result for result in results if result is not None]
+
+
+async def generate_all(
+    engine: LocalEngine, requests: list[tuple[list[int], Sampling]], *, extras: Extras = NO_EXTRAS
+) -> list[Generation]:
+    calls = (
+        engine.generate(ids, sampling, request_id=str(i), extras=extras)
+        for i, (ids, sampling) in enumerate(requests)
+    )
+    return await asyncio.gather(*calls)
 
 
 def assert_equal_to_naive(

@@ -16,6 +16,7 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
+from tests.trainer_backend.inference.naive import logprobs_under
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
@@ -73,14 +74,19 @@ def called(call_id: str = "call_0") -> dict[str, object]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
 
 
-@each_family
+@pytest.fixture
+def tokenizer(family: Family, model_folders: Mapping[str, Path]) -> PreTrainedTokenizerFast:
+    return load_tokenizer(model_folders[family.name])
+
+
 def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
 ):
-    tokenizer = load_tokenizer(model_folders[family.name])
     renderer = ChatRenderer(tokenizer)
     text = renderer.prompt_text([SYSTEM, USER], tools)
     assert "interact_many" in text and "You play." in text and "wood2 tree" in text
@@ -90,11 +96,9 @@ def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
     assert first is None or (ids[0] == first and first not in ids[1:])
 
 
-@each_family
 def test_the_format_is_found_and_a_call_is_read_as_the_model_or_the_template_writes_it(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
 ):
-    tokenizer = load_tokenizer(model_folders[family.name])
     assert detect_tool_format(tokenizer) == family.tool_format
     answer = ChatRenderer(tokenizer).answer_text([SYSTEM, USER], called(), tools)
     assert answer.endswith(family.stop), "and nothing behind it"
@@ -103,13 +107,10 @@ def test_the_format_is_found_and_a_call_is_read_as_the_model_or_the_template_wri
         assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
 
 
-@each_family
 def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
 ):
-    tokenizer = load_tokenizer(model_folders[family.name])
-    engine = WrittenEngine(tokenizer, [family.written, "tree"], family.stop)
-    with open_client(engine, tokenizer) as client:
+    with open_client(WrittenEngine(tokenizer, [family.written, "tree"], family.stop), tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[SYSTEM, USER], **ask)
         message = first.choices[0].message
@@ -128,13 +129,11 @@ def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
     assert text.count("wood3") == 1
 
 
-@each_family
 @pytest.mark.parametrize("several", [False, True])
 def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_exact_ids(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]], several: bool
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]], several: bool
 ):
     """The caller gets a call; the sampled ids are what follows its opening; the next prompt holds both."""
-    tokenizer = load_tokenizer(model_folders[family.name])
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
     named = {"type": "function", "function": {"name": "interact_many"}}
     renderer = ChatRenderer(tokenizer)
@@ -143,9 +142,8 @@ def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_e
     named_opening = before + name + after[: after.index("{")].rstrip(" ")
     opening = before.removesuffix('"').rstrip(" ") if several else named_opening
     rest = family.written.removeprefix(opening)
-    engine = WrittenEngine(tokenizer, [rest, "tree"], family.stop)
     ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
-    with open_client(engine, tokenizer) as client:
+    with open_client(WrittenEngine(tokenizer, [rest, "tree"], family.stop), tokenizer) as client:
         first = client.chat.completions.create(
             messages=[SYSTEM, USER], tool_choice="required" if several else named, **ask
         )
@@ -178,15 +176,12 @@ def test_the_model_writes_a_name_that_would_break_the_call_and_no_call_begins_th
     assert ServedPolicy(WrittenEngine(tokenizer, [], ""), tokenizer).call_opening is None
 
 
-@each_family
 def test_a_forced_call_is_streamed_as_a_call_alone(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
 ):
-    tokenizer = load_tokenizer(model_folders[family.name])
     rest = family.written.partition("interact_many")[2]
     rest = rest[rest.index("{") - 1 :]
-    engine = WrittenEngine(tokenizer, [rest], family.stop)
-    with open_client(engine, tokenizer) as client:
+    with open_client(WrittenEngine(tokenizer, [rest], family.stop), tokenizer) as client:
         chunks = list(
             client.chat.completions.create(
                 model="job/actor", messages=[USER], tools=tools, tool_choice="required", stream=True
@@ -198,16 +193,14 @@ def test_a_forced_call_is_streamed_as_a_call_alone(
     assert not "".join(delta.content or "" for delta in deltas)
 
 
-@each_family
-def test_the_bytes_of_single_tokens_are_those_of_the_text(family: Family, model_folders: Mapping[str, Path]):
-    renderer = ChatRenderer(load_tokenizer(model_folders[family.name]))
+def test_the_bytes_of_single_tokens_are_those_of_the_text(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
     text = "wood €日\N{GRINNING FACE}é\ufffd 2\n"
     ids = renderer.encode(f"x{text}")
     found = [byte for token in ids for byte in renderer.token_bytes(token)]
     assert bytes(found).decode().lstrip() == f"x{text}"
 
 
-@each_family
 def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
     family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
 ):
@@ -224,10 +217,8 @@ def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
     finally:
         engine.stop()
     (choice,) = reply.choices
-    ids = torch.tensor([[*reply.prompt_token_ids, *choice.token_ids]])
-    logits_LV = model(ids).logits[0, len(reply.prompt_token_ids) - 1 : -1]
-    own = logits_LV.log_softmax(-1).gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(choice.token_logprobs), own, atol=1e-5, rtol=0)
+    own = logprobs_under(model, reply.prompt_token_ids, choice.token_ids)
+    assert choice.token_logprobs == pytest.approx(own, abs=1e-5)
     assert (choice.token_ids[-1] in stops) == (choice.sampling_finish_reason == "stop")
 
 
@@ -255,8 +246,8 @@ def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
     tokenizer = load_tokenizer(model_folders["qwen3"])
     thought = "<think>\nmaybe <tool_call> later\n</think>"
     family = FAMILIES[0]
-    engine = WrittenEngine(tokenizer, [f"{thought}\n\n{family.written}", "tree"], family.stop)
-    with open_client(engine, tokenizer) as client:
+    texts = [f"{thought}\n\n{family.written}", "tree"]
+    with open_client(WrittenEngine(tokenizer, texts, family.stop), tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[USER], **ask)
         message = first.choices[0].message
@@ -373,8 +364,8 @@ def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
     tokenizer.chat_template = chat_template("harmony")
     thought = "<|channel|>analysis<|message|>a tree?<|end|><|start|>assistant<|channel|>"
     call = f"{thought}commentary to=functions.interact_many <|constrain|>json<|message|>{ARGUMENTS}"
-    engine = WrittenEngine(tokenizer, [call, f"{thought}final<|message|>tree"], "<|im_end|>")
-    with open_client(engine, tokenizer) as client:
+    texts = [call, f"{thought}final<|message|>tree"]
+    with open_client(WrittenEngine(tokenizer, texts, "<|im_end|>"), tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "messages": [USER]}
         message = client.chat.completions.create(**ask).choices[0].message
         assert [part.function.arguments for part in message.tool_calls] == [ARGUMENTS]

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from tests.trainer_backend.inference.chains import chain_model
+from tests.trainer_backend.inference.naive import logprobs_under
 from tests.trainer_backend.inference.served import MESSAGES, MODEL, Served, serving
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models import build_preset
@@ -76,11 +76,8 @@ def test_logprobs_without_tops_and_none_at_all(free: Served):
 def test_all_choices_have_log_probs_of_their_own_tokens(free: Served, model: PreTrainedModel):
     body = ask(free, messages=LONG, n=4, max_tokens=20, seed=5, extra_body={"return_token_ids": True})
     for choice in body.choices:
-        ids = [*body.prompt_token_ids, *choice.token_ids]
-        with torch.inference_mode():
-            logits = model(torch.tensor([ids])).logits[0, len(body.prompt_token_ids) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
-        assert choice.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        expected = logprobs_under(model, body.prompt_token_ids, choice.token_ids)
+        assert choice.token_logprobs == pytest.approx(expected, abs=1e-4)
 
 
 ANSWER = " do sleep€ noop move_left"

@@ -51,11 +51,22 @@ def get_answer(turn: Turn) -> dict[str, object]:
     return assistant_message(parsed, prompt_ids=turn.ids, token_ids=[])
 
 
+def spoken(
+    renderer: ChatRenderer, raws: list[str], *, stop: str = "<|end|>"
+) -> tuple[Conversations, list[dict], list[Turn]]:
+    """A conversation "r" of these answers, each followed by RESULT."""
+    memory, messages, turns = Conversations(most=5), [USER], []
+    for raw in raws:
+        prompt = memory.prompt("r", messages, [], renderer)
+        turns.append(turn_after(prompt, raw, renderer, stop=stop, index=len(messages)))
+        memory.remember("r", turns[-1])
+        messages += [get_answer(turns[-1]), RESULT]
+    return memory, messages, turns
+
+
 def test_a_continued_conversation_keeps_the_sampled_ids_and_encodes_only_what_is_new(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
-    memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
+    memory, messages, (turn,) = spoken(renderer, [RAW])
+    prompt = memory.prompt("r", messages, [], renderer)
     assert list(prompt.ids[: prompt.reused]) == list(turn.ids) and prompt.reused == len(turn.ids)
     new = renderer.decode(prompt.ids[prompt.reused :])
     assert new == "\n<|tool|>tree 3<|end|>\n<|assistant|>", "the sampled <|end|> is not written a second time"
@@ -63,19 +74,15 @@ def test_a_continued_conversation_keeps_the_sampled_ids_and_encodes_only_what_is
 
 
 def test_an_answer_that_was_cut_by_its_length_is_closed_by_the_template(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    turn = turn_after(memory.prompt("r", [USER], [], renderer), "wood", renderer, stop="")
-    memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
+    memory, messages, _ = spoken(renderer, ["wood"], stop="")
+    prompt = memory.prompt("r", messages, [], renderer)
     assert renderer.decode(prompt.ids[prompt.reused :]).startswith("<|end|>\n<|tool|>")
 
 
 def test_what_clients_add_to_a_message_does_not_break_the_conversation(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
-    memory.remember("r", turn)
-    sent_back = {**json.loads(json.dumps(get_answer(turn))), "refusal": None, "annotations": []}
-    assert memory.prompt("r", [USER, sent_back, RESULT], [], renderer).reused == len(turn.ids)
+    memory, messages, (turn,) = spoken(renderer, [RAW])
+    messages[1] = {**json.loads(json.dumps(messages[1])), "refusal": None, "annotations": []}
+    assert memory.prompt("r", messages, [], renderer).reused == len(turn.ids)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +98,8 @@ def test_what_clients_add_to_a_message_does_not_break_the_conversation(renderer:
 def test_what_was_edited_is_rendered_again_from_the_first_change_on(
     renderer: ChatRenderer, change, same_start: bool
 ):
-    memory = Conversations(most=5)
-    turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
-    memory.remember("r", turn)
-    messages = change(USER, get_answer(turn), RESULT)
+    memory, messages, (turn,) = spoken(renderer, [RAW])
+    messages = change(*messages)
     prompt = memory.prompt("r", messages, [], renderer)
     assert prompt.text == renderer.prompt_text(messages, []) and not prompt.extends
     assert renderer.decode(prompt.ids) == prompt.text
@@ -102,10 +107,8 @@ def test_what_was_edited_is_rendered_again_from_the_first_change_on(
 
 
 def test_reasoning_that_the_template_drops_breaks_the_prefix(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    turn = turn_after(memory.prompt("r", [USER], [], renderer), "hmm</think>wood", renderer)
-    memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
+    memory, messages, (turn,) = spoken(renderer, ["hmm</think>wood"])
+    prompt = memory.prompt("r", messages, [], renderer)
     assert prompt.break_cause == "reasoning" and "hmm" not in prompt.text
     assert prompt.reused == turn.cuts[0][1], "the question before it is what it was"
 
@@ -119,22 +122,8 @@ def test_the_memory_is_bounded_and_forgets_the_least_recent_first(renderer: Chat
     assert [memory.prompt(name, longer, [], renderer).reused > 0 for name in "abc"] == [True, False, True]
 
 
-def spoken(
-    renderer: ChatRenderer, raws: list[str], *, memory: Conversations
-) -> tuple[list[dict], list[Turn]]:
-    """A conversation of these answers, each followed by RESULT."""
-    messages, turns = [USER], []
-    for raw in raws:
-        prompt = memory.prompt("r", messages, [], renderer)
-        turns.append(turn_after(prompt, raw, renderer, index=len(messages)))
-        memory.remember("r", turns[-1])
-        messages += [get_answer(turns[-1]), RESULT]
-    return messages, turns
-
-
 def test_from_the_third_turn_on_earlier_answers_are_still_those_that_were_sampled(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, turns = spoken(renderer, [RAW, f"{RAW} ", f" {RAW}", RAW], memory=memory)
+    memory, messages, turns = spoken(renderer, [RAW, f"{RAW} ", f" {RAW}", RAW])
     prompt = memory.prompt("r", messages, [], renderer)
     assert prompt.extends and list(prompt.ids[: prompt.reused]) == list(turns[-1].ids)
     assert prompt.text.count(RAW) == 4
@@ -143,8 +132,7 @@ def test_from_the_third_turn_on_earlier_answers_are_still_those_that_were_sample
 
 
 def test_behind_an_edit_the_conversation_goes_on_again_with_what_was_sampled(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, turns = spoken(renderer, [RAW, RAW, RAW], memory=memory)
+    memory, messages, turns = spoken(renderer, [RAW, RAW, RAW])
     messages[2] = {**RESULT, "content": "[deleted]"}
     prompt = memory.prompt("r", messages, [], renderer)
     # Up to the end of the first answer all is as it was; what follows is another text, in which the second
@@ -157,8 +145,7 @@ def test_behind_an_edit_the_conversation_goes_on_again_with_what_was_sampled(ren
 
 
 def test_an_edit_right_behind_an_answer_keeps_that_answer_as_sampled(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, _ = spoken(renderer, [RAW], memory=memory)
+    memory, messages, _ = spoken(renderer, [RAW])
     messages[0] = {**USER, "content": "[deleted]"}
     prompt = memory.prompt("r", messages, [], renderer)
     assert prompt.reused == 0 and RAW in prompt.text
@@ -187,15 +174,13 @@ def test_an_answer_that_ends_the_reasoning_begun_in_the_prompt_is_continued(
     renderer.tokenizer.chat_template = BEGINS_REASONING
     own = ChatRenderer(renderer.tokenizer)
     raw = f"{thought}</think>{RAW.removeprefix('go ')}"
-    memory = Conversations(most=5)
-    messages, _ = spoken(own, [raw, raw, f"{thought}</think>tree"], memory=memory)
+    memory, messages, _ = spoken(own, [raw, raw, f"{thought}</think>tree"])
     prompt = memory.prompt("r", messages, [], own)
     assert prompt.text.count(f"<|assistant|><think>{thought}</think>") == 3 and prompt.extends
 
 
 def test_a_prompt_that_is_asked_for_again_is_whole_and_keeps_its_exact_ids(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, turns = spoken(renderer, [RAW, RAW], memory=memory)
+    memory, messages, turns = spoken(renderer, [RAW, RAW])
     prompt = memory.prompt("r", messages[:3], [], renderer)
     assert (prompt.reused, prompt.break_cause) == (0, "fresh")
     assert list(prompt.ids) == list(turns[1].ids[: turns[1].cuts[-2][1]])
@@ -203,8 +188,7 @@ def test_a_prompt_that_is_asked_for_again_is_whole_and_keeps_its_exact_ids(rende
 
 
 def test_why_a_prefix_broke_is_told(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, _ = spoken(renderer, [RAW], memory=memory)
+    memory, messages, _ = spoken(renderer, [RAW])
     tool = {"type": "function", "function": {"name": "f"}}
     assert memory.prompt("r", messages, [tool], renderer).extends, "this template shows no tools"
     assert memory.prompt("r", [USER], [], renderer).break_cause == "fresh"
@@ -217,8 +201,7 @@ def test_why_a_prefix_broke_is_told(renderer: ChatRenderer):
 def test_drift_is_told_apart_by_ids_and_by_text(renderer: ChatRenderer):
     written = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     for raw, text_drifts in ((RAW, True), (written, False), ("wood", False)):
-        memory = Conversations(most=5)
-        messages, _ = spoken(renderer, [raw], memory=memory)
+        memory, messages, _ = spoken(renderer, [raw])
         drift = memory.prompt("r", messages, [], renderer).drift
         assert drift == Drift(tokens=True, text=text_drifts), "sampled byte by byte"
         turn = turn_after(memory.prompt("s", [USER], [], renderer), raw, renderer)
@@ -233,8 +216,7 @@ def test_drift_is_told_apart_by_ids_and_by_text(renderer: ChatRenderer):
 
 
 def test_characters_that_guard_white_space_may_stand_in_messages(renderer: ChatRenderer):
-    memory = Conversations(most=5)
-    messages, _ = spoken(renderer, [" wood "], memory=memory)
+    memory, messages, _ = spoken(renderer, [" wood "])
     messages[-1] = {**RESULT, "content": f"tree {OPEN}{CLOSE}"}
     prompt = memory.prompt("r", messages, [], renderer)
     assert f"tree {OPEN}{CLOSE}" in prompt.text and renderer.decode(prompt.ids) == prompt.text

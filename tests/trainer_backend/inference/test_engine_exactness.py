@@ -8,7 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import assert_equal_to_naive, naive_generation, staggered
+from tests.trainer_backend.inference.naive import (
+    assert_equal_to_naive,
+    generate_all,
+    naive_generation,
+    staggered,
+)
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.runner import CHUNK_TOKENS
 
@@ -46,10 +51,7 @@ async def test_the_same_holds_when_slots_are_few_and_prefills_are_cut(
 ):
     requests = mixed_requests(12, model.config.vocab_size, seed=1)
     engine = start_engine(max_model_len=256, max_running=3, prefill_tokens=64)
-    results = await asyncio.gather(
-        *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
-    )
-    assert_equal_to_naive(model, requests, results)
+    assert_equal_to_naive(model, requests, await generate_all(engine, requests))
 
 
 async def test_the_same_holds_for_prompts_that_join_together_and_are_prefilled_in_several_chunks(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import logprobs_under
 from tests.trainer_backend.learner.hand_made import make_learner, segment
 from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
@@ -28,17 +29,11 @@ def other_model(tokenizer: PreTrainedTokenizerFast, version: int) -> PreTrainedM
     return build_preset("tiny-0.3m", tokenizer, seed=version + 1)
 
 
-def logprobs_under(model: PreTrainedModel, prompt: list[int], tokens: tuple[int, ...]) -> Tensor:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 async def sampled_by(engine: LocalEngine, model: PreTrainedModel, version: int) -> None:
     """Sample a few tokens, which must be those of this model under this version."""
     result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id=f"by {version}")
     assert result.versions == ((0, version),)
-    expected = logprobs_under(model, PROMPT, result.token_ids).tolist()
+    expected = logprobs_under(model, PROMPT, result.token_ids)
     assert result.logprobs == pytest.approx(expected, abs=1e-5)
 
 
@@ -78,7 +73,7 @@ async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version
         assert first_token == 0
         seen.add(version)
         expected = logprobs_under(models[version], prompt, result.token_ids)
-        assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert result.logprobs == pytest.approx(expected, abs=1e-5)
     assert len(seen) > 1 and engine.version == 3
 
 
@@ -277,5 +272,5 @@ async def test_nothing_that_is_not_finite_stays_in_the_cache(
     )
     assert long.prompt_tokens_reused == 0
     for prompt, result in (([5] * 100, long), ([6] * 3, short)):
-        expected = logprobs_under(model, prompt, result.token_ids).tolist()
+        expected = logprobs_under(model, prompt, result.token_ids)
         assert result.logprobs == pytest.approx(expected, abs=1e-5)

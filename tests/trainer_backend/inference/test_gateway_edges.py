@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import pytest
@@ -12,13 +11,12 @@ from pydantic import SecretStr
 from starlette.types import Message
 from transformers import PreTrainedTokenizerFast
 
-from service_kit.errors import PortTaken
 from service_kit.logs import configure_logs
 from service_kit.server import Listener
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from trainer_backend.errors import EngineStopped, JobError
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, WeightSource
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -51,20 +49,6 @@ class StandInEngine:
             raise
         raise AssertionError
 
-    @property
-    def breakdown(self) -> Future[str]:
-        return Future()
-
-    async def load_weights(self, version: int, source: WeightSource) -> None: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-    async def abort(self, request_id: str) -> bool:
-        return False
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    async def close(self) -> None: ...
-
 
 class Connection:
     """One POST /v1/chat/completions, its messages under the test's control."""
@@ -73,6 +57,13 @@ class Connection:
         self.app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=SecretStr(KEY))
         self.incoming: asyncio.Queue[Message] = asyncio.Queue()
         self.sent: list[Message] = []
+
+    async def answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Post a whole body; return status and body of the reply."""
+        await self.incoming.put({"type": "http.request", "body": body})
+        await self.run()
+        start, reply = self.sent
+        return start["status"], json.loads(reply["body"])
 
     async def run(self) -> None:
         scope = {
@@ -105,27 +96,21 @@ async def test_a_client_that_leaves_while_waiting_cancels_its_generation(tokeniz
 async def test_three_megabytes_are_refused_without_being_encoded(
     tokenizer: PreTrainedTokenizerFast, text: str
 ):
-    connection = Connection(StandInEngine(), tokenizer)
     content = text * (3_000_000 // len(text.encode()))
     message = {"role": "user", "content": content}
     body = json.dumps({"model": "job/actor", "messages": [message]}, ensure_ascii=False)
-    await connection.incoming.put({"type": "http.request", "body": body.encode()})
-    await connection.run()
-    start, told = connection.sent
-    problem = json.loads(told["body"])
-    assert (start["status"], problem["code"]) == (400, "context_length_exceeded")
+    status, problem = await Connection(StandInEngine(), tokenizer).answer(body.encode())
+    assert (status, problem["code"]) == (400, "context_length_exceeded")
     assert "a prompt of at least " in problem["detail"], "nobody has counted all of it"
     assert problem["prompt_tokens"] > problem["max_model_len"] == StandInEngine.max_model_len
 
 
 async def test_a_large_body_that_fits_is_rendered_as_any_other(tokenizer: PreTrainedTokenizerFast):
     engine = StandInEngine(EngineStopped("it came to the engine"))
-    connection = Connection(engine, tokenizer)
     tool = {"type": "function", "function": {"name": "f", "description": "d" * 200_000}}
-    body = {**json.loads(BODY), "tools": [tool]}
-    await connection.incoming.put({"type": "http.request", "body": json.dumps(body).encode()})
-    await connection.run()
-    assert json.loads(connection.sent[1]["body"])["detail"] == "it came to the engine"
+    body = json.dumps({**json.loads(BODY), "tools": [tool]})
+    _, problem = await Connection(engine, tokenizer).answer(body.encode())
+    assert problem["detail"] == "it came to the engine"
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
@@ -138,16 +123,9 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
     assert connection.sent == []
 
 
-async def answer_to(error: Exception, tokenizer: PreTrainedTokenizerFast) -> tuple[int, dict[str, object]]:
-    connection = Connection(StandInEngine(error), tokenizer)
-    await connection.incoming.put({"type": "http.request", "body": BODY})
-    await connection.run()
-    start, body = connection.sent
-    return start["status"], json.loads(body["body"])
-
-
 async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTokenizerFast):
-    status, body = await answer_to(EngineStopped("out of memory"), tokenizer)
+    engine = StandInEngine(EngineStopped("out of memory"))
+    status, body = await Connection(engine, tokenizer).answer(BODY)
     assert (status, body["code"], body["detail"]) == (503, "engine_stopped", "out of memory")
 
 
@@ -183,19 +161,12 @@ async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
     tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ):
     configure_logs()
-    status, body = await answer_to(KeyError("secret"), tokenizer)
+    status, body = await Connection(StandInEngine(KeyError("secret")), tokenizer).answer(BODY)
     assert status == 500 and "secret" not in json.dumps(body)
     logged = capsys.readouterr()
     assert logged.out == ""
     assert "gateway_error" in logged.err and "Traceback" in logged.err and "secret" in logged.err
     assert "Bearer" not in logged.err and KEY not in logged.err, "a key stands in the locals of the traceback"
-
-
-def test_a_taken_port_is_an_error_that_names_it():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
-            Listener("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0::0", ""])

@@ -20,7 +20,7 @@ from transformers import (
 
 from shared_schemas.trajectory import Sampling
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
-from tests.trainer_backend.inference.naive import staggered
+from tests.trainer_backend.inference.naive import logprobs_under, staggered
 from trainer_backend.errors import InferenceError, ModelFolderError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.cache import CACHE_NAME
@@ -39,17 +39,10 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(length)]
 
 
-def gather_logprobs(logits_LV: Tensor, tokens: Sequence[int]) -> Tensor:
-    return logits_LV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-@torch.inference_mode()
 def assert_plain(model: PreTrainedModel, prompt: Sequence[int], result: Generation) -> None:
     """Its log-probs are those of one pass over prompt and answer, without a cache."""
-    tokens = result.token_ids
-    logits_LV = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    assert tokens
-    assert result.logprobs == pytest.approx(gather_logprobs(logits_LV, tokens).tolist(), abs=1e-4)
+    assert result.token_ids
+    assert result.logprobs == pytest.approx(logprobs_under(model, prompt, result.token_ids), abs=1e-4)
 
 
 async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: int = 5) -> Generation:
@@ -117,7 +110,8 @@ async def test_new_weights_amid_an_answer_go_on_from_the_cache_that_the_old_ones
             new(torch.tensor([[token]]), use_cache=True, **{CACHE_NAME: cache}).logits[0]
             for token in result.token_ids[switch - 1 : -1]
         ]
-    expected = gather_logprobs(torch.cat(logits_BV), result.token_ids[switch:])
+    tokens = torch.tensor(result.token_ids[switch:])
+    expected = torch.cat(logits_BV).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert result.logprobs[switch:] == pytest.approx(expected.tolist(), abs=1e-4)
 
 

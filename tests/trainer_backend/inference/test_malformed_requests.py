@@ -1,7 +1,7 @@
 """A body that is wrong in one place is a 4xx that names the place, and no error of the gateway's own."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -90,20 +90,25 @@ class QuickEngine(StandInEngine):
         return Generation((5, 6), (-1.0, -1.0), "length", ((0, 0),))
 
 
-@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
-async def test_one_wrong_place_is_named(tokenizer: PreTrainedTokenizerFast, path: str, body: dict[str, Any]):
+@pytest.fixture
+async def client(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[httpx.AsyncClient]:
     app = create_gateway({"m": ServedPolicy(QuickEngine(), tokenizer)}, key=KEY)
     headers = {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: "r"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://g/v1", headers=headers) as client:
-        assert (await client.post(path, json=body)).status_code == 200
-        refused = {}
-        for place, value, wrong in malformed(body):
-            reply = await client.post(path, json=wrong)
-            if reply.status_code != 200:
-                assert reply.status_code in (400, 404), (place, value, reply.text)
-                assert names_item(reply.json()["where"], place), (place, value, reply.text)
-                refused[place, str(value)] = reply.json()["where"]
+        yield client
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
+async def test_one_wrong_place_is_named(client: httpx.AsyncClient, path: str, body: dict[str, Any]):
+    assert (await client.post(path, json=body)).status_code == 200
+    refused = {}
+    for place, value, wrong in malformed(body):
+        reply = await client.post(path, json=wrong)
+        if reply.status_code != 200:
+            assert reply.status_code in (400, 404), (place, value, reply.text)
+            assert names_item(reply.json()["where"], place), (place, value, reply.text)
+            refused[place, str(value)] = reply.json()["where"]
     if path == "chat/completions":
         assert refused["messages.0.content.0.text", "None"] == "messages.0.content.0.text"
         assert refused["tools.0.function", "None"] == refused["tools.0", "{}"] == "tools.0.function"
@@ -111,15 +116,9 @@ async def test_one_wrong_place_is_named(tokenizer: PreTrainedTokenizerFast, path
     assert refused["max_tokens", "True"] == "max_tokens", "true is no number"
 
 
-async def test_a_body_may_begin_with_a_byte_order_mark_and_utf_16_is_named(
-    tokenizer: PreTrainedTokenizerFast,
-):
-    app = create_gateway({"m": ServedPolicy(QuickEngine(), tokenizer)}, key=KEY)
-    headers = {"Authorization": f"Bearer {KEY}"}
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://g/v1", headers=headers) as client:
-        text = json.dumps(TEXT)
-        assert (await client.post("completions", content=text.encode("utf-8-sig"))).status_code == 200
-        reply = await client.post("completions", content=text.encode("utf-16"))
+async def test_a_body_may_begin_with_a_byte_order_mark_and_utf_16_is_named(client: httpx.AsyncClient):
+    text = json.dumps(TEXT)
+    assert (await client.post("completions", content=text.encode("utf-8-sig"))).status_code == 200
+    reply = await client.post("completions", content=text.encode("utf-16"))
     assert (reply.status_code, reply.json()["where"]) == (400, "body")
     assert "UTF-16" in reply.json()["detail"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import assert_equal_to_naive
+from tests.trainer_backend.inference.naive import assert_equal_to_naive, generate_all
 from tests.trainer_backend.inference.test_engine_exactness import (  # noqa: F401
     mixed_requests,
     test_a_stop_token_ends_the_generation_and_is_its_last_token,
@@ -79,11 +79,6 @@ def start_engine(start_engine: StartEngine) -> StartEngine:
 def page_size(model: PreTrainedModel) -> int:
     config = model.config
     return page_bytes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, torch.float32)
-
-
-async def generate_all(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[object]:
-    calls = (engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
-    return list(await asyncio.gather(*calls))
 
 
 def long_requests(count: int, vocabulary: int) -> list[tuple[list[int], Sampling]]:
@@ -175,14 +170,10 @@ async def test_memory_that_is_released_under_running_requests_is_computed_again(
     requests = long_requests(4, model.config.vocab_size)
     seen = asyncio.Event()
     extras = Extras(on_token=lambda token: seen.set())
-    calls = [
-        asyncio.ensure_future(engine.generate(ids, sampling, request_id=str(i), extras=extras))
-        for i, (ids, sampling) in enumerate(requests)
-    ]
+    results = asyncio.ensure_future(generate_all(engine, requests, extras=extras))
     await seen.wait()
     await engine.release()
-    results = await asyncio.gather(*calls)
-    assert_equal_to_naive(model, requests, results)
+    assert_equal_to_naive(model, requests, await results)
 
 
 async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_on(
@@ -274,12 +265,6 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
         places.add(static.logits(1).untyped_storage().data_ptr())
     assert len(places) == 1
     assert static.logits(12).shape == (12, model.config.vocab_size)
-
-
-def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
-    static = start_engine(max_running=3)._worker.batch._runner._static
-    with pytest.raises(ValueError, match="at most 3 rows, got 4"):
-        static.find_bucket(4)
 
 
 def test_steps_are_made_for_few_numbers_of_rows():

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import assert_equal_to_naive, staggered
+from tests.trainer_backend.inference.naive import assert_equal_to_naive, generate_all, staggered
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset
@@ -45,9 +45,7 @@ async def test_siblings_that_come_together_share_one_prefill(
 ):
     engine, prompt = start_engine(max_model_len=256), make_prompt(100)
     requests = [(prompt, Sampling(seed=i, max_tokens=6)) for i in range(8)]
-    results = await asyncio.gather(
-        *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
-    )
+    results = await generate_all(engine, requests)
     assert sorted(result.prompt_tokens_reused for result in results) == [0] + [99] * 7
     assert engine.counters.prompt_tokens == 800 and engine.counters.prompt_tokens_reused == 7 * 99
     assert_equal_to_naive(model, requests, results)

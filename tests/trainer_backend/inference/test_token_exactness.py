@@ -146,10 +146,7 @@ def tokenizers(model_folders: Mapping[str, Path]) -> dict[str, PreTrainedTokeniz
     for name, (family, *stops, _) in TEMPLATES.items():
         found[name] = load_tokenizer(model_folders[family])
         found[name].add_special_tokens({"additional_special_tokens": list(stops)})
-        if name in (
-            "harmony",
-            "deepseek",
-        ):  # what ends answers of the others stands in no tokenizer_config.json
+        if name in ("harmony", "deepseek"):  # what ends other answers stands in no tokenizer_config.json
             found[name].eos_token = stops[-1]
         found[name].chat_template = chat_template(name)
     return found

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.inference.tool_format import parse_text, tool_format_in_use
+from trainer_backend.inference.tool_format import TEXT, tool_format_in_use
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, ToolParser
@@ -24,7 +24,7 @@ from trainer_backend.tool_formats.tags import (
 )
 from trainer_backend.tool_formats.turnwise import ShortForm, parse_turnwise
 
-PARSERS = [parse_text, *(known.parse for known in TOOL_FORMATS.values())]
+PARSERS = [TEXT.parse, *(known.parse for known in TOOL_FORMATS.values())]
 
 
 def tool(**properties: object) -> dict[str, object]:
@@ -295,31 +295,28 @@ def test_a_qwen3_coder_value_is_json_unless_its_tool_says_text():
     ]
 
 
-def test_the_short_form_lists_the_items_of_the_only_argument():
-    assert parse_turnwise("<|call|> do sleep do", ONE_LIST) == ParsedReply(
-        "", (ParsedCall("act", '{"actions": ["do", "sleep", "do"]}'),)
-    )
+ONE_ITEM = [tool(direction={"type": "string", "enum": ["up", "turn left"]})]
+UP_LEFT = (ParsedCall("act", '{"direction": "turn left"}'), ParsedCall("act", '{"direction": "up"}'))
 
 
-def test_the_short_form_of_a_single_item_is_the_item():
-    tools = [tool(direction={"type": "string", "enum": ["up", "turn left"]})]
-    calls = (ParsedCall("act", '{"direction": "turn left"}'), ParsedCall("act", '{"direction": "up"}'))
-    text = "<|call|> turn left<|call|> up"
-    assert parse_turnwise(text, tools) == ParsedReply("", calls)
-    general = '<|call|> act {"direction": "turn left"}<|call|> act {"direction": "up"}'
-    assert parse_turnwise(general, tools) == ParsedReply("", calls)
-
-
-def test_an_unknown_item_is_left_for_the_environment_to_refuse():
-    (call,) = parse_turnwise("thinking<|call|> fly", ONE_LIST).tool_calls
-    assert json.loads(call.arguments) == {"actions": ["fly"]}
-
-
-def test_the_general_form_names_the_tool_and_gives_json():
-    text = 'so<|call|> find {"query": "a b"}<|call|> act {"actions": ["do"]}'
-    assert parse_turnwise(text, [*ONE_LIST, tool(query={"type": "string"})]) == ParsedReply(
-        "so", (ParsedCall("find", '{"query": "a b"}'), ParsedCall("act", '{"actions": ["do"]}'))
-    )
+@pytest.mark.parametrize(
+    ("text", "tools", "reply"),
+    [
+        ("do sleep do", ONE_LIST, (ParsedCall("act", '{"actions": ["do", "sleep", "do"]}'),)),
+        ("fly", ONE_LIST, (ParsedCall("act", '{"actions": ["fly"]}'),)),  # the environment refuses it
+        ("turn left<|call|> up", ONE_ITEM, UP_LEFT),
+        ('act {"direction": "turn left"}<|call|> act {"direction": "up"}', ONE_ITEM, UP_LEFT),
+        (
+            'find {"query": "a b"}<|call|> act {"actions": ["do"]}',
+            [*ONE_LIST, tool(query={"type": "string"})],
+            (ParsedCall("find", '{"query": "a b"}'), ParsedCall("act", '{"actions": ["do"]}')),
+        ),
+    ],
+)
+def test_a_call_of_a_preset_is_the_only_argument_or_names_the_tool_and_gives_json(
+    text: str, tools: list[dict[str, object]], reply: tuple[ParsedCall, ...]
+):
+    assert parse_turnwise(f"so<|call|> {text}", tools) == ParsedReply("so", reply)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +378,7 @@ def test_a_call_that_cannot_be_read_is_text_with_the_reason(parse: ToolParser, t
 def test_text_without_a_call_is_text():
     for parse in PARSERS:
         assert parse(" just text \n", ONE_LIST) == ParsedReply(" just text \n")
-    assert parse_text("<tool_call>{}</tool_call>", ONE_LIST).tool_calls == ()
+    assert TEXT.parse("<tool_call>{}</tool_call>", ONE_LIST).tool_calls == ()
 
 
 @pytest.mark.parametrize(
@@ -453,6 +450,6 @@ def test_the_tokenizer_says_which_format_it_is(tokenizer: PreTrainedTokenizerFas
         return other
 
     assert tool_format_in_use(with_settings("... <tool_call> ...")).parse is parse_hermes
-    assert tool_format_in_use(with_settings("{{ messages }}")).parse is parse_text
+    assert tool_format_in_use(with_settings("{{ messages }}")).parse is TEXT.parse
     with pytest.raises(ModelFolderError, match="Did you mean 'hermes'"):
         tool_format_in_use(with_settings("", **{TOOL_CALL_FORMAT_KEY: "hermse"}))

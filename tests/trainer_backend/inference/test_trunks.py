@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.test_prefix_reuse import make_prompt
 from trainer_backend.inference.batch import RunningBatch, first_of_siblings
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.request import Request
@@ -53,11 +54,6 @@ class Side:
         for weight in self.model.parameters():
             weight.mul_(factor)
         self.batch.take_weights()
-
-
-def make_prompt(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(300) for _ in range(length)]
 
 
 def drawn_prompts(draw: random.Random, most: int) -> list[list[int]]:

@@ -2,18 +2,18 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
+from tests.trainer_backend.inference.naive import logprobs_under
 from trainer_backend.errors import (
     BadChatRequest,
     EngineStopped,
@@ -49,15 +49,8 @@ def models(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedModel]:
     return [build_preset("tiny-0.3m", tokenizer, seed=version + 1).eval() for version in range(2)]
 
 
-def logprobs_under(model: PreTrainedModel, ids: tuple[int, ...]) -> list[float]:
-    """Of ids[1:], by a forward pass of transformers."""
-    with torch.inference_mode():
-        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
-
-
 def publication(version: int, folders: list[Path], models: list[PreTrainedModel]) -> PolicyVersion:
-    canary = ScoredPrompt(ids=CANARY, logprobs=tuple(logprobs_under(models[version], CANARY)))
+    canary = ScoredPrompt(ids=CANARY, logprobs=tuple(logprobs_under(models[version], CANARY[:1], CANARY[1:])))
     return PolicyVersion(number=version, folder=folders[version], prompt=canary)
 
 
@@ -76,44 +69,49 @@ async def load(engine: VllmEngine, version: int, folder: Path) -> None:
     engine.accept()
 
 
+@asynccontextmanager
+async def loaded_engine(folders: list[Path], **settings: Any) -> AsyncIterator[tuple[VllmEngine, FakeVllm]]:
+    """An engine whose server has the weights of version 0."""
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url, **settings) as engine:
+            await load(engine, 0, folders[0])
+            yield engine, fake
+
+
 async def test_log_probs_and_versions_are_of_the_weights_that_sampled(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             for version in (0, 1):
                 await load(engine, version, folders[version])
                 generation = await engine.generate(PROMPT, Sampling(max_tokens=12), request_id="a")
-                own = logprobs_under(models[version], (*PROMPT, *generation.token_ids))[len(PROMPT) - 1 :]
+                own = logprobs_under(models[version], PROMPT, generation.token_ids)
                 assert generation.logprobs == pytest.approx(own, abs=1e-5)
                 assert generation.versions == ((0, version),)
     assert fake.paused == ["wait", "wait"]
 
 
 async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(folders, tokenizer):
-    with fake_vllm(folders[0]) as (_, url):
-        async with engine_at(url, stop_ids=[]) as engine:
-            await load(engine, 0, folders[0])
-            whole = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="a")
-            string = tokenizer.decode(whole.token_ids)[3:6]
-            cut = await engine.generate(
-                PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="b",
-                extras=Extras(stop=StopStrings(tokenizer.decode, [string])),
-            )  # fmt: skip
+    async with loaded_engine(folders, stop_ids=[]) as (engine, _):
+        whole = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="a")
+        string = tokenizer.decode(whole.token_ids)[3:6]
+        cut = await engine.generate(
+            PROMPT, Sampling(max_tokens=40, temperature=0.0), request_id="b",
+            extras=Extras(stop=StopStrings(tokenizer.decode, [string])),
+        )  # fmt: skip
     assert (cut.stop_string, cut.finish_reason) == (string, "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert string in tokenizer.decode(cut.token_ids) and string not in tokenizer.decode(cut.token_ids[:-1])
 
 
 async def test_tokens_are_told_as_they_come_but_the_last(folders):
-    with fake_vllm(folders[0]) as (_, url):
-        async with engine_at(url, stop_ids=[]) as engine:
-            await load(engine, 0, folders[0])
-            tokens: list[SampledToken] = []
-            generation = await engine.generate(
-                PROMPT,
-                Sampling(max_tokens=6, temperature=0.0),
-                request_id="a",
-                extras=Extras(likeliest=2, on_token=tokens.append),
-            )
+    async with loaded_engine(folders, stop_ids=[]) as (engine, _):
+        tokens: list[SampledToken] = []
+        generation = await engine.generate(
+            PROMPT,
+            Sampling(max_tokens=6, temperature=0.0),
+            request_id="a",
+            extras=Extras(likeliest=2, on_token=tokens.append),
+        )
     assert tokens == generation.sampled()[:-1]
     for tops in generation.likeliest:
         assert len(tops) == 2 and tops[0][1] >= tops[1][1]
@@ -180,18 +178,16 @@ async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_us
     folders, tmp_path
 ):
     """The pause is taken back whatever happens: a server that stays paused would hang every rollout."""
-    with fake_vllm(folders[0]) as (_, url):
-        async with engine_at(url) as engine:
-            await load(engine, 0, folders[0])
-            half = tmp_path / "half"
-            half.mkdir()
-            (half / "model.safetensors").write_bytes((folders[1] / "model.safetensors").read_bytes()[:-100])
-            with pytest.raises(WeightsRefused):
-                await engine.load_weights(1, half)
-            with pytest.raises(RemoteUnavailable, match="none of this run's"):
-                await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
-            await load(engine, 0, folders[0])
-            generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
+    async with loaded_engine(folders) as (engine, _):
+        half = tmp_path / "half"
+        half.mkdir()
+        (half / "model.safetensors").write_bytes((folders[1] / "model.safetensors").read_bytes()[:-100])
+        with pytest.raises(WeightsRefused):
+            await engine.load_weights(1, half)
+        with pytest.raises(RemoteUnavailable, match="none of this run's"):
+            await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
+        await load(engine, 0, folders[0])
+        generation = await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
     assert generation.versions == ((0, 0),)
 
 
@@ -219,41 +215,37 @@ async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(fol
 
 
 async def test_a_sample_may_take_long_and_a_server_that_answers_no_one_is_noticed(folders):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as engine:
-            engine.silence_s = 0.5  # a probe is answered within it on a busy machine too
-            await load(engine, 0, folders[0])
-            fake.holds.clear()
-            sample = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
-            while fake.probes < 2:
-                await asyncio.sleep(0.01)
-            fake.holds.set()
-            assert (await sample).versions == ((0, 0),)
-            fake.wedged, engine.silence_s = True, 0.2
-            with pytest.raises(RemoteUnavailable, match=r"gave no answer within 0\.2 s"):
-                await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")
+    async with loaded_engine(folders) as (engine, fake):
+        engine.silence_s = 0.5  # a probe is answered within it on a busy machine too
+        fake.holds.clear()
+        sample = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
+        while fake.probes < 2:
+            await asyncio.sleep(0.01)
+        fake.holds.set()
+        assert (await sample).versions == ((0, 0),)
+        fake.wedged, engine.silence_s = True, 0.2
+        with pytest.raises(RemoteUnavailable, match=r"gave no answer within 0\.2 s"):
+            await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")
 
 
 async def test_a_full_queue_before_a_sample_is_no_silence(folders):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as engine:
-            engine.silence_s = 0.5  # one of the others ends within it on a busy machine too
-            await load(engine, 0, folders[0])
-            fake.full, fake.slow_prompt = True, PROMPT
-            fake.holds.clear()
-            slow = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
-            while not fake.probes:
-                await asyncio.sleep(0.01)
-            for turn in range(12):  # longer than the probe's deadline
-                await engine.generate([*PROMPT, turn], Sampling(max_tokens=2), request_id="b")
-                await asyncio.sleep(0.05)
-            assert not slow.done()
-            fake.goes_on, probes = True, fake.probes
-            while fake.probes < probes + 2:  # now nothing ends any more, and no probe is answered
-                await asyncio.sleep(0.01)
-            assert not slow.done()
-            fake.holds.set()
-            assert (await slow).versions == ((0, 0),)
+    async with loaded_engine(folders) as (engine, fake):
+        engine.silence_s = 0.5  # one of the others ends within it on a busy machine too
+        fake.full, fake.slow_prompt = True, PROMPT
+        fake.holds.clear()
+        slow = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a"))
+        while not fake.probes:
+            await asyncio.sleep(0.01)
+        for turn in range(12):  # longer than the probe's deadline
+            await engine.generate([*PROMPT, turn], Sampling(max_tokens=2), request_id="b")
+            await asyncio.sleep(0.05)
+        assert not slow.done()
+        fake.goes_on, probes = True, fake.probes
+        while fake.probes < probes + 2:  # now nothing ends any more, and no probe is answered
+            await asyncio.sleep(0.01)
+        assert not slow.done()
+        fake.holds.set()
+        assert (await slow).versions == ((0, 0),)
 
 
 async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker(folders):
@@ -266,30 +258,33 @@ async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker
 
 @asynccontextmanager
 async def open_pool(
-    fakes: list[str],
-    lines: list[str],
+    folders: list[Path],
+    count: int = 1,
     *,
-    wait_s: float = 30.0,
     loads_s: Sequence[float] = (30.0, 30.0),
     weight_update: str = "wait",
-    renew: Callable[[str], None] | None = None,
-    sleeps: bool = False,
-) -> AsyncIterator[Servers]:
-    limits = {**LIMITS, "weight_update": weight_update}
-    engines = [
-        VllmEngine(url, **limits | {"wait_s": load_s}) for url, load_s in zip(fakes, loads_s, strict=False)
-    ]
-    pool = Servers(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew, sleeps=sleeps)
-    try:
-        yield pool
-    finally:
-        await pool.close()
+    **settings: Any,
+) -> AsyncIterator[tuple[Servers, list[FakeVllm]]]:
+    """A pool of `count` replicas that have no weights yet, and their servers."""
+    limits, settings = {**LIMITS, "weight_update": weight_update}, {"tell": str, "wait_s": 30.0, **settings}
+    with ExitStack() as stack:
+        fakes, urls = zip(*(stack.enter_context(fake_vllm(folders[0])) for _ in range(count)), strict=True)
+        engines = [VllmEngine(url, **limits | {"wait_s": s}) for url, s in zip(urls, loads_s, strict=False)]
+        pool = Servers(engines, canary_limit=1e-4, **settings)
+        try:
+            yield pool, list(fakes)
+        finally:
+            await pool.close()
 
 
-@contextmanager
-def two_fakes(folder: Path) -> Iterator[tuple[list[FakeVllm], list[str]]]:
-    with fake_vllm(folder) as (first, first_url), fake_vllm(folder) as (second, second_url):
-        yield [first, second], [first_url, second_url]
+@asynccontextmanager
+async def serving_pool(
+    folders: list[Path], models: list[PreTrainedModel], count: int = 1, **settings: Any
+) -> AsyncIterator[tuple[Servers, list[FakeVllm]]]:
+    """A pool whose replicas serve version 0."""
+    async with open_pool(folders, count, **settings) as (pool, fakes):
+        await pool.load(publication(0, folders, models))
+        yield pool, fakes
 
 
 async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
@@ -302,22 +297,20 @@ async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
 
 
 async def test_replicas_sleep_from_a_release_to_the_next_load_and_wake_with_its_weights(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls, [], sleeps=True) as pool:
-            await pool.load(publication(0, folders, models))
-            await sample(pool, "a")
-            await pool.release()
-            await pool.release()  # another round of an iteration: they sleep already
-            assert [fake.asleep for fake in fakes] == [{"weights", "kv_cache"}] * 2
-            waiting = asyncio.ensure_future(sample(pool, "a", 1))
-            await asyncio.sleep(0)
-            await pool.load(publication(1, folders, models))
-            answer = await waiting
-            assert answer.versions == ((0, 1),)
-            # vLLM is given no seed, and a sampled answer may end after one token.
-            own = logprobs_under(models[1], (*PROMPT, 1, *answer.token_ids))[-len(answer.token_ids) :]
-            assert answer.logprobs == pytest.approx(own, abs=1e-5)
-            counts = pool.totals()
+    async with serving_pool(folders, models, 2, sleeps=True) as (pool, fakes):
+        await sample(pool, "a")
+        await pool.release()
+        await pool.release()  # another round of an iteration: they sleep already
+        assert [fake.asleep for fake in fakes] == [{"weights", "kv_cache"}] * 2
+        waiting = asyncio.ensure_future(sample(pool, "a", 1))
+        await asyncio.sleep(0)
+        await pool.load(publication(1, folders, models))
+        answer = await waiting
+        assert answer.versions == ((0, 1),)
+        # vLLM is given no seed, and a sampled answer may end after one token.
+        own = logprobs_under(models[1], [*PROMPT, 1], answer.token_ids)
+        assert answer.logprobs == pytest.approx(own, abs=1e-5)
+        counts = pool.totals()
     for fake in fakes:
         assert fake.turns == ["load", "sleep 2", "wake weights", "load", "wake kv_cache"]
     assert counts["sleep_s"] > 0 and counts["wake_s"] > 0
@@ -325,41 +318,35 @@ async def test_replicas_sleep_from_a_release_to_the_next_load_and_wake_with_its_
 
 async def test_a_replica_that_does_not_fall_asleep_is_lost_and_the_runs_own_is_killed(folders, models):
     killed: list[str] = []
-    with two_fakes(folders[0]) as (fakes, urls):
+    lines: list[str] = []
+    settings = {"tell": lines.append, "renew": killed.append, "sleeps": True}
+    async with serving_pool(folders, models, 2, **settings) as (pool, fakes):
         fakes[1].may_sleep = False
-        async with open_pool(urls, lines := [], sleeps=True, renew=killed.append) as pool:
-            await pool.load(publication(0, folders, models))
-            await pool.release()
-            assert [replica.state for replica in pool.replicas] == ["asleep", "lost"]
-            assert killed == urls[1:] and "did not fall asleep" in lines[0]
-            await pool.load(publication(1, folders, models))
-            assert [replica.state for replica in pool.replicas] == ["serving", "serving"]
+        await pool.release()
+        assert [replica.state for replica in pool.replicas] == ["asleep", "lost"]
+        assert killed == [pool.replicas[1].engine.url] and "did not fall asleep" in lines[0]
+        await pool.load(publication(1, folders, models))
+        assert [replica.state for replica in pool.replicas] == ["serving", "serving"]
 
 
 async def test_a_replica_whose_load_fails_while_it_wakes_does_not_go_on_without_its_cache(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as engine:
-            await load(engine, 0, folders[0])
-            await engine.sleep()
-            fake.loads_at_most = 1
-            with pytest.raises(WeightsRefused, match="no space left"):
-                await engine.load_weights(1, folders[1])
-            assert fake.asleep == {"kv_cache"}  # and nothing was resumed, which the fake would refuse
-            fake.loads_at_most = 2
-            await engine.refuse_unfit()
-            await load(engine, 1, folders[1])
-            assert (await engine.generate(PROMPT, Sampling(max_tokens=1), request_id="a")).versions == (
-                (0, 1),
-            )
+    async with loaded_engine(folders) as (engine, fake):
+        await engine.sleep()
+        fake.loads_at_most = 1
+        with pytest.raises(WeightsRefused, match="no space left"):
+            await engine.load_weights(1, folders[1])
+        assert fake.asleep == {"kv_cache"}  # and nothing was resumed, which the fake would refuse
+        fake.loads_at_most = 2
+        await engine.refuse_unfit()
+        await load(engine, 1, folders[1])
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=1), request_id="a")).versions == ((0, 1),)
 
 
 async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls, []) as pool:
-            await pool.load(publication(0, folders, models))
-            for turn in range(3):
-                await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
-            sessions = [replica.sessions for replica in pool.replicas]
+    async with serving_pool(folders, models, 2) as (pool, fakes):
+        for turn in range(3):
+            await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
+        sessions = [replica.sessions for replica in pool.replicas]
     assert sessions == [3, 3]
     assert [len(fake.served) for fake in fakes] == [9, 9]
 
@@ -369,30 +356,29 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
 ):
     lines: list[str] = []
     states: list[tuple[str, int | None]] = []
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls, lines) as pool:
-            second = pool.replicas[1]
+    async with open_pool(folders, 2, tell=lines.append) as (pool, fakes):
+        second = pool.replicas[1]
 
-            def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
-                if name in second.engine.url:
-                    states.append((state, version))
+        def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
+            if name in second.engine.url:
+                states.append((state, version))
 
-            pool.watch(report)
-            await pool.load(publication(0, folders, models))
-            await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
-            fakes[1].down = True
-            generations = await asyncio.gather(*(sample(pool, f"r{name}", 1) for name in range(4)))
-            assert [generation.versions for generation in generations] == [((0, 0),)] * 4
-            assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
-            await pool.load(publication(1, folders, models))
-            assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
-            fakes[1].down = False
-            watch = asyncio.ensure_future(pool.look_after())
-            while pool.replicas[1].state != "serving":
-                await asyncio.sleep(0.01)
-            watch.cancel()
-            fakes[0].down = True
-            generation = await sample(pool, "r9")
+        pool.watch(report)
+        await pool.load(publication(0, folders, models))
+        await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
+        fakes[1].down = True
+        generations = await asyncio.gather(*(sample(pool, f"r{name}", 1) for name in range(4)))
+        assert [generation.versions for generation in generations] == [((0, 0),)] * 4
+        assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
+        await pool.load(publication(1, folders, models))
+        assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
+        fakes[1].down = False
+        watch = asyncio.ensure_future(pool.look_after())
+        while pool.replicas[1].state != "serving":
+            await asyncio.sleep(0.01)
+        watch.cancel()
+        fakes[0].down = True
+        generation = await sample(pool, "r9")
     assert generation.versions == ((0, 1),)
     assert "is lost" in lines[0]
     assert [state for state, _ in itertools.groupby(states)] == [
@@ -403,159 +389,140 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
 async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looked_after(
     folders, models, tmp_path
 ):
-    with fake_vllm(folders[0]) as (_, url):
-        async with open_pool([url], [], wait_s=0.0) as pool:
-            unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
-            with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
-                await pool.load(unreadable)
-            watch = asyncio.ensure_future(pool.look_after())
-            await pool.load(publication(0, folders, models))
-            assert (await sample(pool, "r")).versions == ((0, 0),)
-            watch.cancel()
+    async with open_pool(folders, wait_s=0.0) as (pool, _):
+        unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
+        with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
+            await pool.load(unreadable)
+        watch = asyncio.ensure_future(pool.look_after())
+        await pool.load(publication(0, folders, models))
+        assert (await sample(pool, "r")).versions == ((0, 0),)
+        watch.cancel()
 
 
 async def test_a_replica_that_stays_away_is_restarted_where_the_run_can(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
+    renewed: list[str] = []
 
-        def renew(url: str) -> None:
-            renewed.append(url)
-            fakes[urls.index(url)].down = False
+    def renew(url: str) -> None:
+        renewed.append(url)
+        fakes[[replica.engine.url for replica in pool.replicas].index(url)].down = False
 
-        renewed: list[str] = []
-        async with open_pool(urls, [], wait_s=2.0, renew=renew) as pool:
-            await pool.load(publication(0, folders, models))
-            fakes[0].down = True
-            await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
-            watch = asyncio.ensure_future(pool.look_after())
-            while pool.replicas[0].state != "serving":
-                await asyncio.sleep(0.01)
-            watch.cancel()
-            assert renewed == urls[:1]
+    async with serving_pool(folders, models, 2, wait_s=2.0, renew=renew) as (pool, fakes):
+        fakes[0].down = True
+        await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
+        watch = asyncio.ensure_future(pool.look_after())
+        while pool.replicas[0].state != "serving":
+            await asyncio.sleep(0.01)
+        watch.cancel()
+        assert renewed == [pool.replicas[0].engine.url]
 
 
 async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the_weights(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls[:1], []) as pool:
-            await pool.load(publication(0, folders, models))
+    with fake_vllm(folders[0]) as (elsewhere, new_url):
+        async with serving_pool(folders, models) as (pool, fakes):
+            urls = [pool.replicas[0].engine.url, new_url]
             states: list[tuple[str, str]] = []
             pool.watch(lambda name, *, state, **facts: states.append((name, state)))
             pool.move(*urls)
             watch = asyncio.ensure_future(pool.look_after())
             assert (await sample(pool, "r")).versions == ((0, 0),)
             watch.cancel()
-    assert [len(fake.served) for fake in fakes] == [0, 1]
+    assert (len(fakes[0].served), len(elsewhere.served)) == (0, 1)
     first, second = (url.removeprefix("http://") for url in urls)
     assert states == [(first, "serving"), (first, "gone"), (second, "lost"), (second, "serving")]
 
 
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], []) as pool:
-            await pool.load(publication(0, folders, models))
-            (replica,) = pool.replicas
-            replica.state = "lost"
-            fake.may_load.clear()
-            watch = asyncio.ensure_future(pool.look_after())
-            while replica.task.done():
-                await asyncio.sleep(0.01)
-            publishing = asyncio.ensure_future(pool.load(publication(1, folders, models)))
-            answer = asyncio.ensure_future(sample(pool, "r"))
-            await asyncio.sleep(0)
-            fake.may_load.set()
-            await publishing
-            watch.cancel()
-            assert (await answer).versions == ((0, 1),)
+    async with serving_pool(folders, models) as (pool, [fake]):
+        (replica,) = pool.replicas
+        replica.state = "lost"
+        fake.may_load.clear()
+        watch = asyncio.ensure_future(pool.look_after())
+        while replica.task.done():
+            await asyncio.sleep(0.01)
+        publishing = asyncio.ensure_future(pool.load(publication(1, folders, models)))
+        answer = asyncio.ensure_future(sample(pool, "r"))
+        await asyncio.sleep(0)
+        fake.may_load.set()
+        await publishing
+        watch.cancel()
+        assert (await answer).versions == ((0, 1),)
     assert fake.loads[-2:] == [str(folders[0]), str(folders[1])]
 
 
 async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], [], wait_s=0.0) as pool:
-            await pool.load(publication(0, folders, models))
-            fake.forgets_head = True
-            with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
-                await pool.load(publication(1, folders, models))
-            with pytest.raises(RemoteUnavailable, match="weights that have not passed the canary"):
-                await pool.replicas[0].engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
+    async with serving_pool(folders, models, wait_s=0.0) as (pool, [fake]):
+        fake.forgets_head = True
+        with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
+            await pool.load(publication(1, folders, models))
+        with pytest.raises(RemoteUnavailable, match="weights that have not passed the canary"):
+            await pool.replicas[0].engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
 
 
 async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], [], wait_s=0.2) as pool:
-            await pool.load(publication(0, folders, models))
-            fake.down = True
-            with pytest.raises(EngineStopped, match=r"for 0\.2 s .*answered 500: .*EngineCore died"):
-                await sample(pool, "r")
+    async with serving_pool(folders, models, wait_s=0.2) as (pool, [fake]):
+        fake.down = True
+        with pytest.raises(EngineStopped, match=r"for 0\.2 s .*answered 500: .*EngineCore died"):
+            await sample(pool, "r")
 
 
 async def test_a_streamed_request_is_not_sampled_again_elsewhere(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls, []) as pool:
-            await pool.load(publication(0, folders, models))
-            for fake in fakes:
-                fake.down = True
-            with pytest.raises(RemoteUnavailable):
-                await pool.generate(
-                    PROMPT, Sampling(max_tokens=2), request_id="s", extras=Extras(on_token=lambda token: None)
-                )
+    async with serving_pool(folders, models, 2) as (pool, fakes):
+        for fake in fakes:
+            fake.down = True
+        with pytest.raises(RemoteUnavailable):
+            await pool.generate(
+                PROMPT, Sampling(max_tokens=2), request_id="s", extras=Extras(on_token=lambda token: None)
+            )
 
 
 async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadline(folders, models):
-    with two_fakes(folders[0]) as (fakes, urls):
-        async with open_pool(urls, [], loads_s=(30.0, 1.0)) as pool:
-            watch = asyncio.ensure_future(pool.look_after())
-            await pool.load(publication(0, folders, models))
-            while pool.replicas[1].state != "serving":  # on a busy machine not at its first attempt
-                await asyncio.sleep(0.01)
-            fakes[1].may_load.clear()
-            await pool.load(publication(1, folders, models))
-            assert pool.replicas[1].state != "serving"
-            assert (await sample(pool, "r")).versions == ((0, 1),)
-            while pool.replicas[1].state != "lost":
-                await asyncio.sleep(0.01)
-            assert "has not loaded version 1 within 1 s" in pool.replicas[1].last_error
-            fakes[1].may_load.set()
-            while pool.replicas[1].state != "serving":
-                await asyncio.sleep(0.01)
-            watch.cancel()
+    async with serving_pool(folders, models, 2, loads_s=(30.0, 1.0)) as (pool, fakes):
+        watch = asyncio.ensure_future(pool.look_after())
+        while pool.replicas[1].state != "serving":  # on a busy machine not at its first attempt
+            await asyncio.sleep(0.01)
+        fakes[1].may_load.clear()
+        await pool.load(publication(1, folders, models))
+        assert pool.replicas[1].state != "serving"
+        assert (await sample(pool, "r")).versions == ((0, 1),)
+        while pool.replicas[1].state != "lost":
+            await asyncio.sleep(0.01)
+        assert "has not loaded version 1 within 1 s" in pool.replicas[1].last_error
+        fakes[1].may_load.set()
+        while pool.replicas[1].state != "serving":
+            await asyncio.sleep(0.01)
+        watch.cancel()
 
 
 async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], []) as pool:
-            await pool.load(publication(0, folders, models))
-            fake.busy = 1
-            assert (await sample(pool, "r")).versions == ((0, 0),)
-            assert pool.replicas[0].state == "serving"
-            assert len(fake.served) == 1
+    async with serving_pool(folders, models) as (pool, [fake]):
+        fake.busy = 1
+        assert (await sample(pool, "r")).versions == ((0, 0),)
+        assert pool.replicas[0].state == "serving"
+        assert len(fake.served) == 1
 
 
 async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(folders, models):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], []) as pool:
-            await pool.load(publication(0, folders, models))
-            fake.holds.clear()
-            answer = asyncio.ensure_future(sample(pool, "r"))
-            while not fake.served:
-                await asyncio.sleep(0.01)
-            await pool.load(publication(1, folders, models))
-            fake.fails_once = True
-            fake.holds.set()
-            assert (await answer).versions == ((0, 1),)
-            assert pool.replicas[0].last_error == ""
+    async with serving_pool(folders, models) as (pool, [fake]):
+        fake.holds.clear()
+        answer = asyncio.ensure_future(sample(pool, "r"))
+        while not fake.served:
+            await asyncio.sleep(0.01)
+        await pool.load(publication(1, folders, models))
+        fake.fails_once = True
+        fake.holds.set()
+        assert (await answer).versions == ((0, 1),)
+        assert pool.replicas[0].last_error == ""
 
 
 async def test_weights_that_change_under_a_stop_string_lose_no_replica(folders, models, tokenizer):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with open_pool([url], [], weight_update="keep") as pool:
-            await pool.load(publication(0, folders, models))
-            fake.holds.clear()
-            sampling = Sampling(max_tokens=8, temperature=0.0)
-            extras = Extras(stop=StopStrings(tokenizer.decode, [" "]))
-            answer = asyncio.ensure_future(pool.generate(PROMPT, sampling, request_id="r", extras=extras))
-            while not fake.served:
-                await asyncio.sleep(0.01)
-            await pool.load(publication(1, folders, models))
-            fake.holds.set()
-            generation = await answer
-            assert generation.versions[0] == (0, 0) and pool.replicas[0].state == "serving"
+    async with serving_pool(folders, models, weight_update="keep") as (pool, [fake]):
+        fake.holds.clear()
+        sampling = Sampling(max_tokens=8, temperature=0.0)
+        extras = Extras(stop=StopStrings(tokenizer.decode, [" "]))
+        answer = asyncio.ensure_future(pool.generate(PROMPT, sampling, request_id="r", extras=extras))
+        while not fake.served:
+            await asyncio.sleep(0.01)
+        await pool.load(publication(1, folders, models))
+        fake.holds.set()
+        generation = await answer
+        assert generation.versions[0] == (0, 0) and pool.replicas[0].state == "serving"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, PADDING_ROWS
@@ -23,11 +24,20 @@ from trainer_backend.parts import Progress
 torch.set_num_threads(1)
 
 NAMES = [family.name for family in FAMILIES]
+Loaded = Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerFast]]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folders: Mapping[str, Path]) -> Loaded:
+    """For reading only."""
+    return {name: load_named(ModelTable(path=model_folders[name])) for name in NAMES}
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_bfloat16_weights_become_a_master_copy_in_float32(family: str, model_folders: Mapping[str, Path]):
-    model, _ = load_named(ModelTable(path=model_folders[family]))
+def test_bfloat16_weights_become_a_master_copy_in_float32(
+    family: str, loaded: Loaded, model_folders: Mapping[str, Path]
+):
+    model, _ = loaded[family]
     on_disk: dict[str, torch.Tensor] = {}
     for file in model_folders[family].glob("*.safetensors"):
         on_disk.update(load_file(file))
@@ -37,12 +47,9 @@ def test_bfloat16_weights_become_a_master_copy_in_float32(family: str, model_fol
     assert not model.training
 
 
-def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(model_folders: Mapping[str, Path]):
-    tied = {
-        name: (model := load_named(ModelTable(path=model_folders[name]))[0]).lm_head.weight
-        is model.model.embed_tokens.weight
-        for name in NAMES
-    }
+def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(loaded: Loaded):
+    models = {name: model for name, (model, _) in loaded.items()}
+    tied = {name: one.lm_head.weight is one.model.embed_tokens.weight for name, one in models.items()}
     assert tied == {"qwen3": True, "llama": True, "mistral": False}
 
 
@@ -54,10 +61,8 @@ def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(model_folders: Mapp
         ("mistral", ["</s>"]),
     ],
 )
-def test_every_end_token_of_the_generation_config_ends_a_reply(
-    family: str, ends: list[str], model_folders: Mapping[str, Path]
-):
-    model, tokenizer = load_named(ModelTable(path=model_folders[family]))
+def test_every_end_token_of_the_generation_config_ends_a_reply(family: str, ends: list[str], loaded: Loaded):
+    model, tokenizer = loaded[family]
     assert set(stop_token_ids(model.generation_config, tokenizer)) == set(
         tokenizer.convert_tokens_to_ids(ends)
     )
@@ -96,10 +101,8 @@ def test_what_the_job_says_of_the_chat_stands_in_its_checkpoints_too(
     assert settings["turnwise_tool_call_format"] == "hermes"
 
 
-def test_an_id_that_only_the_embedding_knows_is_shown_and_never_makes_a_broken_call_whole(
-    model_folders: Mapping[str, Path],
-):
-    model, tokenizer = load_named(ModelTable(path=model_folders["qwen3"]))
+def test_an_id_that_only_the_embedding_knows_is_shown_and_never_makes_a_broken_call_whole(loaded: Loaded):
+    model, tokenizer = loaded["qwen3"]
     unknown = len(tokenizer)
     assert embedding_rows(model) == unknown + PADDING_ROWS
     renderer = ChatRenderer(tokenizer)
@@ -125,11 +128,8 @@ def test_a_tokenizer_that_was_saved_with_a_length_cuts_nothing(
 
 @pytest.mark.parametrize("text", [" do", "do", "  do", "\N{SNOWMAN} do", "\n do", ""])
 @pytest.mark.parametrize("family", NAMES)
-def test_a_reply_keeps_the_space_that_it_begins_with(
-    family: str, text: str, model_folders: Mapping[str, Path]
-):
-    _, tokenizer = load_named(ModelTable(path=model_folders[family]))
-    renderer = ChatRenderer(tokenizer)
+def test_a_reply_keeps_the_space_that_it_begins_with(family: str, text: str, loaded: Loaded):
+    renderer = ChatRenderer(loaded[family][1])
     before = renderer.encode("[/INST]" if family == "mistral" else "wood")
     whole = renderer.encode(("[/INST]" if family == "mistral" else "wood") + text)
     assert whole[: len(before)] == before

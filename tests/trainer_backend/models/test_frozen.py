@@ -67,10 +67,5 @@ def test_rows_that_are_dropped_change_no_logit_of_the_others(model_folders: Mapp
         after = model(ids).logits
     assert embedding_rows(model) == after.shape[-1] == rows - PADDING_ROWS
     torch.testing.assert_close(after, before[..., : rows - PADDING_ROWS], rtol=0, atol=0)
-
-
-def test_a_smaller_model_keeps_its_rows(model_folders: Mapping[str, Path]):
-    model, _ = load_model_folder(model_folders["llama"])
-    rows = embedding_rows(model)
-    assert (drop_rows_beyond(model, rows), drop_rows_beyond(model, rows + 64)) == (0, 0)
-    assert embedding_rows(model) == rows
+    assert drop_rows_beyond(model, rows) == 0, "a smaller model keeps its rows"
+    assert embedding_rows(model) == rows - PADDING_ROWS

@@ -102,10 +102,11 @@ def test_the_first_logits_of_a_preset_spread_as_far_at_any_width(tokenizer: PreT
     assert spreads[0] == pytest.approx(spreads[1], rel=0.1)
 
 
-def test_vllm_on_a_cpu_has_attention_for_every_preset():
+def test_the_heads_of_a_preset_are_as_wide_as_the_model_and_vllm_on_a_cpu_has_attention_for_them():
     # get_supported_head_sizes of vllm/v1/attention/backends/cpu_attn.py, 0.32.0
     supported = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
     assert {preset.head_dim for preset in PRESETS.values()} <= supported
+    assert all(preset.heads * preset.head_dim == preset.width for preset in PRESETS.values())
 
 
 def test_a_saved_tokenizer_names_a_class_that_transformers_4_knows(
@@ -146,9 +147,3 @@ def test_a_folder_that_cannot_be_loaded_says_why(tokenizer: PreTrainedTokenizerF
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelFolderError, match="the model cannot be loaded"):
         load_model_folder(tmp_path)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_heads_are_as_wide_together_as_the_model(name: str):
-    preset = PRESETS[name]
-    assert preset.heads * preset.head_dim == preset.width

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 class Copy:
     """One copy, in the form in which vLLM keeps the arguments of a weight loader (`inspect.BoundArguments`).
 
-    vLLM carries out the copy when the parameter exists: it sets the argument `param` and calls the weight
-    loader.
+    Once the parameter exists, vLLM copies: it sets the argument `param` and calls the weight loader.
     """
 
     args: tuple[()] = ()

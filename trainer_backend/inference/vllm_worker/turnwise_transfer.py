@@ -58,8 +58,6 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process's place in a group."""
-
     group: str
     backend: str
     """The backend: "gloo" or "nccl"."""
