@@ -16,11 +16,10 @@ from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.__main__ import main
 from task_app.app import create_app
-from task_app.board import Board
 from task_app.errors import InvalidRequest
 from task_app.interactions.config_file import package_interactions
 from task_app.operator_plugins import with_packages, with_plugins
-from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
+from task_app.plugins import ENVIRONMENTS, Board, PolicyContext, PolicyPlugin, default_plug_boards
 from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout, running_app
