@@ -5,7 +5,7 @@ import asyncio
 from task_app.rollouts.runs import Runs
 from tests.task_app.counting import rollout
 from tests.task_app.playing import post
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_app
+from tests.task_app.rollout_client import WAITING, accept, play, wait_for_all, waiting_app
 
 
 async def abort(client, run_id="r"):
@@ -89,8 +89,7 @@ async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
 
 async def test_a_run_of_which_nothing_finished_has_failed(client):
     url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
-    await accept(client, rollout("a", policy={"policy_name": "openai", "config": url}))
-    await wait_for_all(client, 1)
+    await play(client, rollout("a", policy={"policy_name": "openai", "config": url}))
     assert (await status(client))["status"] == "failed"
 
 
