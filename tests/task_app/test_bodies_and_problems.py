@@ -11,6 +11,7 @@ from task_app.routes.interaction import InteractionRespond
 from task_app.routes.snapshots import Branch
 from task_app.routes.steps import EnvStepMany
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
+from tests.task_app.playing import new_policy, post
 
 JSON = {"Content-Type": "application/json"}
 
@@ -59,19 +60,16 @@ async def test_a_body_without_a_length_is_counted():
         one = problem(await client.post("/rollouts", content=chunks()))
         assert (one.code, one.detail) == ("body_too_large", "the body is larger than 2000 bytes")
         assert "TURNWISE_MAX_BODY_BYTES" in one.hint
-        ok = await client.post(
-            "/rollouts", content=b" " * 2_000, headers={"Content-Type": "application/json"}
-        )
+        ok = await client.post("/rollouts", content=b" " * 2_000, headers=JSON)
         assert ok.status_code == 422, "exactly the bound is read"
 
 
 async def test_a_broken_policy_is_named_unless_the_caller_gave_it_what_broke_it():
     async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("its text")))) as client:
-        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
         told = []
         for body in ({"bound_env_id": env_id}, {}):
-            made = await client.post("/policy/create", json={"policy_name": "broken", **body})
-            step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
+            step = {"policy_id": await new_policy(client, "broken", **body), "observation": {"text": "x"}}
             told.append(problem(await client.post("/policy/step", json=step)))
     # Of the second the observation is the caller's.
     assert [(one.status, one.code) for one in told] == [(424, "critical_error"), (422, "invalid_request")]

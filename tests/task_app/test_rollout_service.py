@@ -17,6 +17,7 @@ from tests.task_app.counting import (
     running_app,
 )
 from tests.task_app.fake_inference import calling, fake_inference, status
+from tests.task_app.playing import post
 from tests.task_app.rollout_client import (
     WAITING,
     accept,
@@ -125,10 +126,8 @@ async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
         await wait_for_all(client, 1)
         await wait_for_all(client, 1, run_id="other")
         await accept(client, rollout("c", **WAITING))
-        answer = await client.post(
-            "/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "b", "c", "unknown"]}
-        )
-        assert answer.json() == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
+        answer = await post(client, "/rollouts/ack", run_id="r", rollout_ids=["a", "b", "c", "unknown"])
+        assert answer == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
         gone = await client.get("/rollouts/a")
         assert (gone.status_code, gone.json()["code"]) == (404, "unknown_id")
         assert (await client.get("/rollouts/c")).json()["status"] == "running"

@@ -8,8 +8,9 @@ import pytest
 
 from task_app.errors import CapacityReached, CriticalError
 from task_app.threads import Threads
-from tests.task_app.counting import KEY, WaitingPolicy, rollout, running_app
-from tests.task_app.rollout_client import accept
+from tests.task_app.counting import KEY, rollout, running_app
+from tests.task_app.playing import new_policy, post, refused
+from tests.task_app.rollout_client import accept, waiting_app
 from tests.task_app.served import served_app
 from tests.task_app.sessions.test_idempotency import CALLS, keyed, made, stepped
 from tests.task_app.slow import Gates, slow_boards
@@ -45,7 +46,7 @@ async def test_a_request_behind_a_hung_step_does_nothing_and_says_so_and_others_
         assert (busy.status_code, busy.json()["code"]) == (503, "session_busy")
         assert busy.headers["retry-after"] == "1"
         assert (await step(client, other)).status_code == 200
-        assert (await client.post("/env/terminate", json={"env_id": hung})).json() == {"ok": True}
+        assert await post(client, "/env/terminate", env_id=hung) == {"ok": True}
         gates.step.set()
         assert (await held).json()["info"]["turn"] == 1
     assert gates.calls == 1
@@ -64,25 +65,13 @@ async def test_a_request_that_is_cancelled_in_the_middle_leaves_its_step_whole()
 
 
 async def test_a_policy_that_never_decides_is_given_up_on_and_asked_again():
-    policies = []
-
-    def waiting():
-        policies.append(WaitingPolicy())
-        return policies[-1]
-
-    gates = Gates()
-    async with (
-        running_app(slow_boards(gates, waiting=waiting), policy_deadline_s=0.05) as client,
-        asyncio.timeout(20.0),
-    ):
-        env_id = await made(client)
-        body = {"policy_name": "waiting", "bound_env_id": env_id}
-        policy_id = (await client.post("/policy/create", json=body)).json()["policy_id"]
-        late = await client.post("/policy/step", json={"policy_id": policy_id}, headers=keyed("p"))
-        assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
-        policies[0].go.set()
-        again = await client.post("/policy/step", json={"policy_id": policy_id}, headers=keyed("p"))
-        assert (again.status_code, again.json()["meta"]["turn"]) == (200, 1)
+    async with waiting_app(1, policy_deadline_s=0.05) as (client, (policy,)), asyncio.timeout(20.0):
+        policy_id = await new_policy(client, "waiting", bound_env_id=await made(client))
+        late = await refused(client, "/policy/step", keyed("p"), policy_id=policy_id)
+        assert late[:2] == (504, "deadline_exceeded")
+        policy.go.set()
+        again = await post(client, "/policy/step", keyed("p"), policy_id=policy_id)
+        assert again["meta"]["turn"] == 1
 
 
 async def test_calls_that_hang_lose_their_place_and_too_many_of_them_stop_new_ones():
@@ -195,12 +184,12 @@ async def test_while_it_drains_it_says_so_takes_nothing_new_and_lets_what_runs_e
         while (health := await client.get("/health")).status_code == 200:
             pass
         assert (health.status_code, health.json()["code"]) == (503, "draining")
-        for refused in (
+        for told in (
             await client.post("/env/create", json={"env_name": "counting"}),
             await accept(client, rollout("b")),
         ):
-            assert (refused.status_code, refused.json()["code"]) == (503, "shutting_down")
-            assert refused.headers["retry-after"] == "5"
+            assert (told.status_code, told.json()["code"]) == (503, "shutting_down")
+            assert told.headers["retry-after"] == "5"
         gates.step.set()
         page = (await client.get("/rollouts", params={"run_id": "r", "wait_s": 10})).json()
         assert [one["status"] for one in page["rollouts"]] == ["finished"]
