@@ -128,18 +128,20 @@ def problem(answer):
     return int(head.split()[1]), json.loads(body)["code"]
 
 
-async def test_the_bounds_of_a_head_are_those_of_the_settings():
-    async with served_app(max_header_s=0.1, max_header_bytes=4_096) as (client, _), asyncio.timeout(20.0):
+async def test_the_bounds_of_heads_bodies_and_connections_are_those_of_the_settings():
+    bounds = {"max_header_s": 0.1, "max_header_bytes": 4_096, "max_body_s": 0.1, "max_connections": 1}
+    async with served_app(**bounds) as (client, _), asyncio.timeout(20.0):
         assert await told(client, HEAD) == b""
         assert problem(await told(client, b"GET /" + b"y" * 5_000)) == (431, "head_too_large")
-
-
-async def test_a_body_that_never_ends_is_answered():
-    async with served_app(max_body_s=0.1) as (client, _), asyncio.timeout(20.0):
         half = HEAD + b'Content-Type: application/json\r\nContent-Length: 90\r\n\r\n{"env_name"'
         assert problem(await told(client, half)) == (408, "too_slow")
         keyed = HEAD + b'Idempotency-Key: k\r\nContent-Length: 90\r\n\r\n{"env_name"'
         assert problem(await told(client, keyed)) == (408, "too_slow")
+        assert (await client.get("/health")).status_code == 200
+        answer = await told(client)
+        assert problem(answer) == (429, "capacity_reached")
+        assert b"retry-after: 1" in answer
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_large_bodies_and_many_requests_on_one_connection_do_not_count_as_heads():
@@ -147,15 +149,6 @@ async def test_large_bodies_and_many_requests_on_one_connection_do_not_count_as_
         for _ in range(50):
             answer = await client.post("/env/create", json={"env_name": "counting", "x": "y" * 10_000})
             assert answer.status_code == 200
-
-
-async def test_more_connections_than_are_allowed_are_told_to_come_later():
-    async with served_app(max_connections=1) as (client, _), asyncio.timeout(20.0):
-        assert (await client.get("/health")).status_code == 200
-        answer = await told(client)
-        assert problem(answer) == (429, "capacity_reached")
-        assert b"retry-after: 1" in answer
-        assert (await client.get("/health")).status_code == 200
 
 
 async def test_a_client_that_goes_away_in_the_middle_of_a_step_finds_it_done_once():
