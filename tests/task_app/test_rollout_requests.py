@@ -55,7 +55,7 @@ BAD = [
         "'step_rewards.mode'?",
     ),
     ({"step_rewards": {"enabeld": True}}, "step_rewards.enabeld", "'enabled'? Known: enabled, indicator"),
-    ({"ground_truth": "x" * 100_000}, "ground_truth", ""),
+    ({"ground_truth": "secret" * 20_000}, "ground_truth", "at most 100000 are allowed"),
     ({"rollout_id": "a b"}, "rollout_id", ""),
 ]
 
@@ -65,6 +65,7 @@ async def test_a_bad_field_is_named_with_its_place_and_the_likely_intent(client,
     status, _, found, told = await refused(client, "/rollouts", rollouts=[rollout("a") | changes])
     assert (status, found) == (422, f"rollouts.0.{where}"), told
     assert words in told.split(" | ")[0]
+    assert "secret" not in told
     assert (await client.get("/rollouts/a")).status_code == 404
 
 
@@ -75,13 +76,6 @@ def test_every_published_name_leads_to_a_key_of_a_request():
             assert part in list_keys(model)
             model = list(model.model_fields.values())[list_keys(model).index(part)].annotation
             model = next((kind for kind in get_args(model) if kind is not type(None)), model)
-
-
-async def test_a_refused_ground_truth_is_not_repeated(client):
-    body = {"rollouts": [rollout("a", ground_truth="secret" * 20_000)]}
-    answer = await client.post("/rollouts", json=body)
-    assert "at most 100000 are allowed" in answer.json()["detail"]
-    assert "secret" not in answer.text
 
 
 @pytest.mark.parametrize(
