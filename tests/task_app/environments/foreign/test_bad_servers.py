@@ -346,6 +346,7 @@ BAD_CHILD = {
     "closes": "has ended its process",
     "large": "answered more than 10000 bytes",
     "did_not_read": "what?",
+    "answers_another": "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
 }
 
 
