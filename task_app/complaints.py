@@ -27,10 +27,9 @@ def invalid(
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         name = clipped(str(error["loc"][-1]))
-        if meant is None:
-            return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
-        detail = f"{place}: unknown key {name!r}. Did you mean {meant!r}? Known: {', '.join(sorted(known))}"
-        return InvalidRequest(detail, where=place)
+        guess = f". Did you mean {meant!r}? Known: {', '.join(sorted(known))}"
+        guess = did_you_mean(name, known) if meant is None else guess
+        return InvalidRequest(f"{place}: unknown key {name!r}{guess}", where=place)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "tuple_type":
         message = "a list is needed"

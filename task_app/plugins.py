@@ -3,7 +3,7 @@
 A new policy is an entry here, a new environment a file in `environments/`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,6 @@ from service_kit.plugin_file import built_in_environments
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
-from task_app.board import Board
 from task_app.complaints import validated
 from task_app.environments.foreign.kinds import find_kind
 from task_app.environments.foreign.peer import LOCAL
@@ -130,6 +129,32 @@ class RewardPlugin:
     mode: RewardMode
     source: str
     """A file with REWARD_FUNCTIONS, or `module:function` of an installed package."""
+
+
+P = TypeVar("P")
+
+
+class Board(Mapping[str, P]):
+    """Loads each entry at its first look-up, so that only requested plug-ins are imported."""
+
+    def __init__(self, loaders: Mapping[str, Callable[[], P]]) -> None:
+        self._loaders = dict(loaders)
+        self._loaded: dict[str, P] = {}
+
+    def __getitem__(self, name: str) -> P:
+        if name not in self._loaded:
+            # If two threads load an entry at the same time, both get the first one.
+            self._loaded.setdefault(name, self._loaders[name]())
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaders
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaders)
+
+    def __len__(self) -> int:
+        return len(self._loaders)
 
 
 def _make_access(context: PolicyContext) -> "ModelAccess":
@@ -300,11 +325,10 @@ class PlugBoards:
         own = self.environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
-    def resolve(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
+    def resolve(self, spec: EnvSpec) -> EnvSpec:
         """Return the spec with all settings, so that equal environments have equal specs."""
-        name = self.environment_name(spec.env_name, where=where)
-        plugin = self.environment_plugin(name, where=where)
-        config = validated(plugin.config, spec.config, where=where + "config")
+        name = self.environment_name(spec.env_name)
+        config = validated(self.environment_plugin(name).config, spec.config, where="config")
         return EnvSpec(env_name=name, config=config.model_dump(mode="json"))
 
     def policy(

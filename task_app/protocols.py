@@ -354,9 +354,8 @@ class AgentPolicy(Protocol):
                 "invalid_reason": str | None}; or {"type": "terminate"}.
             raw_policy_output: all that the model wrote; None for policies without a model.
             log_probs: for exact tokens the fields of PolicyLogprobs, otherwise any JSON; both go into the
-                step.
-                "sampling", "model", "prompt_tokens", "completion_tokens" and "finish_reason" are also read,
-                and recorded separately.
+                step. "sampling", "model", "prompt_tokens", "completion_tokens" and "finish_reason" are also
+                read, and recorded separately.
             value_estimate: V(s_t); None for policies without a critic.
 
         Raises:

@@ -50,16 +50,20 @@ class AnthropicMessages:
         return keys.call(messages, _read_tool, max_tokens=limit, stop=stop)
 
     def body(self, answer: Answer, call: Call) -> Json:
-        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+        content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
+        content += [
+            {"type": "tool_use", "id": one.id, "name": one.function.name, "input": arguments_object(one)}
+            for one in answer.tool_calls
+        ]
         return {
             "id": f"msg_{answer.call_id}",
             "type": "message",
             "role": "assistant",
             "model": answer.model,
-            "content": _make_blocks(answer),
+            "content": content,
             "stop_reason": _STOP[answer.finish_reason],
             "stop_sequence": None,
-            "usage": usage,
+            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
         }
 
     def events(self, answer: Answer, call: Call) -> Iterable[Event]:
@@ -126,12 +130,3 @@ def _read_tool(item: Item) -> ToolSpec:
     if item.get("type", "custom") != "custom":
         raise item.refusal("type", f"is {clipped(repr(item.get('type')))}; only custom is offered")
     return tool_spec(item, "input_schema")
-
-
-def _make_blocks(answer: Answer) -> list[Json]:
-    blocks: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments_object(call)}
-        for call in answer.tool_calls
-    ]
-    return blocks

@@ -105,27 +105,19 @@ class Capture:
     policy does not follow.
     """
 
-    def __init__(
-        self,
-        spec: CaptureSpec,
-        held: Held,
-        *,
-        rejects_form: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, spec: CaptureSpec, held: Held, *, rejects_form: bool = False) -> None:
         self._rejects_form = rejects_form
         self.key = secrets.token_urlsafe(24)
         self.lock = SessionLock()
         self.capture_id = ""
         self.failure: TaskAppError | None = None
-        self.too_long: ContextLengthExceeded | None = (
-            None  # the last such error, which does not fail the capture
-        )
+        # The last such error, which does not fail the capture.
+        self.too_long: ContextLengthExceeded | None = None
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
         self.steps: list[StepData] = []
         self.held_bytes, self._trajectory_bytes = 0, _AROUND_BYTES
-        self._spec, self._held, self._clock, self._start_s = spec, held, clock, clock()
+        self._spec, self._held, self._start_s = spec, held, time.monotonic()
         self._wall_s = 0.0
         self._model = self._policy_name = ""
         self._branches: list[Branch] = []
@@ -135,9 +127,8 @@ class Capture:
         self._call_ids: set[str] = set()
         self._tools: dict[str, ToolSpec] = {}
         self._ignored: dict[str, None] = {}
-        self.refused: StopReason | None = (
-            None  # the limit that refused the last call; None if it was answered
-        )
+        # The limit that refused the last call; None if it was answered.
+        self.refused: StopReason | None = None
         self._rewards: dict[int, float] = {}
         self._episode_reward: float | None = None
         self._outcome_reward = 0.0
@@ -169,14 +160,14 @@ class Capture:
         branch = self._find_branch(keys)
         self._running += 1
         try:
-            start_s = self._clock()
+            start_s = time.monotonic()
             if dropped := self._options_without_effect(branch.policy, call):
                 call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
             if left_out := choice.log_probs.get("ignored"):  # our gateway ignored these
                 call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
-                answer = self._record(branch, call, keys, choice, action, self._clock() - start_s)
+                answer = self._record(branch, call, keys, choice, action, time.monotonic() - start_s)
             return replace(answer, dropped=dropped) if dropped else answer
         except BaseException as exc:
             # The gateway may have stored an answer that did not arrive. So the next call uses a new policy,
@@ -244,7 +235,7 @@ class Capture:
         """End the capture: later calls and rewards are refused. A second end changes nothing."""
         if self.stop_reason is None and self.failure is None:
             self.stop_reason = reason
-            self._wall_s = self._clock() - self._start_s
+            self._wall_s = time.monotonic() - self._start_s
             self.over.set()
 
     def fail(self, failure: TaskAppError) -> None:
@@ -349,7 +340,7 @@ class Capture:
             call.messages, {}, max_tokens=call.max_tokens, stop=call.stop, options=call.options
         )
         tools = [tool.model_dump(mode="json") for tool in call.tools]
-        rest_s = self._spec.limits.timeout_s - (self._clock() - self._start_s)
+        rest_s = self._spec.limits.timeout_s - (time.monotonic() - self._start_s)
         try:
             with self._spec.spans.decision(branch.policy, None, conversation=self.capture_id) as notes:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)

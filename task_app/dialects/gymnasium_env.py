@@ -186,8 +186,8 @@ class DecisionSpace(_Loose):
     (DESIGN.md 4.4).
     """
 
-    def __init__(self, tools: Sequence[ToolSpec], seed: int | None = None) -> None:
-        super().__init__(seed=seed)
+    def __init__(self, tools: Sequence[ToolSpec]) -> None:
+        super().__init__()
         self._specs = [tool.model_dump(mode="json") for tool in tools]
         # A list of names is allowed if there is only one tool and its only argument is an array.
         properties = tools[0].function.parameters.get("properties", {}) if len(tools) == 1 else {}

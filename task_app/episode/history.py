@@ -157,13 +157,13 @@ class History:
         """Whether the context was ever edited, even if the edit was undone."""
         return self._was_edited
 
-    def full_history(self, *, start: int = 0) -> tuple[Message, ...]:
-        """Return every original message from id `start` on, deleted or not, with the published keys.
+    def full_history(self) -> tuple[Message, ...]:
+        """Return every original message, deleted or not, with the published keys.
 
         All messages have `msg_id`; tool results also have `tool_name` and `msg_id(invoking_assistant)`.
         """
         messages = []
-        for entry in self._log[start : self._length]:
+        for entry in self:
             ids: dict[str, Any] = {MSG_ID: entry.msg_id}
             if entry.tool_name is not None:
                 ids |= {TOOL_NAME: entry.tool_name, INVOKING: entry.invoking}

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_schemas.base import finite as finite
 from shared_schemas.json_text import encodable_json
 from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
@@ -85,7 +84,7 @@ def step_data(
         sampling=choice.log_probs.get("sampling"),
         policy_logprobs=policy_logprobs(choice.log_probs) or encodable_json(own) or None,
         policy_value_estimate=choice.value,
-        env_rewards=tuple(map(finite, outcome.env_rewards)),
+        env_rewards=outcome.env_rewards,
         reward_parts=(*decision.effect.reward_parts, *_penalties(penalty)),
         metadata=step_metadata(was, now, turn=decision.turn, step_rewards=step_rewards),
         step_info=_step_info(decision),

@@ -18,8 +18,7 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
 
     Args:
         solution_str: the assistant's text. The published function reads only its last 300 characters, which
-        may
-            begin in a number; this one reads the whole text.
+            may begin in a number; this one reads the whole text.
         method: "strict" finds the last `#### 42`, "flexible" the last number.
 
     Raises:

@@ -73,7 +73,7 @@ def align_data_for_rl_processing(
         step_index = t = turn - 1 = StepData.assistant_turn_index ("2" is 2)
 
     If two outputs name one step, the last one counts; a step without one keeps base_reward None. A
-    base_reward also becomes a reward part of its decision with source "user", which core.rewards adds in
+    base_reward also becomes a reward part of its decision with source "user", which `reward_vector` adds in
     modes that use it.
 
     Args:

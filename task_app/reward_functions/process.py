@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,10 +87,8 @@ class RewardProcess:
         self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
     ) -> _Reply:
         """Write the request, if any, and read the next line of the process."""
-        loop = asyncio.get_running_loop()
-        start_s = (
-            loop.time()
-        )  # taken before the child's own watchdog starts, which may reach the deadline first
+        # Taken before the child's own watchdog starts, which may reach the deadline first.
+        start_s = time.monotonic()
         if request:
             child.stdin.write(request.encode() + b"\n")
         try:
@@ -103,7 +102,7 @@ class RewardProcess:
             raise self._report_failure(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
         if not line.endswith(b"\n"):
             # After the deadline it was the child's watchdog that ended it.
-            if loop.time() - start_s >= deadline_s:
+            if time.monotonic() - start_s >= deadline_s:
                 raise self._report_deadline(failure, deadline_s)
             raise self._report_failure(f"ended its process with {name_exit(code)} before it answered")
         try:

@@ -53,15 +53,14 @@ class RolloutRunner:
         *,
         instance_id: str,
         spans: Spans,
-        clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._settings, self._make_context, self._spans = settings, make_context, spans
-        self._clock, self._on_end = clock, on_end
+        self._on_end = on_end
         self.results = Results(instance_id, captures.held)
         self.worlds = Worlds()
         self._assembly = Assembly(boards, self.worlds, interactions, captures, spans)
-        self.runs = Runs(at_most=settings.max_rollouts_held, idle_s=settings.finished_expiry_s, clock=clock)
+        self.runs = Runs(at_most=settings.max_rollouts_held, idle_s=settings.finished_expiry_s)
         self._waiters: dict[str, asyncio.Future[None]] = {}
         self._queue: OrderedDict[str, tuple[Record, Worker, Context]] = OrderedDict()
         self._running: dict[str, asyncio.Task[tuple[RolloutStatus, bytes]]] = {}
@@ -158,7 +157,7 @@ class RolloutRunner:
 
     def expire(self) -> None:
         """Forget old results that were never fetched."""
-        count = self.results.expire(before_s=self._clock() - self._settings.finished_expiry_s)
+        count = self.results.expire(before_s=time.monotonic() - self._settings.finished_expiry_s)
         if count:
             log.warning("results_expired", count=count)
         self.runs.expire()
@@ -281,7 +280,7 @@ class RolloutRunner:
 
     def _file(self, record: Record, status: RolloutStatus, result_json: bytes) -> None:
         """End a rollout; every rollout ends here."""
-        self.results.end(record, status, result_json, now_s=self._clock())
+        self.results.end(record, status, result_json, now_s=time.monotonic())
         self.runs.end_rollout(record.run_id, status)
         self._on_end(record)
         if (end := self._waiters.get(record.rollout_id)) is not None and not end.done():

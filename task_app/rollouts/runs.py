@@ -63,18 +63,11 @@ class Runs:
     """All runs of this instance, by id.
 
     It holds `at_most` of them: one more drops the least recently used run that has ended. An ended run is
-    also dropped after `idle_s`. Only people read the time of `now`.
+    also dropped after `idle_s`.
     """
 
-    def __init__(
-        self,
-        *,
-        at_most: int,
-        idle_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._at_most, self._idle_s, self._clock, self._now = at_most, idle_s, clock, now
+    def __init__(self, *, at_most: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._at_most, self._idle_s, self._clock = at_most, idle_s, clock
         self._runs: dict[str, RunLife] = {}
 
     def __len__(self) -> int:
@@ -103,7 +96,7 @@ class Runs:
     def add_rollout(self, run_id: str) -> None:
         """Count an accepted rollout of the run."""
         run = self._touch(run_id)
-        run.started_at = run.started_at or self._now()
+        run.started_at = run.started_at or datetime.now(UTC)
         run.unfinished += 1
 
     def end_rollout(self, run_id: str, status: RolloutStatus) -> None:
@@ -111,14 +104,14 @@ class Runs:
         run = self._touch(run_id)
         run.unfinished -= 1
         run.ended_counts[status] += 1
-        run.last_end_at = self._now()
+        run.last_end_at = datetime.now(UTC)
         run.change.set()
         run.change = asyncio.Event()
 
     def abort(self, run_id: str) -> RunLife:
         """Mark the run as aborted, even if it is not known yet; doing so again changes nothing."""
         run = self._touch(run_id)
-        run.aborted_at = run.aborted_at or self._now()
+        run.aborted_at = run.aborted_at or datetime.now(UTC)
         return run
 
     def expire(self) -> int:

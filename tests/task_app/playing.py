@@ -13,9 +13,11 @@ def act(*actions: str) -> list[dict[str, Any]]:
     return [{"tool": "interact_many", "args": {"actions": list(actions)}}]
 
 
-async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+async def post(
+    client: httpx.AsyncClient, path: str, headers: dict[str, str] | None = None, **body: Any
+) -> dict[str, Any]:
     """The answer; any other than 200 fails the test."""
-    answer = await client.post(path, json=body)
+    answer = await client.post(path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -39,10 +41,18 @@ async def decision(client: httpx.AsyncClient, policy_id: str, **body: Any) -> tu
     return answer["tool_calls"], {name: value for name, value in answer["meta"].items() if name != "policy_s"}
 
 
-async def refused(client: httpx.AsyncClient, path: str, **body: Any) -> tuple[int, str, str | None, str]:
+async def refused(
+    client: httpx.AsyncClient, path: str, headers: dict[str, str] | None = None, **body: Any
+) -> tuple[int, str, str | None, str]:
     """Status, code, where, and the sentence with its hint."""
-    answer = await client.post(path, json=body)
+    answer = await client.post(path, json=body, headers=headers)
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     problem = answer.json()
     told = problem["detail"] + " | " + problem.get("hint", "")
     return answer.status_code, problem["code"], problem.get("where"), told
+
+
+async def refused_at(client: httpx.AsyncClient, path: str, **body: Any) -> tuple[int, str | None]:
+    """Status and where."""
+    told = await refused(client, path, **body)
+    return told[0], told[2]

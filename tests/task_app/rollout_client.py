@@ -17,14 +17,21 @@ async def page(client, cursor=None, wait_s=20.0, run_id="r"):
     return RolloutPage.model_validate_json(answer.content)
 
 
-async def wait_for_all(client, count, run_id="r"):
-    """Poll as a trainer does until `count` rollouts ended."""
+async def wait_for_all(client, count, run_id="r", ids=frozenset()):
+    """Poll as a trainer does until `count` rollouts ended, and those of these ids."""
     found, cursor = {}, None
-    while len(found) < count:
+    while len(found) < count or not ids <= found.keys():
         one = await page(client, cursor, run_id=run_id)
         cursor = one.cursor
         found |= {rollout.rollout_id: rollout for rollout in one.rollouts}
     return found
+
+
+async def play(client, *rollouts):
+    """Every rollout of the run that has ended once all of these have, by its id."""
+    answer = await accept(client, *rollouts)
+    assert answer.status_code == 202, answer.text
+    return await wait_for_all(client, 0, ids={one["rollout_id"] for one in rollouts})
 
 
 def waiting_boards(count):

@@ -11,6 +11,7 @@ from task_app.routes.interaction import InteractionRespond
 from task_app.routes.snapshots import Branch
 from task_app.routes.steps import EnvStepMany
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
+from tests.task_app.playing import new_policy, post
 
 JSON = {"Content-Type": "application/json"}
 
@@ -43,35 +44,29 @@ async def test_unknown_paths_and_methods_are_problems(client):
     assert allowed == [(405, "POST"), (405, "GET, HEAD"), (405, "GET, POST"), (405, "DELETE, GET")]
 
 
-async def test_a_body_of_ten_megabytes_is_refused_by_its_length(client):
-    one = problem(await client.post("/rollouts", content=b" " * 10_000_000))
-    assert (one.status, one.code, one.where) == (413, "body_too_large", "body")
-    assert one.detail == "the body has 10000000 bytes, which is more than 1048576 bytes"
-    assert "TURNWISE_MAX_BODY_BYTES" in one.hint
-
-
-async def test_a_body_without_a_length_is_counted():
+async def test_a_body_is_refused_by_its_length_and_one_without_a_length_is_counted():
     async def chunks():
         for _ in range(100):
             yield b" " * 100
 
     async with running_app(max_body_bytes=2_000) as client:
-        one = problem(await client.post("/rollouts", content=chunks()))
-        assert (one.code, one.detail) == ("body_too_large", "the body is larger than 2000 bytes")
-        assert "TURNWISE_MAX_BODY_BYTES" in one.hint
-        ok = await client.post(
-            "/rollouts", content=b" " * 2_000, headers={"Content-Type": "application/json"}
-        )
+        for content, detail in (
+            (b" " * 10_000_000, "the body has 10000000 bytes, which is more than 2000 bytes"),
+            (chunks(), "the body is larger than 2000 bytes"),
+        ):
+            one = problem(await client.post("/rollouts", content=content))
+            assert (one.status, one.code, one.where) == (413, "body_too_large", "body")
+            assert one.detail == detail and "TURNWISE_MAX_BODY_BYTES" in one.hint
+        ok = await client.post("/rollouts", content=b" " * 2_000, headers=JSON)
         assert ok.status_code == 422, "exactly the bound is read"
 
 
 async def test_a_broken_policy_is_named_unless_the_caller_gave_it_what_broke_it():
     async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("its text")))) as client:
-        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
         told = []
         for body in ({"bound_env_id": env_id}, {}):
-            made = await client.post("/policy/create", json={"policy_name": "broken", **body})
-            step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
+            step = {"policy_id": await new_policy(client, "broken", **body), "observation": {"text": "x"}}
             told.append(problem(await client.post("/policy/step", json=step)))
     # Of the second the observation is the caller's.
     assert [(one.status, one.code) for one in told] == [(424, "critical_error"), (422, "invalid_request")]

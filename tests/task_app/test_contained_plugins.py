@@ -14,8 +14,8 @@ from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.tools.environment import ToolEnvironment
 from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
-from tests.task_app.playing import new_policy, post
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.playing import new_policy, post, refused
+from tests.task_app.rollout_client import play
 
 KINDS: dict[str, type[BaseException]] = {
     kind.__name__: kind
@@ -75,7 +75,7 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
         for place in PLACES for kind in KINDS for quick in (False, True)
     }  # fmt: skip
     async with running_app(BOARDS, max_plugin_threads=2) as client:
-        answer = await accept(
+        found = await play(
             client,
             *(
                 rollout(
@@ -86,8 +86,6 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
                 for name, config in {**requests, "good": {}}.items()
             ),
         )
-        assert answer.status_code == 202, answer.text
-        found = await wait_for_all(client, len(requests) + 1)
     assert found.pop("good").status == "finished"
     for name, one in found.items():
         place, kind, _ = name.split("-")
@@ -103,13 +101,12 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
 async def test_a_constructor_that_raises_refuses_its_request_alone(kind):
     config = {"place": "__init__", "kind": kind}
     async with running_app(BOARDS) as client:
-        created = await client.post("/env/create", json={"env_name": "faulty", "config": config})
-        policy = await client.post(
-            "/policy/create", json={"policy_name": "faulty", "config": {**config, "place": "policy"}}
-        )
-    assert (created.status_code, policy.status_code) == (424, 424)
-    assert f"environment 'faulty' raised {kind} (test_contained_plugins.py:" in created.json()["detail"]
-    assert f"policy 'faulty' raised {kind} (test_contained_plugins.py:" in policy.json()["detail"]
+        created = await refused(client, "/env/create", env_name="faulty", config=config)
+        config["place"] = "policy"
+        policy = await refused(client, "/policy/create", policy_name="faulty", config=config)
+    assert created[0] == policy[0] == 424
+    assert f"environment 'faulty' raised {kind} (test_contained_plugins.py:" in created[3]
+    assert f"policy 'faulty' raised {kind} (test_contained_plugins.py:" in policy[3]
 
 
 class Numpy(CountingEnvironment):
@@ -159,8 +156,7 @@ async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
         await post(client, "/env/snapshot", env_id=made["env_id"])
         policy_id = await new_policy(client, "planned", bound_env_id=made["env_id"])
         asked = await post(client, "/policy/step", policy_id=policy_id)
-        await accept(client, rollout("a"))
-        played = (await wait_for_all(client, 1))["a"]
+        played = (await play(client, rollout("a")))["a"]
     assert made["observation"]["data"] == data
     assert made["observation"]["achievements_counts"] == {"a": 0, "b": 0}
     assert (step["env_rewards"], step["reward"], step["observation"]["data"]) == ([0.5], 0.5, data)
@@ -189,10 +185,10 @@ async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told)
     plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: Odd())}, {})
     async with running_app(plug_boards) as client:
         made = await post(client, "/env/create", env_name="counting")
-        body = {"env_id": made["env_id"], "tool_calls": [{"tool": "add", "args": {"names": ["a"]}}]}
-        answer = await client.post("/env/step", json=body)
-    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
-    assert told in answer.json()["detail"] and "(test_contained_plugins.py:" in answer.json()["detail"]
+        calls = [{"tool": "add", "args": {"names": ["a"]}}]
+        found = await refused(client, "/env/step", env_id=made["env_id"], tool_calls=calls)
+    assert found[:2] == (424, "critical_error")
+    assert told in found[3] and "(test_contained_plugins.py:" in found[3]
 
 
 @pytest.mark.parametrize(
@@ -243,8 +239,7 @@ async def test_a_wrong_result_that_our_own_code_meets_has_the_line_of_the_plug_i
     )
     async with running_app(plug_boards) as client:
         env, policy = {"env_name": "unsound"}, {"policy_name": "mute"}
-        await accept(client, rollout("env", env=env), rollout("policy", policy=policy))
-        found = await wait_for_all(client, 2)
+        found = await play(client, rollout("env", env=env), rollout("policy", policy=policy))
     for name, method in (("env", Unsound.outcome_reward), ("policy", Mute.get_action)):
         line = method.__code__.co_firstlineno
         assert found[name].failure.detail.endswith(f"(test_contained_plugins.py:{line})"), found[name].failure
@@ -283,9 +278,7 @@ async def test_a_tool_that_exits_is_named_with_its_line():
     plug_boards = PlugBoards({"workshop": EnvironmentPlugin(NoConfig, Workshop)}, {})
     async with running_app(plug_boards) as client:
         made = await post(client, "/env/create", env_name="workshop")
-        body = {"env_id": made["env_id"], "tool_calls": [{"tool": "leave", "args": {}}]}
-        answer = await client.post("/env/step", json=body)
+        calls = [{"tool": "leave", "args": {}}]
+        told = (await refused(client, "/env/step", env_id=made["env_id"], tool_calls=calls))[3]
     line = Workshop.leave.__code__.co_firstlineno + 2
-    assert answer.json()["detail"] == (
-        f"environment.step raised SystemExit: 4 (test_contained_plugins.py:{line})"
-    )
+    assert told.split(" | ")[0] == f"environment.step raised SystemExit: 4 (test_contained_plugins.py:{line})"

@@ -26,7 +26,7 @@ from task_app.plugins import InteractionEntry, default_plug_boards
 from task_app.protocols import DecisionOutcome, Observation
 from tests.task_app.counting import Clock, running_app
 from tests.task_app.fake_inference import completion, fake_inference, says, status
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import accept, play
 
 QUESTION = "What is 6 * 7? Answer with #### and the number."
 
@@ -82,9 +82,7 @@ async def playing(*answers):
 
 
 async def played(client, *requests):
-    answer = await accept(client, *requests)
-    assert answer.status_code == 202, answer.text
-    return list((await wait_for_all(client, len(requests))).values())
+    return list((await play(client, *requests)).values())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from task_app.environments.crafter.rules import ACTIONS
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.sessions.sessions import EnvironmentSession
 from tests.task_app.counting import CountingConfig, CountingEnvironment, running_app
-from tests.task_app.playing import act, decision, new_env, new_policy, post, refused
+from tests.task_app.playing import act, decision, new_env, new_policy, post, refused, refused_at
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 # The same in the words of source 1, as a job's [training] has them.
@@ -25,13 +25,15 @@ def calls(*names):
 
 
 async def created(client, **body):
-    answer = await client.post("/env/create", json={"env_name": "counting", "seed": 3, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post(client, "/env/create", **({"env_name": "counting", "seed": 3} | body))
 
 
-async def stepped(client, env_id, tool_calls):
-    return await client.post("/env/step", json={"env_id": env_id, "tool_calls": tool_calls})
+def item(env_id, *names):
+    return {"env_id": env_id, "tool_calls": calls(*names)}
+
+
+async def stepped(client, env_id, *names):
+    return await post(client, "/env/step", **item(env_id, *names))
 
 
 async def test_create_shows_the_first_observation_and_the_tools(client):
@@ -53,17 +55,17 @@ async def test_nothing_is_left_of_an_environment_that_is_terminated(last, live):
     async with running_app() as client:
         env_id = (await created(client))["env_id"]
         for name in ("a", last):
-            await stepped(client, env_id, calls(name))
+            await client.post("/env/step", json=item(env_id, name))
         assert live.count(EnvironmentSession) == 1
-        assert (await client.post("/env/terminate", json={"env_id": env_id})).status_code == 200
+        await post(client, "/env/terminate", env_id=env_id)
         await live.until_gone(CountingEnvironment)
         await live.until_gone(EnvironmentSession)
 
 
 async def test_a_step_carries_what_the_design_says(client):
     made = await created(client, config={"step_rewards": ON})
-    await stepped(client, made["env_id"], calls("a"))
-    answer = (await stepped(client, made["env_id"], calls("a", "b", "x"))).json()
+    await stepped(client, made["env_id"], "a")
+    answer = await stepped(client, made["env_id"], "a", "b", "x")
     assert answer.pop("observation")["achievements_counts"] == {"a": 2, "b": 1}
     assert answer == {
         "reward": 1.0,
@@ -102,9 +104,8 @@ async def test_a_step_carries_what_the_design_says(client):
     ],
 )
 async def test_the_published_switches_act_in_a_training_or_a_rollout_table(client, path, body):
-    made = await client.post(path, json={"env_name": "counting", **body})
-    assert made.status_code == 200, made.text
-    answer = (await stepped(client, made.json()["env_id"], calls("a"))).json()
+    made = await post(client, path, env_name="counting", **body)
+    answer = await stepped(client, made["env_id"], "a")
     assert answer["metadata"]["decision_rewards"]["unique"] == ["a"]
 
 
@@ -114,25 +115,21 @@ async def test_a_rollout_table_must_agree_and_without_our_names_it_is_left_alone
     if path == "/env/create":
         body.pop("policy_name")
     differ = {"training": {"step_rewards_enabled": False}, "rollout": TRAINING}
-    other = await client.post(path, json=body | differ)
-    wrong = await client.post(path, json=body | {"rollout": {"step_rewards_mode": "x"}})
-    alone = await client.post(path, json=body | {"rollout": {"episodes": 2}})
-    assert (other.status_code, other.json()["where"]) == (422, "rollout")
-    assert (wrong.status_code, wrong.json()["where"]) == (422, "rollout.step_rewards_mode")
-    assert alone.status_code == 200, alone.text
+    assert await refused_at(client, path, **body, **differ) == (422, "rollout")
+    wrong = await refused_at(client, path, **body, rollout={"step_rewards_mode": "x"})
+    assert wrong == (422, "rollout.step_rewards_mode")
+    await post(client, path, **body, rollout={"episodes": 2})
 
 
 async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_again(client):
-    made = await created(client)
-    ended = (await stepped(client, made["env_id"], calls("a", "end", "b"))).json()
+    env_id = (await created(client))["env_id"]
+    ended = await stepped(client, env_id, "a", "end", "b")
     assert (ended["done"], ended["terminated"], ended["step_idx"]) == (True, True, 2)
-    after = await stepped(client, made["env_id"], calls("a"))
-    assert (after.status_code, after.json()["code"]) == (409, "episode_over")
-    again = (await client.post("/env/reset", json={"env_id": made["env_id"]})).json()
+    assert (await refused(client, "/env/step", **item(env_id, "a")))[:2] == (409, "episode_over")
+    again = await post(client, "/env/reset", env_id=env_id)
     assert (again["step_idx"], again["info"]["seed"]) == (0, 3)
-    other = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
-    assert other.json()["info"]["seed"] == 9
-    assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
+    assert (await post(client, "/env/reset", env_id=env_id, seed=9))["info"]["seed"] == 9
+    assert (await stepped(client, env_id, "a"))["info"]["turn"] == 1
 
 
 @pytest.mark.parametrize(
@@ -167,69 +164,62 @@ async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_again(clien
     ],
 )
 async def test_what_is_wrong_with_a_create_is_named(client, changes, where):
-    answer = await client.post("/env/create", json={"env_name": "counting", **changes})
-    assert (answer.status_code, answer.json()["where"]) == (422, where)
+    body = {"env_name": "counting"} | changes
+    assert await refused_at(client, "/env/create", **body) == (422, where)
 
 
 async def test_a_decision_has_a_bounded_number_of_calls_and_each_names_a_tool():
     async with running_app(max_calls_per_step=2) as client:
-        made = await created(client)
+        env_id = (await created(client))["env_id"]
         for tool_calls in (calls("a") * 3, [{"args": {}}]):
-            answer = await stepped(client, made["env_id"], tool_calls)
-            assert (answer.status_code, answer.json()["where"]) == (422, "tool_calls")
-        assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
+            told = await refused_at(client, "/env/step", env_id=env_id, tool_calls=tool_calls)
+            assert told == (422, "tool_calls")
+        assert (await stepped(client, env_id, "a"))["info"]["turn"] == 1
 
 
 async def test_concurrent_steps_of_one_environment_happen_one_after_the_other(client):
     made = await created(client)
-    answers = await asyncio.gather(*(stepped(client, made["env_id"], calls("a")) for _ in range(20)))
-    assert sorted(answer.json()["info"]["turn"] for answer in answers) == list(range(1, 21))
-    assert sum(answer.json()["reward"] for answer in answers) == 1.0
+    answers = await asyncio.gather(*(stepped(client, made["env_id"], "a") for _ in range(20)))
+    assert sorted(answer["info"]["turn"] for answer in answers) == list(range(1, 21))
+    assert sum(answer["reward"] for answer in answers) == 1.0
 
 
 @pytest.mark.parametrize("name", ["CrafterClassic", "crafter_classic"])
 async def test_an_alias_names_an_environment_wherever_its_own_name_does(real, name):
     made = await created(real, env_name=name)
     shown = await real.get("/task_info", params={"env_name": name})
-    snapshot = await real.post("/env/snapshot", json={"env_id": made["env_id"]})
+    snapshot = await post(real, "/env/snapshot", env_id=made["env_id"])
     state = await real.get(f"/openenv/{name}/state", params={"session_id": made["env_id"]})
     assert made["observation"]["text"].startswith("=== CRAFTER GAME STATE ===")
     assert shown.json()["taskset"]["id"] == "crafter_procedural"
-    assert snapshot.json()["info"]["env_name"] == "crafter", "a snapshot has the name on the board"
+    assert snapshot["info"]["env_name"] == "crafter", "a snapshot has the name on the board"
     assert state.status_code == 200
 
 
 async def test_a_misspelling_of_one_of_our_keys_is_told_from_a_key_of_others(client):
     others = {"run_id": "r", "parent_env_id": None, "x" * 10_000: 1}
     made = await created(client, **others)
-    answer = await client.post("/env/reset", json={"env_id": made["env_id"], "sede": 1, "sead": 1})
-    assert answer.status_code == 200, "too far from 'seed' to be sure"
-    answer = await client.post("/env/step", json={"env_id": made["env_id"], "tool_call": calls("a")})
-    assert (answer.status_code, answer.json()["where"]) == (422, "tool_call")
-    assert answer.json()["detail"] == "tool_call: unknown key 'tool_call'. Did you mean 'tool_calls'?"
+    await post(client, "/env/reset", env_id=made["env_id"], sede=1, sead=1)  # too far from 'seed' to be sure
+    told = await refused(client, "/env/step", env_id=made["env_id"], tool_call=calls("a"))
+    assert (told[0], told[2]) == (422, "tool_call")
+    assert told[3].startswith("tool_call: unknown key 'tool_call'. Did you mean 'tool_calls'? |")
 
 
 async def test_a_long_name_or_number_is_cut_in_the_message(client):
     counting = {"env_name": "counting"}
     bodies = {"env_name": "x" * 200}, {**counting, "config": {"y" * 5_000: 1}}, {**counting, "seed": 10**300}
     for body in bodies:
-        answer = await client.post("/env/create", json=body)
-        assert (answer.status_code, len(answer.json()["detail"]) < 400) == (422, True)
+        told = await refused(client, "/env/create", **body)
+        assert (told[0], len(told[3].split(" | ")[0]) < 400) == (422, True)
 
 
 async def step_many(client, *steps):
-    answer = await client.post("/env/step_many", json={"steps": list(steps)})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["results"]
-
-
-def item(env_id, *names):
-    return {"env_id": env_id, "tool_calls": calls(*names)}
+    return (await post(client, "/env/step_many", steps=steps))["results"]
 
 
 async def test_an_item_answers_what_the_single_route_answers(client):
     one, other = (await created(client))["env_id"], (await created(client))["env_id"]
-    single = (await stepped(client, one, calls("a", "b"))).json()
+    single = await stepped(client, one, "a", "b")
     (many,) = await step_many(client, item(other, "a", "b"))
     assert many == {"env_id": other, "status": 200, **single}
 
@@ -290,9 +280,8 @@ async def test_an_answer_that_cannot_be_written_takes_no_other_along():
 async def test_the_number_of_items_is_bounded_and_none_is_refused_as_a_whole():
     async with running_app(max_steps_per_request=2) as client:
         env_id = (await created(client))["env_id"]
-        for steps, where in (([item(env_id, "a")] * 3, "steps"), ([], "steps")):
-            answer = await client.post("/env/step_many", json={"steps": steps})
-            assert (answer.status_code, answer.json()["where"]) == (422, where)
+        for steps in ([item(env_id, "a")] * 3, []):
+            assert await refused_at(client, "/env/step_many", steps=steps) == (422, "steps")
         (result,) = await step_many(client, item(env_id, "a"))
     assert result["info"]["turn"] == 1
 
@@ -312,7 +301,7 @@ async def test_a_long_batch_lets_others_in_between_its_slices(client):
     long = asyncio.create_task(step_many(client, *[item(busy, *"x" * 50)] * 100))
     answered_early = False
     while not long.done():
-        await stepped(client, quick, calls("a"))
+        await stepped(client, quick, "a")
         answered_early |= not long.done()
     assert answered_early
     assert len(await long) == 100
@@ -372,9 +361,7 @@ NAME = "/env/CrafterClassic"
 
 
 async def started(client, name=NAME, **body):
-    answer = await client.post(f"{name}/initialize", json={"seed": 17, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post(client, f"{name}/initialize", seed=17, **body)
 
 
 async def test_an_evaluation_script_finds_its_way():
@@ -393,16 +380,14 @@ async def test_an_evaluation_script_finds_its_way():
         assert made["observation"]["player_position"] == [32, 32]
         walk = [{"tool": "interact", "args": {"action": "move_right"}}] * 3
         action = {"tool_calls": [*walk, {"tool": "do"}]}
-        answer = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["info"]["achievements_added"] == ["collect_wood"], "docs/http.md, by other words"
-        assert answer.json()["step_idx"] == 4
-        assert answer.json()["observation"]["inventory"]["wood"] == 1
-        assert answer.json()["observation"]["player_position"] == [35, 32]
-        ended = await client.post(f"{NAME}/terminate", json={"env_id": env_id})
-        assert ended.json() == {"ok": True}
-        gone = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
-    assert (gone.status_code, gone.json()["where"]) == (404, "env_id")
+        answer = await post(client, f"{NAME}/step", env_id=env_id, action=action)
+        assert answer["info"]["achievements_added"] == ["collect_wood"], "docs/http.md, by other words"
+        assert answer["step_idx"] == 4
+        assert answer["observation"]["inventory"]["wood"] == 1
+        assert answer["observation"]["player_position"] == [35, 32]
+        assert await post(client, f"{NAME}/terminate", env_id=env_id) == {"ok": True}
+        gone = await refused_at(client, f"{NAME}/step", env_id=env_id, action=action)
+    assert gone == (404, "env_id")
 
 
 @pytest.mark.parametrize("body", [{"world_config": "hard"}, {"config": {"difficulty": "easy"}}])
@@ -418,12 +403,11 @@ async def test_a_session_answers_to_its_own_name_and_to_both_kinds_of_routes(cli
     env_id = made["env_id"]
     call = {"tool": "add", "args": {"names": ["a"]}}
     body = {"env_id": env_id, "action": {"tool_calls": [call]}}
-    named = await client.post("/env/counting/step", json=body)
-    plain = await client.post("/env/step", json={"env_id": env_id, "tool_calls": [call]})
-    assert [answer.json()["info"]["turn"] for answer in (named, plain)] == [1, 2]
+    named = await post(client, "/env/counting/step", **body)
+    plain = await post(client, "/env/step", env_id=env_id, tool_calls=[call])
+    assert [answer["info"]["turn"] for answer in (named, plain)] == [1, 2]
     for name in ("other", "CrafterClassic"):
-        answer = await client.post(f"/env/{name}/step", json=body)
-        assert (answer.status_code, answer.json()["where"]) == (422, "env_name")
+        assert await refused_at(client, f"/env/{name}/step", **body) == (422, "env_name")
 
 
 async def test_a_session_of_another_environment_is_not_found_under_this_name():
@@ -432,8 +416,8 @@ async def test_a_session_of_another_environment_is_not_found_under_this_name():
     boards = type(boards)({"crafter": crafter, "twin": crafter}, boards.policies)
     async with running_app(boards) as client:
         made = await started(client, "/env/twin")
-        answer = await client.post(f"{NAME}/terminate", json={"env_id": made["env_id"]})
-    assert (answer.status_code, answer.json()["hint"]) == (404, "it is 'twin'")
+        told = await refused(client, f"{NAME}/terminate", env_id=made["env_id"])
+    assert (told[0], told[3].split(" | ")[1]) == (404, "it is 'twin'")
 
 
 @pytest.mark.parametrize(
@@ -441,10 +425,10 @@ async def test_a_session_of_another_environment_is_not_found_under_this_name():
 )
 async def test_an_action_of_no_known_form_is_refused_and_takes_no_step(real, action):
     env_id = (await started(real))["env_id"]
-    answer = await real.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
-    assert (answer.status_code, answer.json()["where"].split(".")[0]) == (422, "action")
-    after = await real.post(f"{NAME}/step", json={"env_id": env_id, "action": {"actions": ["noop"]}})
-    assert after.json()["info"]["turn"] == 1
+    told = await refused(real, f"{NAME}/step", env_id=env_id, action=action)
+    assert (told[0], told[2].split(".")[0]) == (422, "action")
+    after = await post(real, f"{NAME}/step", env_id=env_id, action={"actions": ["noop"]})
+    assert after["info"]["turn"] == 1
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from tests.task_app.counting import CountingConfig, CountingEnvironment, running
 from tests.task_app.playing import new_env, post, step
 
 
-async def created(client, env_name):
-    answer = await client.post("/env/create", json={"env_name": env_name, "seed": 3})
-    return answer.json()["env_id"]
+async def created(client, env_name="counting"):
+    return (await post(client, "/env/create", env_name=env_name))["env_id"]
 
 
 async def test_crafter_is_drawn_as_a_png_of_the_size_asked_for(real):
@@ -31,7 +30,7 @@ async def test_crafter_is_drawn_as_a_png_of_the_size_asked_for(real):
 
 
 async def test_an_environment_without_pictures_and_an_unknown_one_are_404(client):
-    env_id = await created(client, "counting")
+    env_id = await created(client)
     undrawn = await client.get(f"/env/{env_id}/frame")
     unknown = await client.get("/env/env_0/frame")
     assert (undrawn.status_code, unknown.status_code) == (404, 404)
@@ -51,16 +50,15 @@ async def test_pictures_wait_for_one_another_and_leave_threads_and_sessions_to_t
 
     plug_boards = PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Drawn)}, {})
     async with running_app(plug_boards, max_plugin_threads=2) as client, asyncio.timeout(20.0):
-        drawn = [await created(client, "counting") for _ in range(3)]
+        drawn = [await created(client) for _ in range(3)]
         asked = [asyncio.create_task(client.get(f"/env/{env_id}/frame")) for env_id in drawn]
         asked += [asyncio.create_task(client.get(f"/env/{env_id}/view")) for env_id in drawn]
         await asyncio.to_thread(begun.wait, 20.0)
         # A reset needs a thread, a step the session: the pictures that wait hold neither.
-        fresh = await created(client, "counting")
+        fresh = await created(client)
         calls = [{"tool": "add", "args": {"names": ["a"]}}]
         for env_id in (fresh, drawn[2]):
-            body = {"env_id": env_id, "tool_calls": calls}
-            assert (await client.post("/env/step", json=body)).status_code == 200
+            await post(client, "/env/step", env_id=env_id, tool_calls=calls)
         go_on.set()
         assert {(await one).status_code for one in asked} == {200}
 
@@ -86,7 +84,7 @@ async def test_the_page_shows_picture_text_vitals_and_what_each_decision_achieve
 
 
 async def test_an_environment_without_pictures_or_achievements_has_a_page_too(client):
-    env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
+    env_id = await created(client)
     page = (await client.get(f"/env/{env_id}/view")).text
     assert "<img" not in page
     assert "step 0" in page
@@ -115,7 +113,7 @@ async def test_the_page_loads_nothing_from_elsewhere_and_runs_only_its_own_scrip
 
 async def test_what_an_environment_writes_is_text_and_never_markup(client):
     # the counting environment repeats the name of an unknown tool
-    env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
+    env_id = await created(client)
     evil = "<script>alert(1)</script>"
     await client.post("/env/step", json={"env_id": env_id, "tool_calls": [{"tool": evil, "args": {}}]})
     page = (await client.get(f"/env/{env_id}/view")).text
@@ -125,7 +123,7 @@ async def test_what_an_environment_writes_is_text_and_never_markup(client):
 
 async def test_watching_keeps_nothing_alive():
     async with running_app(session_idle_s=1e-9, sweep_every_s=1e6) as client:
-        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
+        env_id = await created(client)
         services = client._transport.app.state.services
         assert (await client.get(f"/env/{env_id}/view")).status_code == 200
         services.expire()

@@ -48,7 +48,7 @@ def test_the_stub_of_a_call_without_words_has_none_either():
 
 def test_the_full_history_keeps_what_was_deleted_under_the_published_keys():
     history = edit(read(opened(), "red"), "deleteContext", message_ids=[3])
-    told = [message.model_dump(exclude_none=True) for message in history.full_history(start=2)][:2]
+    told = [message.model_dump(exclude_none=True) for message in history.full_history()][2:4]
     assert told[0]["msg_id"] == 2 and told[0]["content"] == "Reading on."
     assert told[1] == {
         "role": "tool",

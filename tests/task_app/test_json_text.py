@@ -17,7 +17,7 @@ from task_app.episode.worker import RLRolloutWorker
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, rollout, running_app
 from tests.task_app.fake_inference import fake_inference, raw
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import play
 
 FINITE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -119,8 +119,7 @@ async def test_a_rollout_of_the_service_survives_a_model_that_writes_half_charac
     async with fake_inference(*answers) as fake, running_app(default_plug_boards()) as client:
         policy = {"policy_name": "openai", "config": {"inference_url": fake.url, "model": "m"}}
         body = rollout("a", env={"env_name": "crafter"}, policy=policy, limits={"max_decisions": 4})
-        await accept(client, body)
-        found = (await wait_for_all(client, 1))["a"]
+        found = (await play(client, body))["a"]
     assert found.failure is None
     assert found.trajectory is not None
     assert len(found.trajectory.steps) == 4

@@ -24,7 +24,7 @@ from task_app.policies.replies import WITHHELD, retry_after_s
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import CountingEnvironment, rollout, running_app
 from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status, tokens
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import accept, play
 
 SEEN = PolicyObservation((Message(role="user", content="hp9"),), {})
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
@@ -486,8 +486,7 @@ async def play_failing(*answers):
     async with fake_inference(*answers) as fake, running_app() as client:
         config = {"inference_url": fake.url, "model": "m", "max_attempts": 2}
         policy = {"policy_name": "openai", "config": config, "inference_key": KEY}
-        await accept(client, rollout("a", policy=policy))
-        return (await wait_for_all(client, 1))["a"].failure
+        return (await play(client, rollout("a", policy=policy)))["a"].failure
 
 
 @pytest.mark.parametrize("code", [401, 403])

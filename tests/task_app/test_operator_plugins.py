@@ -16,15 +16,14 @@ from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.__main__ import main
 from task_app.app import create_app
-from task_app.board import Board
 from task_app.errors import InvalidRequest
 from task_app.interactions.config_file import package_interactions
 from task_app.operator_plugins import with_packages, with_plugins
-from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_plug_boards
+from task_app.plugins import ENVIRONMENTS, Board, PolicyContext, PolicyPlugin, default_plug_boards
 from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout, running_app
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import accept, play
 
 PLUGINS = """
 from helper_of_{name} import Config
@@ -144,8 +143,7 @@ async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_p
         told = (await client.get("/task_info", params={"env_name": "crafter"})).json()["environments"]
         assert told == sorted(["reef", *ENVIRONMENTS])
         spec = {"env": {"env_name": "reef"}, "policy": {"policy_name": "reef_player", "config": {"level": 2}}}
-        assert (await accept(client, rollout("a", **spec))).status_code == 202
-        assert (await wait_for_all(client, 1))["a"].status == "finished"
+        assert (await play(client, rollout("a", **spec)))["a"].status == "finished"
         refused = await accept(client, rollout("b", env={"env_name": str(tmp_path / "reef.py")}))
     assert refused.json()["code"] == "unknown_name"
 
@@ -231,8 +229,7 @@ async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_p
         limits={"max_decisions": 2}, reward_function="depth",
     )  # fmt: skip
     async with running_app(boards, reward_variables=("PYTHONPATH",)) as client:
-        await accept(client, wish)
-        ended = await wait_for_all(client, 1)
+        ended = await play(client, wish)
     assert ended["a"].trajectory.outcome_reward == 0.75
 
 

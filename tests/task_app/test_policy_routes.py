@@ -7,8 +7,9 @@ import pytest
 from tests.task_app.counting import PlannedPolicy, add, boards, running_app
 from tests.task_app.dialects.one_call.test_rollout import body, played
 from tests.task_app.fake_inference import calling, completion, fake_inference, status, tokens
+from tests.task_app.playing import new_policy, post, refused, refused_at
 from tests.task_app.rollout_client import waiting_app
-from tests.task_app.sessions.test_recovery import SECRET, app_on, killed, post
+from tests.task_app.sessions.test_recovery import SECRET, app_on, killed
 from tests.task_app.slow import Gates, slow_boards
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
@@ -16,35 +17,31 @@ CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
 
 
 async def create_env(client, **config):
-    made = await client.post("/env/create", json={"env_name": "counting", "config": config})
-    return made.json()["env_id"]
+    return (await post(client, "/env/create", env_name="counting", config=config))["env_id"]
 
 
-async def create_policy(client, name="planned", **body):
-    made = await client.post("/policy/create", json={"policy_name": name, **body})
-    assert made.status_code == 200, made.text
-    return made.json()["policy_id"]
+async def stepped(client, env_id, tool_calls=CALLS):
+    return await post(client, "/env/step", env_id=env_id, tool_calls=tool_calls)
 
 
 async def asked(client, policy_id, **body):
-    return await client.post("/policy/step", json={"policy_id": policy_id, **body})
+    return await post(client, "/policy/step", policy_id=policy_id, **body)
 
 
 async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
     gates = Gates()
     async with running_app(slow_boards(gates)) as client:
-        env_id = (await client.post("/env/create", json={"env_name": "slow"})).json()["env_id"]
-        policy_id = await create_policy(client, bound_env_id=env_id)
-        step = {"env_id": env_id, "tool_calls": CALLS}
+        env_id = (await post(client, "/env/create", env_name="slow"))["env_id"]
+        policy_id = await new_policy(client, "planned", bound_env_id=env_id)
         gates.entered.clear()
-        stepping = asyncio.create_task(client.post("/env/step", json=step))
+        stepping = asyncio.create_task(stepped(client, env_id))
         await asyncio.to_thread(gates.entered.wait, 10.0)
         deciding = asyncio.create_task(asked(client, policy_id, dry_run=True))
         for _ in range(100):
             await asyncio.sleep(0)  # long enough for an answer, if it did not wait
         gates.step.set()
-        assert (await stepping).status_code == 200
-        messages = (await deciding).json()["meta"]["messages"]
+        await stepping
+        messages = (await deciding)["meta"]["messages"]
     assert messages[-1]["content"] == "step 1 past=1"
 
 
@@ -52,66 +49,59 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
 async def test_the_published_switches_of_a_policy_act_in_a_table(client, table):
     training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
     env_id = await create_env(client)
-    policy_id = await create_policy(client, bound_env_id=env_id, **{table: training})
-    await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-    assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
+    policy_id = await new_policy(client, "planned", bound_env_id=env_id, **{table: training})
+    await stepped(client, env_id)
+    assert (await asked(client, policy_id))["meta"]["decision_rewards"]["turn"] == 1
 
 
 async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks():
-    body = {"policy_name": "Crafter-ReAct"}
     async with running_app(inference_url="http://vllm:8000", inference_model="qwen") as client:
-        made = await client.post("/policy/create", json=body)
-        assert made.status_code == 200, made.text
-        asked = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}, "dry_run": True}
-        answer = (await client.post("/policy/step", json=asked)).json()
+        policy_id = await new_policy(client, "Crafter-ReAct")
+        answer = await asked(client, policy_id, observation={"text": "x"}, dry_run=True)
     assert answer["meta"]["policy_name"] == "openai"
 
 
 async def test_switches_of_the_environment_and_its_policy_must_agree(client):
     env_id = await create_env(client, step_rewards=ON)
     body = {"policy_name": "planned", "bound_env_id": env_id}
-    other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
-    assert (await client.post("/policy/create", json=other)).status_code == 422
-    assert (await client.post("/policy/create", json=body)).status_code == 200
+    other = {"step_rewards": {"enabled": True, "mode": "env_sparse"}}
+    assert (await refused(client, "/policy/create", **body, config=other))[0] == 422
+    await post(client, "/policy/create", **body)
 
 
 async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first(client):
     sparse = {"enabled": True, "mode": "env_sparse"}
     env_id = await create_env(client)
-    first = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
+    first = await new_policy(client, "planned", bound_env_id=env_id, config={"step_rewards": ON})
     other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
-    refused = await client.post("/policy/create", json=other)
-    assert (refused.status_code, refused.json()["where"]) == (422, "config.step_rewards")
-    assert first in refused.json()["detail"]
-    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-    assert "decision_rewards" in step.json()["metadata"], "the first policy's switches hold"
-    await client.post("/policy/terminate", json={"policy_id": first})
-    assert (await client.post("/policy/create", json=other)).status_code == 200
-    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-    assert "decision_rewards" not in step.json()["metadata"]
+    told = await refused(client, "/policy/create", **other)
+    assert (told[0], told[2]) == (422, "config.step_rewards")
+    assert first in told[3]
+    step = await stepped(client, env_id)
+    assert "decision_rewards" in step["metadata"], "the first policy's switches hold"
+    await post(client, "/policy/terminate", policy_id=first)
+    await post(client, "/policy/create", **other)
+    assert "decision_rewards" not in (await stepped(client, env_id))["metadata"]
 
 
 async def test_an_expired_policy_takes_its_switches_with_it():
     async with running_app(session_idle_s=0.05) as client:
         env_id = await create_env(client)
-        await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
+        await new_policy(client, "planned", bound_env_id=env_id, config={"step_rewards": ON})
         await asyncio.sleep(0.1)
-        await client.post("/env/reset", json={"env_id": env_id})
+        await post(client, "/env/reset", env_id=env_id)
         client._transport.app.state.services.expire()
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-    assert step.json()["metadata"] == {}
+        assert (await stepped(client, env_id))["metadata"] == {}
 
 
 async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request(client):
     env = {"env_name": "counting", "config": {"step_rewards": ON}}
     env_id = await create_env(client)
-    await create_policy(client, bound_env_id=env_id, env=env)
-    step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-    assert "decision_rewards" in step.json()["metadata"]
-    await create_policy(client, env=env)
+    await new_policy(client, "planned", bound_env_id=env_id, env=env)
+    assert "decision_rewards" in (await stepped(client, env_id))["metadata"]
+    await new_policy(client, "planned", env=env)
     both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
-    answer = await client.post("/policy/create", json=both)
-    assert (answer.status_code, answer.json()["where"]) == (422, "env.config.step_rewards")
+    assert await refused_at(client, "/policy/create", **both) == (422, "env.config.step_rewards")
 
 
 async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
@@ -119,22 +109,22 @@ async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
     async with running_app() as client, fake_inference(calling("a")) as fake:
         env_id = await create_env(client)
         config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await create_policy(client, "openai", bound_env_id=env_id, config=config)
-        await client.post("/env/step", json={"env_id": env_id, "tool_calls": end})
-        answer = await asked(client, policy_id)
-        assert (answer.status_code, answer.json()["code"]) == (409, "episode_over")
+        policy_id = await new_policy(client, "openai", bound_env_id=env_id, config=config)
+        await stepped(client, env_id, end)
+        told = await refused(client, "/policy/step", policy_id=policy_id)
+        assert told[:2] == (409, "episode_over")
         assert fake.bodies == []
-        await client.post("/env/reset", json={"env_id": env_id})
-        assert (await asked(client, policy_id)).status_code == 200
+        await post(client, "/env/reset", env_id=env_id)
+        await asked(client, policy_id)
 
 
 async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
     async with running_app() as client, fake_inference() as fake:
         env_id = await create_env(client)
-        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        await stepped(client, env_id)
         config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await create_policy(client, "openai", bound_env_id=env_id, config=config)
-        answer = (await asked(client, policy_id, dry_run=True)).json()
+        policy_id = await new_policy(client, "openai", bound_env_id=env_id, config=config)
+        answer = await asked(client, policy_id, dry_run=True)
     assert answer["tool_calls"] == []
     assert [message["content"] for message in answer["meta"]["messages"]] == ["count", "step 1 past=1"]
     assert answer["meta"]["tools"][0]["function"]["name"] == "add"
@@ -143,14 +133,14 @@ async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
 
 async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_tokens_come_back():
     async with running_app() as client, fake_inference(calling("a", **tokens([1, 2], 0, [7]))) as fake:
-        policy_id = await create_policy(
+        policy_id = await new_policy(
             client,
             "openai",
             config={"inference_url": fake.url, "model": "m"},
             inference_key="k-1",
             env={"env_name": "counting"},
         )
-        meta = (await asked(client, policy_id, observation={"text": "hp9", "data": {}})).json()["meta"]
+        meta = (await asked(client, policy_id, observation={"text": "hp9", "data": {}}))["meta"]
     assert fake.headers[0]["authorization"] == "Bearer k-1"
     assert [message["content"] for message in fake.bodies[0]["messages"]] == ["count", "hp9 past=0"]
     assert (meta["token_ids"], meta["logprobs"], meta["sampling"]["temperature"]) == ([7], [-0.5], 1.0)
@@ -160,24 +150,22 @@ async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_token
 async def test_an_unbound_policy_takes_messages_or_a_text():
     message = {"role": "user", "content": "go"}
     async with running_app() as client, fake_inference(calling("a")) as fake:
-        policy_id = await create_policy(client, "openai", config={"inference_url": fake.url, "model": "m"})
+        policy_id = await new_policy(client, "openai", config={"inference_url": fake.url, "model": "m"})
         for observation in ({"messages": [message]}, {"text": "go"}):
-            assert (await asked(client, policy_id, observation=observation)).status_code == 200
+            await asked(client, policy_id, observation=observation)
         assert [body["messages"] for body in fake.bodies] == [[message], [message]]
         for observation in (None, {}, {"text": 3}, {"messages": []}, {"messages": [3]}):
-            answer = await asked(client, policy_id, observation=observation)
-            assert answer.status_code == 422
-            assert answer.json()["where"].startswith("observation")
+            told = await refused(client, "/policy/step", policy_id=policy_id, observation=observation)
+            assert (told[0], told[2].split(".")[0]) == (422, "observation")
 
 
 @pytest.mark.parametrize("env", [None, {"env_name": "crafter"}, {"env_name": "documents"}])
 async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(real, env):
     observation = {"text": "x", "data": {"position": None}}
-    policy_id = await create_policy(real, "crafter_teacher", env=env)
-    answer = await asked(real, policy_id, observation=observation)
-    told = answer.json()
-    assert (answer.status_code, told["where"]) == (422, "observation"), told
-    assert "cannot read this observation" in told["detail"]
+    policy_id = await new_policy(real, "crafter_teacher", env=env)
+    told = await refused(real, "/policy/step", policy_id=policy_id, observation=observation)
+    assert (told[0], told[2]) == (422, "observation"), told
+    assert "cannot read this observation" in told[3]
 
 
 async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
@@ -185,10 +173,10 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
     answers = [status(400, too_long), status(404, {})]
     async with running_app() as client, fake_inference(*answers) as fake:
         config = {"inference_url": fake.url, "model": "m", "max_attempts": 1}
-        policy_id = await create_policy(client, "openai", config=config)
+        policy_id = await new_policy(client, "openai", config=config)
         for expected in ((422, "context_length_exceeded"), (502, "inference_refused")):
-            answer = await asked(client, policy_id, observation={"text": "x"})
-            assert (answer.status_code, answer.json()["code"]) == expected
+            told = await refused(client, "/policy/step", policy_id=policy_id, observation={"text": "x"})
+            assert told[:2] == expected
 
 
 EVIL = {"policy_name": "openai", "config": {"inference_url": "http://evil.example", "model": "m"}}
@@ -208,11 +196,11 @@ EVIL = {"policy_name": "openai", "config": {"inference_url": "http://evil.exampl
     ],
 )
 async def test_what_is_wrong_with_a_create_is_named(client, changes, where, status_code):
-    answer = await client.post("/policy/create", json={"policy_name": "planned", **changes})
-    assert (answer.status_code, answer.json()["where"]) == (status_code, where)
+    body = {"policy_name": "planned"} | changes
+    assert await refused_at(client, "/policy/create", **body) == (status_code, where)
 
 
-RANDOM = {"policy_name": "random", "config": {"seed": 7}, "env": {"env_name": "crafter"}}
+RANDOM = {"config": {"seed": 7}, "env": {"env_name": "crafter"}}
 CALL = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}
 REPLY = completion({"role": "assistant", "tool_calls": [CALL]})
 
@@ -227,14 +215,14 @@ def chosen(answer):
 
 async def test_a_living_policy_goes_on_after_a_restart_from_where_its_rollouts_left_it(tmp_path):
     async with app_on(tmp_path / "s") as client:
-        policy_id = (await post(client, "/policy/create", RANDOM))["policy_id"]
-        first = chosen(await post(client, "/rollout", build_rollout(policy_id)))
-        taken = await post(client, "/policy/snapshot", {"policy_id": policy_id})
+        policy_id = await new_policy(client, **RANDOM)
+        first = chosen(await post(client, "/rollout", **build_rollout(policy_id)))
+        taken = await post(client, "/policy/snapshot", policy_id=policy_id)
         left = killed(tmp_path / "s", tmp_path)
-        expected = chosen(await post(client, "/rollout", build_rollout(policy_id)))
+        expected = chosen(await post(client, "/rollout", **build_rollout(policy_id)))
     assert taken["info"]["turn"] == 3
     async with app_on(left) as client:
-        found = chosen(await post(client, "/rollout", build_rollout(policy_id)))
+        found = chosen(await post(client, "/rollout", **build_rollout(policy_id)))
     assert found == expected
     assert found != first
 
@@ -242,29 +230,28 @@ async def test_a_living_policy_goes_on_after_a_restart_from_where_its_rollouts_l
 async def test_a_rollout_may_not_ask_a_policy_whose_key_is_lost_and_may_bring_it(tmp_path):
     async with fake_inference(REPLY) as fake:
         config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
-        policy = {"policy_name": "openai", "config": config, "inference_key": SECRET}
         async with app_on(tmp_path / "s") as client:
-            policy_id = (await post(client, "/policy/create", policy))["policy_id"]
+            policy_id = await new_policy(client, "openai", config=config, inference_key=SECRET)
             left = killed(tmp_path / "s", tmp_path)
         async with app_on(left) as client:
             key = {"Idempotency-Key": "k"}
-            needed = await post(client, "/rollout", build_rollout(policy_id), status=428, **key)
-            assert (needed["code"], needed["where"]) == ("inference_key_needed", "policy.inference_key")
+            needed = await refused(client, "/rollout", key, **build_rollout(policy_id))
+            assert needed[:3] == (428, "inference_key_needed", "policy.inference_key")
             assert fake.bodies == []
-            await post(client, "/rollout", build_rollout(policy_id, inference_key=SECRET), **key)
+            await post(client, "/rollout", key, **build_rollout(policy_id, inference_key=SECRET))
         assert {one["authorization"] for one in fake.headers} == {f"Bearer {SECRET}"}
 
 
 async def test_another_inference_key_replaces_the_one_of_a_living_policy():
     async with running_app() as client, fake_inference(REPLY) as fake:
         config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
-        policy_id = await create_policy(client, "openai", config=config, inference_key="old")
+        policy_id = await new_policy(client, "openai", config=config, inference_key="old")
         seen = {"observation": {"text": "x"}}
         for more in (seen, {**seen, "inference_key": "new"}, seen):
-            assert (await asked(client, policy_id, **more)).status_code == 200
+            await asked(client, policy_id, **more)
         newest = {"policy_id": policy_id, "inference_key": "newest"}
         await played(client, decisions=1, policy=newest)
-        assert (await asked(client, policy_id, **seen)).json()["meta"]["turn"] == 5
+        assert (await asked(client, policy_id, **seen))["meta"]["turn"] == 5
     told = [one["authorization"].removeprefix("Bearer ") for one in fake.headers]
     assert told == ["old", "new", "new", "newest", "newest"]
 
@@ -272,17 +259,18 @@ async def test_another_inference_key_replaces_the_one_of_a_living_policy():
 async def test_a_policy_without_snapshots_says_that_it_cannot_take_another_key():
     scripted = boards(scripted=lambda: PlannedPolicy(add("a")))
     async with running_app(scripted) as client:
-        policy_id = await create_policy(client, "scripted")
-        refused = await asked(client, policy_id, observation={"text": "x"}, inference_key="new")
-    assert (refused.status_code, refused.json()["where"]) == (422, "inference_key")
-    assert "'planned' cannot take another inference_key" in refused.json()["detail"]
+        policy_id = await new_policy(client, "scripted")
+        step = {"policy_id": policy_id, "observation": {"text": "x"}, "inference_key": "new"}
+        told = await refused(client, "/policy/step", **step)
+    assert (told[0], told[2]) == (422, "inference_key")
+    assert "'planned' cannot take another inference_key" in told[3]
 
 
 @pytest.mark.parametrize("part", ["env", "policy"])
 async def test_a_busy_session_is_told_to_come_later_and_its_key_is_free(part):
     async with waiting_app(3) as (client, (policy, *_)):
         env_id = await create_env(client)
-        policy_id = await create_policy(client, "waiting")
+        policy_id = await new_policy(client, "waiting")
         who = {"env": {"env_name": None, "env_id": env_id, "seed": None}} if part == "env" else {}
         first = asyncio.create_task(
             client.post("/rollout", json=body(decisions=1, policy={"policy_id": policy_id}, **who))

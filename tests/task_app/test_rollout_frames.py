@@ -18,7 +18,8 @@ from task_app.episode.worker import RLRolloutWorker
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_app
+from tests.task_app.playing import new_env, post, refused, refused_at
+from tests.task_app.rollout_client import WAITING, accept, play, waiting_app
 
 CRAFTER = {
     "start": {"seed": 17},
@@ -42,8 +43,7 @@ def pictured():
 
 
 async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start(real):
-    await accept(real, rollout("a/b", **CRAFTER))
-    await wait_for_all(real, 1)
+    await play(real, rollout("a/b", **CRAFTER))
     answer = await real.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
     last = await real.get("/rollouts/a/b/frames", params={"turn": 6})
     gif = Image.open(io.BytesIO(answer.content))
@@ -53,13 +53,12 @@ async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start(real):
 
 
 async def test_a_turn_is_the_picture_that_the_environment_showed_then(real):
-    await accept(real, rollout("a", **CRAFTER))
-    steps = (await wait_for_all(real, 1))["a"].trajectory.steps
+    steps = (await play(real, rollout("a", **CRAFTER)))["a"].trajectory.steps
     drawn = (await real.get("/rollouts/a/frames", params={"turn": 3})).content
-    env_id = (await real.post("/env/create", json={"env_name": "crafter", "seed": 17})).json()["env_id"]
+    env_id = await new_env(real)
     for step in steps[:3]:
         calls = [call.model_dump() for call in step.tool_calls]
-        await real.post("/env/step", json={"env_id": env_id, "tool_calls": calls})
+        await post(real, "/env/step", env_id=env_id, tool_calls=calls)
     same = (await real.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
     assert drawn == same
 
@@ -68,9 +67,8 @@ async def test_decisions_in_words_are_replayed():
     # the random policy names actions of BALROG's text; the planned one says nothing that is one
     in_words = {**CRAFTER["env"], "config": {"text": "balrog"}}
     async with running_app(pictured()) as client:
-        await accept(client, rollout("a", **CRAFTER | {"env": in_words, "policy": {"policy_name": "random"}}))
-        await accept(client, rollout("b", env=in_words))
-        played = await wait_for_all(client, 2)
+        random = rollout("a", **CRAFTER | {"env": in_words, "policy": {"policy_name": "random"}})
+        played = await play(client, random, rollout("b", env=in_words))
         answers = [await client.get(f"/rollouts/{name}/frames") for name in ("a", "b")]
     assert not any(step.step_info.invalid_reason for step in played["a"].trajectory.steps)
     assert all(step.step_info.invalid_reason for step in played["b"].trajectory.steps)
@@ -102,8 +100,7 @@ async def test_words_that_name_no_action_stay_in_a_replayed_history():
 async def test_a_long_episode_shows_every_nth_decision_and_the_last():
     # 7 decisions are 8 pictures; of at most 4: the start, 3, 6 and the last, 7
     async with running_app(pictured(), max_frames=4) as client:
-        await accept(client, rollout("a", limits={"max_decisions": 7}))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a", limits={"max_decisions": 7}))
         answer = await client.get("/rollouts/a/frames")
     gif = Image.open(io.BytesIO(answer.content))
     shown = [np.asarray(frame.convert("RGB"))[0, 0, 0] for frame in ImageSequence.Iterator(gif)]
@@ -117,8 +114,7 @@ async def test_a_long_episode_shows_every_nth_decision_and_the_last():
 )
 async def test_bad_questions_are_told_what_is_wrong(query, status, where):
     async with running_app(pictured()) as client:
-        await accept(client, rollout("a"))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a"))
         answer = await client.get("/rollouts/a/frames", params=query)
     assert (answer.status_code, answer.json()["where"]) == (status, where)
 
@@ -135,8 +131,7 @@ async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
 
 async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
     async with running_app(pictured()) as client:
-        await accept(client, rollout("a/frames"))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a/frames"))
         state = (await client.get("/rollouts/a/frames")).json()
         gif = await client.get("/rollouts/a/frames/frames")
     assert (state["rollout_id"], state["status"]) == ("a/frames", "finished")
@@ -144,8 +139,7 @@ async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
 
 
 async def test_a_replay_ends_when_its_time_is_over(real):
-    await accept(real, rollout("a", **CRAFTER))
-    trajectory = (await wait_for_all(real, 1))["a"].trajectory
+    trajectory = (await play(real, rollout("a", **CRAFTER)))["a"].trajectory
     turns = [ReplayTurn.of(step) for step in trajectory.steps]
     replay = Replay(CrafterEnvironment(), EnvSpec(env_name="crafter"), turns, 17)
     ticks = iter(range(100))
@@ -154,14 +148,9 @@ async def test_a_replay_ends_when_its_time_is_over(real):
     assert [moment.turn for moment in replay.moments([0, 6], until_s=1.0, clock=lambda: 0.0)] == [0, 6]
 
 
-async def replayed(client, body):
-    return await client.post("/replay", json=body)
-
-
 async def played(client, **changes):
     """A finished rollout, and the body that records it for POST /replay."""
-    await accept(client, rollout("a", **changes))
-    trajectory = (await wait_for_all(client, 1))["a"].trajectory
+    trajectory = (await play(client, rollout("a", **changes)))["a"].trajectory
     episode = ReplayRequest(
         env_name=trajectory.env_name,
         config=changes.get("env", {}).get("config", {}),
@@ -174,11 +163,11 @@ async def played(client, **changes):
 
 async def test_an_episode_in_a_body_is_drawn_as_the_rollout_that_it_records(real):
     _, body = await played(real, **CRAFTER)
-    answer = await real.post("/replay", json=body | {"frames": [6, 0, 3, 6], "side": 90})
+    answer = await post(real, "/replay", **body | {"frames": [6, 0, 3, 6], "side": 90})
     known = {
         turn: await real.get("/rollouts/a/frames", params={"turn": turn, "side": 90}) for turn in (0, 3, 6)
     }
-    frames = answer.json()["frames"]
+    frames = answer["frames"]
     assert [frame["turn"] for frame in frames] == [0, 3, 6]
     for frame in frames:
         assert base64.b64decode(frame["png"]) == known[frame["turn"]].content
@@ -188,18 +177,18 @@ async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_dr
     async with running_app(pictured(), max_frames=2) as client:
         _, body = await played(client)
         other = body["turns"][1] | {"env_rewards": [9.0]}
-        departs = await replayed(client, body | {"turns": [body["turns"][0], other], "frames": [2]})
-        undrawn = await replayed(client, body | {"env_name": "dialogue", "config": {"prompt": "?"}})
-        beyond = await replayed(client, body | {"frames": [len(body["turns"]) + 1]})
-        many = await replayed(client, body | {"frames": [0, 1, 2]})
-        strict = await replayed(client, body | {"rollout_id": "a"})
-        idle = await replayed(client, body | {"frames": []})
-    assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
-    assert "at decision 2" in departs.json()["detail"]
-    assert (undrawn.status_code, undrawn.json()["code"]) == (404, "no_pictures")
-    assert idle.status_code == 422 and "name turns in frames, in snapshots, or in both" in idle.text
-    for answer, where in ((beyond, "frames"), (many, "frames"), (strict, "rollout_id")):
-        assert (answer.status_code, answer.json()["where"]) == (422, where)
+        turns = {"turns": [body["turns"][0], other], "frames": [2]}
+        for changes, told, words in (
+            (turns, (409, "replay_departs"), "at decision 2"),
+            ({"env_name": "dialogue", "config": {"prompt": "?"}}, (404, "no_pictures"), ""),
+            ({"frames": []}, (422, "invalid_request"), "name turns in frames, in snapshots, or in both"),
+        ):
+            found = await refused(client, "/replay", **body | changes)
+            assert found[:2] == told and words in found[3]
+        beyond = {"frames": [len(body["turns"]) + 1]}
+        for changes in (beyond, {"frames": [0, 1, 2]}, {"rollout_id": "a"}):
+            (where,) = changes
+            assert await refused_at(client, "/replay", **body | changes) == (422, where)
 
 
 async def test_a_recorded_result_is_compared_and_a_replay_that_ends_before_its_record_departs():
@@ -207,29 +196,22 @@ async def test_a_recorded_result_is_compared_and_a_replay_that_ends_before_its_r
         _, body = await played(client)
         body |= {"frames": [2]}
         same, other = ([turn | {"result": text} for turn in body["turns"]] for text in ("did 1", "did 2"))
-        drawn = await replayed(client, body | {"turns": same})
-        departs = await replayed(client, body | {"turns": [same[0], other[1]]})
-        ends = await replayed(client, body | {"config": {"length": 1}})
-    assert drawn.status_code == 200
-    for answer in (departs, ends):
-        assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
-        assert "at decision 2" in answer.json()["detail"]
+        await post(client, "/replay", **body | {"turns": same})
+        for changes in ({"turns": [same[0], other[1]]}, {"config": {"length": 1}}):
+            told = await refused(client, "/replay", **body | changes)
+            assert told[:2] == (409, "replay_departs") and "at decision 2" in told[3]
 
 
 async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record(real):
     trajectory, body = await played(real, **CRAFTER)
-    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [3]})
-    (moment,) = answer.json()["snapshots"]
-    rest = await continued(real, "b", moment["snapshot"])
-    assert moment["turn"] == 3
+    rest = await continued(real, "b", await find_moment(real, body, 3))
     assert did(rest)[:3] == did(trajectory)[3:]
 
 
 async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer_episode(real):
     trajectory, _ = await played(real, **CRAFTER)
     short = {"limits": {"max_decisions": 3}, "snapshot_turns": [4]}
-    await accept(real, rollout("short", **CRAFTER | short))
-    first = (await wait_for_all(real, 2))["short"].trajectory
+    first = (await play(real, rollout("short", **CRAFTER | short)))["short"].trajectory
     rest = await continued(real, "b", first.final_snapshot)
     assert trajectory.final_snapshot is None
     assert did(first) + did(rest)[:3] == did(trajectory)
@@ -238,63 +220,57 @@ async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer
 async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_same(real):
     night = CRAFTER | {"limits": {"max_decisions": 30}}
     _, body = await played(real, **CRAFTER)
-    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [0]})
-    start = answer.json()["snapshots"][0]["snapshot"]
+    start = await find_moment(real, body, 0)
     own = await continued(real, "own", start, night)
     one, again, other = [
         await continued(real, name, start, night, draws_seed=seed)
         for name, seed in (("one", 1), ("again", 1), ("other", 2))
     ]
-    refused = await real.post(
-        "/rollouts", json={"rollouts": [rollout("seeded", start={"seed": 17, "draws_seed": 1})]}
-    )
+    seeded = rollout("seeded", start={"seed": 17, "draws_seed": 1})
+    told = await refused(real, "/rollouts", rollouts=[seeded])
     assert seen(one) == seen(again)
     assert seen(one)[0] == seen(other)[0] == seen(own)[0], "what was seen stays"
     assert seen(own) != seen(one) != seen(other)
-    assert "draws_seed goes with a snapshot" in refused.text
+    assert "draws_seed goes with a snapshot" in told[3]
 
 
 async def test_an_episode_that_began_at_a_snapshot_is_replayed_from_there_with_its_draws(real):
     night = CRAFTER | {"limits": {"max_decisions": 30}}
     trajectory, body = await played(real, **CRAFTER)
-    answer = await real.post("/replay", json=body | {"frames": [], "snapshots": [3]})
-    start = {"snapshot": answer.json()["snapshots"][0]["snapshot"], "draws_seed": 1}
+    start = {"snapshot": await find_moment(real, body, 3), "draws_seed": 1}
     rest = await continued(real, "b", start["snapshot"], night, draws_seed=1)
     turns = [ReplayTurn.of(step).model_dump(mode="json") for step in rest.steps]
-    body |= {"turns": turns, "frames": [], "snapshots": [20]}
-    again = await real.post("/replay", json=body | {"start": start})
-    departs = await real.post("/replay", json=body | {"start": start | {"draws_seed": 2}})
-    other = await real.post(
-        "/replay", json=body | {"start": start, "config": {"text": "compact", "max_actions": 3}}
-    )
-    last = await continued(real, "c", again.json()["snapshots"][0]["snapshot"], night)
+    body |= {"turns": turns, "start": start}
+    last = await continued(real, "c", await find_moment(real, body, 20), night)
+    departs = await refused(real, "/replay", **body | {"start": start | {"draws_seed": 2}, "frames": [20]})
+    other = await refused_at(real, "/replay", **body | {"config": {"text": "compact", "max_actions": 3}})
     before = trajectory.steps[3].observation_data.achievements_counts
     assert rest.outcome_before == sum(count > 0 for count in before.values())
     assert trajectory.outcome_before == 0
     assert did(last)[:10] == did(rest)[20:]
-    assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
-    assert (other.status_code, other.json()["where"]) == (422, "start.snapshot")
+    assert departs[:2] == (409, "replay_departs")
+    assert other == (422, "start.snapshot")
 
 
 async def test_other_draws_of_an_environment_without_reseed_are_refused(client):
     start = {"snapshot": "any", "parent_rollout_id": "a", "parent_turn": 1, "draws_seed": 1}
-    body = {"rollouts": [rollout("a"), rollout("b", start=start)]}
-    refused = (await client.post("/rollouts", json=body)).json()
-    assert (refused["status"], refused["code"]) == (422, "not_reseedable")
-    assert refused["where"] == "rollouts.1.start.draws_seed"
-    assert refused["detail"] == "environment 'counting' cannot be given other draws: it has no reseed()"
-    assert "leave draws_seed out" in refused["hint"]
+    told = await refused(client, "/rollouts", rollouts=[rollout("a"), rollout("b", start=start)])
+    assert told[:3] == (422, "not_reseedable", "rollouts.1.start.draws_seed")
+    detail, _, hint = told[3].partition(" | ")
+    assert detail == "environment 'counting' cannot be given other draws: it has no reseed()"
+    assert "leave draws_seed out" in hint
+
+
+async def find_moment(client, body, turn):
+    """A snapshot of the replayed episode at this turn."""
+    (moment,) = (await post(client, "/replay", **body | {"frames": [], "snapshots": [turn]}))["snapshots"]
+    assert moment["turn"] == turn
+    return moment["snapshot"]
 
 
 async def continued(client, name, snapshot, changes=CRAFTER, **draws):
     start = {"snapshot": snapshot, "parent_rollout_id": "a", "parent_turn": 3, **draws}
-    await accept(client, rollout(name, **changes | {"start": start}))
-    ended, cursor = {}, None
-    while name not in ended:
-        one = await page(client, cursor)
-        cursor = one.cursor
-        ended |= {item.rollout_id: item for item in one.rollouts}
-    return ended[name].trajectory
+    return (await play(client, rollout(name, **changes | {"start": start})))[name].trajectory
 
 
 def did(trajectory):

@@ -17,7 +17,16 @@ from tests.task_app.counting import (
     running_app,
 )
 from tests.task_app.fake_inference import calling, fake_inference, status
-from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_app, waiting_boards
+from tests.task_app.playing import post
+from tests.task_app.rollout_client import (
+    WAITING,
+    accept,
+    page,
+    play,
+    wait_for_all,
+    waiting_app,
+    waiting_boards,
+)
 
 
 async def test_the_same_request_again_is_known_before_and_after_the_end(client):
@@ -64,8 +73,7 @@ async def test_a_cursor_delivers_each_rollout_once_and_none_everything_again(cli
 
 async def test_a_page_is_bounded_and_the_next_one_goes_on():
     async with running_app(max_page_rollouts=2) as client:
-        await accept(client, *(rollout(f"{i}") for i in range(5)))
-        await wait_for_all(client, 5)
+        await play(client, *(rollout(f"{i}") for i in range(5)))
         sizes, cursor = [], None
         for _ in range(4):
             one = await page(client, cursor)
@@ -118,10 +126,8 @@ async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
         await wait_for_all(client, 1)
         await wait_for_all(client, 1, run_id="other")
         await accept(client, rollout("c", **WAITING))
-        answer = await client.post(
-            "/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "b", "c", "unknown"]}
-        )
-        assert answer.json() == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
+        answer = await post(client, "/rollouts/ack", run_id="r", rollout_ids=["a", "b", "c", "unknown"])
+        assert answer == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
         gone = await client.get("/rollouts/a")
         assert (gone.status_code, gone.json()["code"]) == (404, "unknown_id")
         assert (await client.get("/rollouts/c")).json()["status"] == "running"
@@ -183,8 +189,7 @@ async def test_the_end_of_the_service_ends_everything_and_answers_who_waits():
 
 async def test_results_that_are_never_fetched_expire():
     async with running_app(finished_expiry_s=1e-9) as client:
-        await accept(client, rollout("a"))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a"))
         client._transport.app.state.services.expire()
         assert (await client.get("/rollouts/a")).status_code == 404
 
@@ -204,8 +209,7 @@ async def test_an_outage_that_meets_the_deadline_fails_and_an_answer_ends_the_ou
         fake_inference(status(503, {}), calling("a")) as back,
         running_app() as client,
     ):
-        await accept(client, asking("out", out.url), asking("back", back.url))
-        found = await wait_for_all(client, 2)
+        found = await play(client, asking("out", out.url), asking("back", back.url))
     failure = found["out"].failure
     assert failure is not None
     assert (failure.code, failure.decisions_done) == ("inference_unavailable", 1)
@@ -246,8 +250,7 @@ async def test_a_cancelled_rollout_leaves_the_queue_with_its_worker():
 @pytest.mark.parametrize("bound", ["max_held_bytes", "max_rollouts_held"])
 async def test_held_results_are_bounded_until_they_are_acknowledged(bound):
     async with running_app(**{bound: 1}) as client:
-        await accept(client, rollout("a"))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a"))
         full = await accept(client, rollout("b"))
         assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
         assert full.headers["retry-after"] == "1"
@@ -298,8 +301,7 @@ async def test_of_a_rollout_that_ended_only_its_result_is_left_and_after_its_ack
 async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
     async def sizes(**settings):
         async with running_app(**settings) as client:
-            await accept(client, *(rollout(f"{i}") for i in range(4)))
-            await wait_for_all(client, 4)
+            await play(client, *(rollout(f"{i}") for i in range(4)))
             found, cursor = [], None
             while not found or found[-1]:
                 one = await page(client, cursor)

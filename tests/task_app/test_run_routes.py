@@ -4,13 +4,12 @@ import asyncio
 
 from task_app.rollouts.runs import Runs
 from tests.task_app.counting import rollout
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_app
+from tests.task_app.playing import post
+from tests.task_app.rollout_client import WAITING, accept, play, wait_for_all, waiting_app
 
 
 async def abort(client, run_id="r"):
-    answer = await client.post("/run/abort", json={"run_id": run_id})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post(client, "/run/abort", run_id=run_id)
 
 
 async def status(client, run_id="r"):
@@ -61,29 +60,28 @@ async def test_an_abort_before_the_start_is_kept(client):
     refused = await accept(client, rollout("a"))
     assert (refused.status_code, refused.json()["code"]) == (409, "run_aborted")
     assert refused.json()["where"] == "rollouts.0.run_id"
-    answer = (await client.post("/rollout", json=legacy())).json()
+    answer = await post(client, "/rollout", **legacy())
     assert (answer["aborted"], answer["trajectories"], answer["ops_executed"]) == (True, [], 0)
     assert "'r' was aborted" in answer["warnings"][0]
 
 
 async def test_a_run_that_was_complete_stays_so_but_starts_nothing_more(client):
-    assert (await client.post("/rollout", json=legacy())).json()["aborted"] is False
+    assert (await post(client, "/rollout", **legacy()))["aborted"] is False
     answer = await abort(client)
     assert (answer["stopped"], answer["status"]) == (0, "completed")
-    assert (await client.post("/rollout", json=legacy())).json()["aborted"] is True
+    assert (await post(client, "/rollout", **legacy()))["aborted"] is True
 
 
 async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
     async with waiting_app(1) as (client, (policy,)):
-        body = legacy() | {"policy": {"policy_name": "waiting"}}
-        playing = asyncio.create_task(client.post("/rollout", json=body))
+        playing = asyncio.create_task(post(client, "/rollout", **legacy() | WAITING))
         await policy.asked.wait()
         policy.asked.clear()
         policy.go.set()
         policy.go.clear()
         await policy.asked.wait()
         assert (await abort(client))["stopped"] == 1
-        answer = (await playing).json()
+        answer = await playing
         assert (await status(client))["status"] == "aborted"
     assert (answer["aborted"], answer["metrics"]["num_steps"], answer["ops_executed"]) == (True, 1, 2)
     assert answer["trajectories"][0]["final"]["rollout_status"] == "partial_aborted"
@@ -91,8 +89,7 @@ async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
 
 async def test_a_run_of_which_nothing_finished_has_failed(client):
     url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
-    await accept(client, rollout("a", policy={"policy_name": "openai", "config": url}))
-    await wait_for_all(client, 1)
+    await play(client, rollout("a", policy={"policy_name": "openai", "config": url}))
     assert (await status(client))["status"] == "failed"
 
 

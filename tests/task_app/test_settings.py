@@ -13,7 +13,7 @@ from service_kit.settings import read_settings
 from task_app.environments.foreign.child import START_S
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, rollout, running_app
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import play
 
 
 def test_nothing_set_gives_the_defaults_and_no_key():
@@ -177,8 +177,7 @@ async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs, client)
 async def test_a_rollout_logs_its_own_ids_and_not_those_of_the_request_that_started_it(logs):
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
     async with running_app(max_concurrent_rollouts=1) as client:
-        await accept(client, rollout("a"), broken)
-        await wait_for_all(client, 2)
+        await play(client, rollout("a"), broken)
     told = {line["event"]: line for line in logs if "rollout_id" in line}
     assert (told["rollout_finished"]["run_id"], told["rollout_finished"]["rollout_id"]) == ("r", "a")
     assert (told["boundary"]["rollout_id"], told["rollout_failed"]["rollout_id"]) == ("b", "b")

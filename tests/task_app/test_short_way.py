@@ -34,8 +34,16 @@ async def client():
         yield client
 
 
-def build_body(env_id, tool_calls, **more):
-    return json.dumps({"env_id": env_id, "tool_calls": tool_calls, **more}).encode()
+def build_body(env_id, tool_calls):
+    return json.dumps({"env_id": env_id, "tool_calls": tool_calls}).encode()
+
+
+async def stepped(client, content, **headers):
+    return await client.post("/env/step", content=content, headers=JSON | headers)
+
+
+async def made(client):
+    return (await created(client, env_name="quick"))["env_id"]
 
 
 DECISIONS = [
@@ -61,10 +69,8 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(client, swit
     short = (await created(client, env_name="quick", config=switches))["env_id"]
     long = (await created(client, env_name="quick", config=switches))["env_id"]
     for number, decision in enumerate(DECISIONS):
-        here = await client.post("/env/step", content=build_body(short, decision), headers=JSON)
-        there = await client.post(
-            "/env/step", content=build_body(long, decision), headers={**JSON, "Idempotency-Key": str(number)}
-        )
+        here = await stepped(client, build_body(short, decision))
+        there = await stepped(client, build_body(long, decision), **{"Idempotency-Key": str(number)})
         assert (here.status_code, here.content) == (there.status_code, there.content), decision
         assert here.headers["content-type"] == there.headers["content-type"]
         assert here.headers.get("retry-after") == there.headers.get("retry-after")
@@ -93,10 +99,8 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(client, swit
 async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(client, content):
     told = []
     for headers in ({}, {"Idempotency-Key": "k"}):
-        env_id = (await created(client, env_name="quick"))["env_id"]
-        answer = await client.post(
-            "/env/step", content=content.replace(b"%s", env_id.encode()), headers={**JSON, **headers}
-        )
+        env_id = await made(client)
+        answer = await stepped(client, content.replace(b"%s", env_id.encode()), **headers)
         told.append((answer.status_code, answer.text.replace(env_id, "ID")))
     assert told[0] == told[1]
 
@@ -109,35 +113,31 @@ def test_a_request_with_a_key_is_passed_on_before_its_body_is_read():
 
 
 async def test_a_body_that_comes_in_pieces_is_put_together(client):
-    env_id = (await created(client, env_name="quick"))["env_id"]
-    whole = build_body(env_id, calls("a"))
+    whole = build_body(await made(client), calls("a"))
 
     async def pieces():
         yield whole[:10]
         yield whole[10:]
 
-    answer = await client.post("/env/step", content=pieces(), headers=JSON)
+    answer = await stepped(client, pieces())
     assert (answer.status_code, answer.json()["step_idx"]) == (200, 1)
 
 
 async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
     async with served_app(quick_boards()) as (client, server):
-        held, other = [(await created(client, env_name="quick"))["env_id"] for _ in range(2)]
+        held, other = [await made(client) for _ in range(2)]
         session = server.config.app.state.services.environments.find(held)
         async with session.lock:
-            waiting = asyncio.create_task(
-                client.post("/env/step", content=build_body(held, calls("a")), headers=JSON)
-            )
-            answer = await client.post("/env/step", content=build_body(other, calls("a")), headers=JSON)
+            waiting = asyncio.create_task(stepped(client, build_body(held, calls("a"))))
+            answer = await stepped(client, build_body(other, calls("a")))
             assert (answer.status_code, waiting.done(), session.step_idx) == (200, False, 0)
         assert ((await waiting).status_code, session.step_idx) == (200, 1)
 
 
 async def test_both_ways_have_the_same_head_and_are_counted_under_the_same_route(client):
-    body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
-    given = {**JSON, "X-Request-ID": "mine"}
-    ways = ({}, {"Idempotency-Key": "k"})
-    heads = [(await client.post("/env/step", content=body, headers=given | way)).headers for way in ways]
+    body, given = build_body(await made(client), calls("a")), {"X-Request-ID": "mine"}
+    ways = (given, given | {"Idempotency-Key": "k"})
+    heads = [(await stepped(client, body, **way)).headers for way in ways]
     text = (await client.get("/metrics")).text
     assert heads[0]["x-request-id"] == "mine"
     assert [sorted(head) for head in heads] == [sorted(heads[0])] * 2
@@ -162,7 +162,7 @@ async def answers(reader, count):
 
 
 async def test_requests_that_follow_each_other_at_once_are_answered_in_order_whatever_their_way(client):
-    body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
+    body = build_body(await made(client), calls("a"))
     reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
     short, long = build_request(body), build_request(body, b"Idempotency-Key: k")
     writer.write(short + long + short + short)
@@ -183,10 +183,8 @@ async def test_requests_that_follow_each_other_at_once_are_answered_in_order_wha
     ("headers", "status"), [({"X-API-Key": "wrong"}, 401), ({"Content-Type": "text/plain"}, 422)]
 )
 async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(client, headers, status):
-    env_id = (await created(client, env_name="quick"))["env_id"]
-    body = build_body(env_id, calls("a"))
-    refusal = await client.post("/env/step", content=body, headers=JSON | headers)
-    answer = await client.post("/env/step", content=body, headers=JSON)
+    body = build_body(await made(client), calls("a"))
+    refusal, answer = await stepped(client, body, **headers), await stepped(client, body)
     assert (refusal.status_code, answer.json()["step_idx"]) == (status, 1)
 
 
@@ -195,8 +193,7 @@ async def test_a_fault_of_the_service_is_a_500_that_is_counted_and_the_connectio
         raise KeyError("ours")
 
     monkeypatch.setattr("task_app.routes.steps.step_json", fault)
-    env_id = (await created(client, env_name="quick"))["env_id"]
-    answer = await client.post("/env/step", content=build_body(env_id, calls("a")), headers=JSON)
+    answer = await stepped(client, build_body(await made(client), calls("a")))
     text = (await client.get("/metrics")).text
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert answer.headers["connection"] == "close"

@@ -16,7 +16,7 @@ from task_app.episode.termination import EpisodeFacts, ends_by_a_limit, stop_rea
 from task_app.episode.worker import RLRolloutWorker
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout
 from tests.task_app.fake_inference import calling, completion, fake_inference
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import play
 from tests.task_app.served import served_app
 from tests.task_app.test_episode_worker import task
 
@@ -218,8 +218,9 @@ async def test_over_http_a_model_ends_its_episode_by_what_it_writes(target, deci
         fake_inference(calls, completion({"content": "done."})) as fake,
         served_app(allowed_inference_hosts=("127.0.0.1",)) as (client, _),
     ):
-        await accept(client, asking(fake.url, termination_regex="done", termination_target=target))
-        ended = (await wait_for_all(client, 1))["a"]
+        ended = (await play(client, asking(fake.url, termination_regex="done", termination_target=target)))[
+            "a"
+        ]
     assert ended.trajectory is not None
     assert ended.trajectory.stop_reason is StopReason.TERMINATION_REGEX
     assert (len(ended.trajectory.steps), ended.trajectory.terminated) == (decisions, True)

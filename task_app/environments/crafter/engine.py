@@ -6,17 +6,14 @@ no picture, but still consumes the random numbers of stock's night picture.
 """
 
 import functools
-import hashlib
-import json
 from typing import Any, NoReturn, cast
 
-import crafter
 import numpy as np
 import numpy.typing as npt
 
 from task_app.environments.crafter import picture
 from task_app.environments.crafter.balance import balance
-from task_app.environments.crafter.grid import AREA, CENTER
+from task_app.environments.crafter.grid import CENTER
 from task_app.environments.crafter.objects import Being, Plant
 from task_app.environments.crafter.player import Player
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS
@@ -40,7 +37,7 @@ def daylight_at(step: int) -> float:
     return float(1 - np.abs(np.cos(np.pi * progress)) ** 3)
 
 
-class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
+class CrafterEngine:
     """One episode of Crafter in the 64x64 world of one seed; threads must not share an engine."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
@@ -49,20 +46,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         The seed is 0 .. 2**31 - 2, as for `crafter.Env`; an episode ends after `length` env steps, at least
         1. Raises ValueError for other values.
         """
-        # Stock's constructor is not called, because it loads all textures (30 ms, 0.5 MB) each time.
-        # The name is `seed_value`, because gym's base class has a method `seed`.
-        self.seed_value = _check_int("seed", seed, 0, SEED_LIMIT - 1)
+        self.seed = _check_int("seed", seed, 0, SEED_LIMIT - 1)
         self.length = _check_int("length", length, 1, None)
-        self._episode, self.step_count = 0, 0
+        self.step_count = 0
         self._game: tuple[World, Player] | None = None
-        self._unlocked: set[str] = set()
         self._zero_count = len(ACHIEVEMENTS)
         self.last_health = 0  # after the last step, for the next reward
-        # Attributes that stock's spaces and libraries for stock read.
-        self._area, self._view, self._reward = (AREA, AREA), np.array((9, 9)), True
-        self._size = np.array((STOCK_SIZE, STOCK_SIZE))
-        self.reward_range = None
-        self.metadata = None
 
     @property
     def world(self) -> World:
@@ -74,18 +63,15 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         """The player; NotReset before the first reset."""
         return (self._game or _refuse_early())[1]
 
-    _world, _player = world, player  # stock's names, which libraries for stock read
-
     def reset(self) -> None:
         """Start the world of the first reset of `crafter.Env(seed=seed)`; every reset starts the same."""
-        self._episode, self.step_count = 1, 0
+        self.step_count = 0
         player = Player(CENTER, CENTER, Plant)
-        # hash() of a tuple of ints does not depend on PYTHONHASHSEED.
-        world = generate_world(hash((self.seed_value, self._episode)) % (2**31 - 1), player)
+        # As stock does for episode 1. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
+        world = generate_world(hash((self.seed, 1)) % (2**31 - 1), player)
         world.daylight = daylight_at(0)
         self._game = world, player
         self.last_health = player.inventory["health"]
-        self._unlocked = set()
         self._zero_count = len(ACHIEVEMENTS)
 
     def act(self, action: int) -> float:
@@ -131,25 +117,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         counts = [*player.achievements.values()]
         if counts.count(0) != self._zero_count:
             self._zero_count = counts.count(0)
-            self._unlocked = {name for name, count in player.achievements.items() if count > 0}
             reward += 1.0
         return reward
-
-    def step(self, action: int) -> tuple[None, float, bool, dict[str, Any]]:
-        """`act` in the form of gym: return (None, reward, over, info).
-
-        The picture is None (see `frame`). `info` has copies of inventory and achievements, the discount (0.0
-        after death, else 1.0), player_pos and reward, but not stock's map of the world.
-        """
-        reward = self.act(action)
-        info = {
-            "inventory": dict(self.inventory),
-            "achievements": dict(self.achievements),
-            "discount": 1.0 - float(self.dead),
-            "player_pos": self.position,
-            "reward": reward,
-        }
-        return None, reward, self.over, info
 
     @property
     def dead(self) -> bool:
@@ -189,41 +158,20 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         """Draw the game like stock, [height, width, 3]; this does not change the game."""
         return picture.draw(*(self._game or _refuse_early()), width, height)
 
-    def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
-        """Stock's name for `frame`; `size` is (width, height), by default 64x64."""
-        return self.frame(*(size or (STOCK_SIZE, STOCK_SIZE)))
-
     def capture(self) -> GameState:
         return capture(*(self._game or _refuse_early()))
-
-    def fingerprint(self) -> str:
-        """Return a hex digest of everything that the future depends on."""
-        state = self.capture()
-        digest = hashlib.sha256(state.ground)
-        digest.update(state.words.astype("<u4").tobytes())
-        rest = (
-            (self.seed_value, self.length, self.step_count, self.last_health, sorted(self._unlocked)),
-            (state.things, state.chunks, state.word_position, state.place, state.facing),
-            (state.inventory, state.achievements, state.sleeping, [float(value) for value in state.hidden]),
-        )
-        digest.update(json.dumps(rest).encode())
-        return digest.hexdigest()
 
     def reseed(self, seed: int) -> None:
         self.world.draw_from(seeded_bits(seed))
 
-    def fork(self) -> "CrafterEngine":
-        return self.with_state(self.capture(), self.step_count, self.last_health)
-
     def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
         """Make an engine with the same seed and length, in the given state after `step` steps."""
-        other = CrafterEngine(self.seed_value, length=self.length)
+        other = CrafterEngine(self.seed, length=self.length)
         world, player = rebuild(state)
         world.daylight = daylight_at(step)
         other._game = world, player
-        other._episode, other.step_count, other.last_health = 1, step, last_health
-        other._unlocked = {name for name, count in player.achievements.items() if count > 0}
-        other._zero_count = len(ACHIEVEMENTS) - len(other._unlocked)
+        other.step_count, other.last_health = step, last_health
+        other._zero_count = [*player.achievements.values()].count(0)
         return other
 
 

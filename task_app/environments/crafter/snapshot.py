@@ -81,7 +81,7 @@ def pack(
     state = engine.capture()
     head = {
         "format": FORMAT,
-        "seed": engine.seed_value,
+        "seed": engine.seed,
         "length": engine.length,
         "step": engine.step_count,
         "last_health": engine.last_health,

@@ -1,15 +1,11 @@
-"""Builds the environments of other libraries and servers by the prefix of `env_name`.
+"""Builds the environments of other libraries and servers by the prefix of `env_name`."""
 
-A library that only one kind needs is imported when an environment of that kind is first requested.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from shared_schemas.base import Body
-from task_app.board import Board
 from task_app.errors import InvalidRequest
 from task_app.protocols import Environment
 from task_app.settings import Reach
@@ -17,18 +13,21 @@ from task_app.settings import Reach
 
 @dataclass(frozen=True, slots=True)
 class ForeignKind:
-    """The config of a kind, and a fast function that builds an environment from the text after the prefix."""
+    """A kind of environment, by names in this folder; modules are imported when they are first needed."""
 
-    config: type[Body]
-    build: Callable[[str, Any, Reach], Environment]
+    config_class: str
+    module: str
+    function: str
+    """Builds an environment from the text after the prefix; it must be fast."""
 
+    @property
+    def config(self) -> type[Body]:
+        config: type[Body] = getattr(_import("configs"), self.config_class)
+        return config
 
-def _gymnasium() -> ForeignKind:
-    from task_app.environments.foreign.configs import GymnasiumConfig
-
-    def build(argument: str, config: GymnasiumConfig, reach: Reach) -> Environment:
+    def build(self, argument: str, config: Body, reach: Reach) -> Environment:
         try:
-            from task_app.environments.foreign.gymnasium_peer import gymnasium_environment
+            module = _import(self.module)
         except ModuleNotFoundError as exc:
             if (exc.name or "").partition(".")[0] != "gymnasium":
                 raise
@@ -37,33 +36,22 @@ def _gymnasium() -> ForeignKind:
                 where="env_name",
                 hint='the operator installs it: pip install "turnwise[gym]"',
             ) from exc
-        return gymnasium_environment(argument, config, reach)
-
-    return ForeignKind(GymnasiumConfig, build)
-
-
-def _load_later(config: str, peer: str, build: str) -> Callable[[], ForeignKind]:
-    """Make the loader of a kind from the names of its config, its module and the building function there."""
-
-    def load() -> ForeignKind:
-        configs, module = (
-            import_module(f"task_app.environments.foreign.{name}") for name in ("configs", peer)
-        )
-        return ForeignKind(getattr(configs, config), getattr(module, build))
-
-    return load
+        environment: Environment = getattr(module, self.function)(argument, config, reach)
+        return environment
 
 
-FOREIGN: Mapping[str, ForeignKind] = Board(
-    {
-        "gymnasium": _gymnasium,
-        "mcp": _load_later("McpConfig", "mcp_peer", "mcp_environment"),
-        "openenv": _load_later("OpenEnvConfig", "openenv_peer", "openenv_environment"),
-        "reasoning_gym": _load_later("ReasoningGymConfig", "library_peer", "replayable_environment"),
-        "textarena": _load_later("TextArenaConfig", "library_peer", "replayable_environment"),
-        "verifiers": _load_later("VerifiersConfig", "library_peer", "verifiers_environment"),
-    }
-)
+def _import(name: str) -> Any:
+    return import_module(f"task_app.environments.foreign.{name}")
+
+
+FOREIGN: Mapping[str, ForeignKind] = {
+    "gymnasium": ForeignKind("GymnasiumConfig", "gymnasium_peer", "gymnasium_environment"),
+    "mcp": ForeignKind("McpConfig", "mcp_peer", "mcp_environment"),
+    "openenv": ForeignKind("OpenEnvConfig", "openenv_peer", "openenv_environment"),
+    "reasoning_gym": ForeignKind("ReasoningGymConfig", "library_peer", "replayable_environment"),
+    "textarena": ForeignKind("TextArenaConfig", "library_peer", "replayable_environment"),
+    "verifiers": ForeignKind("VerifiersConfig", "library_peer", "verifiers_environment"),
+}
 
 
 def find_kind(env_name: str) -> tuple[ForeignKind, str] | None:

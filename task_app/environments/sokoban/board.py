@@ -123,10 +123,8 @@ def xsb_rows(board: Board, state: State) -> list[str]:
 def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
     """Read board and state from rows of text.
 
-    Raises:
-        ValueError: a letter is unknown, the board is not a square with a rim of walls, there is not exactly
-        one
-            player, or not one goal per box.
+    Raises ValueError for an unknown letter, a board that is not a square with a rim of walls, and another
+    number of players than one, or of goals than of boxes.
     """
     text, width = "".join(rows), len(rows)
     if not width or any(len(row) != width for row in rows):

@@ -18,7 +18,8 @@ from task_app.plugins import default_plug_boards
 from task_app.protocols import PolicyAnswer
 from tests.processes import runs, wait_until
 from tests.task_app.counting import PlannedPolicy, boards, rollout
-from tests.task_app.rollout_client import wait_for_all
+from tests.task_app.playing import post, refused, refused_at
+from tests.task_app.rollout_client import play
 from tests.task_app.served import served_app
 
 # What every agent below begins with; without OpenAI's client, whose import takes a second.
@@ -71,9 +72,7 @@ async def played(
             limits={"max_decisions": 3, "timeout_s": 20.0} | (limits or {}),
             **(changes or {}),
         )
-        answer = await client.post("/rollouts", json={"rollouts": [request]})
-        assert answer.status_code == 202, answer.text
-        return (await wait_for_all(client, 1))["a1"]
+        return (await play(client, request))["a1"]
 
 
 async def test_an_agent_is_told_its_task_and_gets_its_variables(tmp_path):
@@ -193,13 +192,13 @@ async def test_a_request_names_agents_and_never_commands_or_what_an_agent_cannot
             {"final_view": True},
         ):
             request = rollout("a1", env={"env_name": "agent:a"}, policy={"policy_name": "mine"}, **change)
-            answer = await client.post("/rollouts", json={"rollouts": [request]})
-            assert (answer.status_code, answer.json()["where"]) == (422, f"rollouts.0.{next(iter(change))}")
-        answer = await client.post("/env/create", json={"env_name": "agent:b"})
-        assert answer.status_code == 422 and "Did you mean 'agent:a'?" in answer.json()["detail"]
-        env_id = (await client.post("/env/create", json={"env_name": "agent:a"})).json()["env_id"]
-        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": []})
-        assert step.status_code == 422 and "POST /rollouts" in step.json()["hint"]
+            found = await refused_at(client, "/rollouts", rollouts=[request])
+            assert found == (422, f"rollouts.0.{next(iter(change))}")
+        told = await refused(client, "/env/create", env_name="agent:b")
+        assert told[0] == 422 and "Did you mean 'agent:a'?" in told[3]
+        env_id = (await post(client, "/env/create", env_name="agent:a"))["env_id"]
+        told = await refused(client, "/env/step", env_id=env_id, tool_calls=[])
+        assert told[0] == 422 and "POST /rollouts" in told[3]
 
 
 def test_a_plug_ins_file_has_agents(tmp_path):
@@ -234,5 +233,5 @@ async def test_a_program_that_is_not_there_is_told_before_anything_runs(tmp_path
     plugin = agent_plugin("a", Agent([str(tmp_path / "nothing")]))
     plug_boards = replace(boards(), environments={"agent:a": plugin})
     async with served_app(plug_boards) as (client, _):
-        answer = await client.post("/env/create", json={"env_name": "agent:a"})
-        assert answer.status_code == 422 and os.fspath(tmp_path / "nothing") in answer.json()["detail"]
+        told = await refused(client, "/env/create", env_name="agent:a")
+        assert told[0] == 422 and os.fspath(tmp_path / "nothing") in told[3]

@@ -10,14 +10,13 @@ from task_app.captures.session import Capture
 from task_app.errors import PolicyUnavailable
 from tests.task_app.counting import KEY, PlannedPolicy, WaitingPolicy, add, boards, rollout, running_app
 from tests.task_app.fake_inference import completion, fake_inference, status, tokens
+from tests.task_app.playing import post, refused, refused_at
 from tests.task_app.served import served_app
 
 
 async def opened(client, policy="mine", **opening):
     spec = policy if isinstance(policy, dict) else {"policy_name": policy}
-    answer = await client.post("/captures", json={"policy": spec} | opening)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post(client, "/captures", policy=spec, **opening)
 
 
 async def ask(client, capture, *messages, status_code=200):
@@ -45,6 +44,11 @@ async def opened_at(client, server, **config):
     return await opened(client, {"policy_name": "openai", "config": config})
 
 
+def ids_of_calls(trajectory):
+    calls = [step.policy_logprobs for step in trajectory.steps]
+    return [(call.prompt_ids_reused, call.prompt_token_ids, call.token_ids) for call in calls]
+
+
 def said(text, prompt, reused, sampled):
     return completion({"role": "assistant", "content": text}, **tokens(prompt, reused, sampled))
 
@@ -53,8 +57,7 @@ async def test_branches_keep_their_ids_and_the_trajectory_tells_them_in_order():
     # main: 1 2 | 3, then 4 | 5 after it; helper: 1 9 | 8. The gateway tells 4 relative to main's own ids.
     answers = said("A", [1, 2], 0, [3]), said("B", [1, 9], 0, [8]), said("C", [4], 3, [5])
     async with fake_inference(*answers) as fake, running_app(boards()) as client:
-        config = {"inference_url": fake.url, "model": "job/actor", "seed": 7}
-        capture = await opened(client, {"policy_name": "openai", "config": config})
+        capture = await opened_at(client, fake, seed=7)
         first = await ask(client, capture, "main")
         await ask(client, capture, {"role": "system", "content": "help"}, "sub")
         await ask(client, capture, "main", first, "more")
@@ -62,10 +65,8 @@ async def test_branches_keep_their_ids_and_the_trajectory_tells_them_in_order():
     ids = [fake.headers[i]["x-turnwise-rollout"] for i in range(3)]
     assert ids[0] == ids[2] and ids[1] == f"{ids[0]}~2"
     assert len({body["seed"] for body in fake.bodies}) == 3
-    calls = [step.policy_logprobs for step in trajectory.steps]
-    ids_of_calls = [(call.prompt_ids_reused, call.prompt_token_ids, call.token_ids) for call in calls]
     # Each is told relative to the decision before: 1 2 3; 1 of these, 9, 8; 1 of these, 2 3 4, 5.
-    assert ids_of_calls == [(0, (1, 2), (3,)), (1, (9,), (8,)), (1, (2, 3, 4), (5,))]
+    assert ids_of_calls(trajectory) == [(0, (1, 2), (3,)), (1, (9,), (8,)), (1, (2, 3, 4), (5,))]
     shown = [[message.content for message in prompt] for prompt in prompts(trajectory.steps)]
     assert shown == [["main"], ["help", "sub"], ["main", "A", "more"]]
 
@@ -114,12 +115,11 @@ async def test_rewards_go_to_the_call_that_is_named_and_the_episode_s_to_the_las
             await ask(client, capture, word)
         response_id = f"chatcmpl-{capture['capture_id']}-2"
         for body in ({"reward": 1.0, "turn": 1}, {"reward": 0.5, "response_id": response_id}, {"reward": 2}):
-            assert (await client.post(f"{path}/rewards", json=body)).status_code == 200
-        again = await client.post(f"{path}/rewards", json={"reward": 3, "turn": 2})
-        assert (again.status_code, again.json()["code"]) == (409, "reward_conflict")
+            await post(client, f"{path}/rewards", **body)
+        again = await refused(client, f"{path}/rewards", reward=3, turn=2)
         trajectory = await ended(client, capture)
-        late = await client.post(f"{path}/rewards", json={"reward": 3, "turn": 3})
-        assert (late.status_code, late.json()["code"]) == (409, "episode_over")
+        late = await refused(client, f"{path}/rewards", reward=3, turn=3)
+    assert (again[:2], late[:2]) == ((409, "reward_conflict"), (409, "episode_over"))
     parts = [[part.value for part in step.reward_parts] for step in trajectory.steps]
     assert parts == [[1.0], [0.5], [2.0]]
     assert trajectory.outcome_reward == 3.5 and trajectory.warnings == ()
@@ -147,21 +147,14 @@ async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_s
         assert 10_000 <= once <= 14_000, "the prompt of the decision, and that of the branch"
         assert f"turnwise_held_bytes {float(once)}" in (await client.get("/metrics")).text
         await ask(client, capture, "y" * 5_000)
-        refused = await ask(client, capture, "z", status_code=429)
-        assert (refused["error"]["type"], refused["error"]["code"]) == (
-            "rate_limit_error",
-            "capacity_reached",
-        )
-        assert (
-            "bytes of rollouts and captures are held, of max_held_bytes = 20000"
-            in (refused["error"]["message"])
-        )
+        error = (await ask(client, capture, "z", status_code=429))["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "capacity_reached")
+        assert "bytes of rollouts and captures are held, of max_held_bytes = 20000" in error["message"]
         for path, body in (
             ("/captures", {"policy": {"policy_name": "mine"}}),
             ("/rollouts", {"rollouts": [rollout("a")]}),
         ):
-            full = await client.post(path, json=body)
-            assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+            assert (await refused(client, path, **body))[:2] == (429, "capacity_reached")
         assert len((await ended(client, capture)).steps) == 2, "what was answered can be read"
         await client.delete(f"/captures/{capture['capture_id']}")
         assert services.captures.held.total == 0
@@ -172,8 +165,8 @@ async def test_a_call_is_refused_whose_trajectory_would_exceed_a_reply_and_the_r
     async with running_app(texts("A"), max_reply_bytes=8_000) as client:
         capture = await opened(client)
         answer = await ask(client, capture, "x" * 2_000)
-        refused = await ask(client, capture, "y" * 5_000, status_code=400)
-        assert "bytes, of max_reply_bytes = 8000" in refused["error"]["message"]
+        refusal = await ask(client, capture, "y" * 5_000, status_code=400)
+        assert "bytes, of max_reply_bytes = 8000" in refusal["error"]["message"]
         await ask(client, capture, "x" * 2_000, answer, "a short one fits")
         await client.post(f"/captures/{capture['capture_id']}/rewards", json={"reward": 1.0})
         trajectory = await ended(client, capture)
@@ -189,9 +182,7 @@ async def test_ids_stay_exact_after_an_answer_that_was_too_large_to_record():
         await ask(client, capture, "other", status_code=400)
         await ask(client, capture, "main", first, "more")
         trajectory = await ended(client, capture)
-    calls = [step.policy_logprobs for step in trajectory.steps]
-    ids = [(call.prompt_ids_reused, call.prompt_token_ids, call.token_ids) for call in calls]
-    assert ids == [(0, (1, 2), (3,)), (3, (4,), (5,))]
+    assert ids_of_calls(trajectory) == [(0, (1, 2), (3,)), (3, (4,), (5,))]
 
 
 @pytest.mark.parametrize("way", ["answered", "streamed", "failed", "refused", "expired"])
@@ -253,9 +244,9 @@ async def test_a_reward_for_an_unknown_call_is_a_404_with_those_that_are_there()
         await ask(client, capture, "x")
         for named in ({"turn": 2}, {"response_id": "chatcmpl-other-1"}, {"response_id": "x"}):
             path = f"/captures/{capture['capture_id']}/rewards"
-            answer = await client.post(path, json={"reward": 1.0} | named)
-            assert (answer.status_code, answer.json()["where"]) == (404, next(iter(named)))
-            assert "turns 1 to 1" in answer.json()["hint"]
+            told = await refused(client, path, reward=1.0, **named)
+            assert (told[0], told[2]) == (404, next(iter(named)))
+            assert "turns 1 to 1" in told[3]
 
 
 async def test_a_reward_and_the_sum_of_rewards_are_finite_numbers():
@@ -266,10 +257,9 @@ async def test_a_reward_and_the_sum_of_rewards_are_finite_numbers():
         for reward in ("NaN", "1e999", '"much"'):
             body, kind = f'{{"reward": {reward}}}', {"Content-Type": "application/json"}
             assert (await client.post(path, content=body, headers=kind)).status_code == 422
-        assert (await client.post(path, json={"reward": 1.5e308, "turn": 1})).status_code == 200
-        answer = await client.post(path, json={"reward": 1.5e308})
-        assert (answer.status_code, answer.json()["where"]) == (422, "reward")
-        assert (await client.post(path, json={"reward": -1e308})).status_code == 200
+        await post(client, path, reward=1.5e308, turn=1)
+        assert await refused_at(client, path, reward=1.5e308) == (422, "reward")
+        await post(client, path, reward=-1e308)
         assert (await ended(client, capture)).outcome_reward == 0.5e308
 
 
@@ -289,8 +279,7 @@ async def test_every_call_of_an_episode_has_an_id_of_its_own():
 )
 async def test_a_limit_without_effect_on_a_capture_is_refused(client, limit, value):
     spec = {"policy": {"policy_name": "planned"}, "limits": {limit: value}}
-    answer = await client.post("/captures", json=spec)
-    assert (answer.status_code, answer.json()["where"]) == (422, f"limits.{limit}")
+    assert await refused_at(client, "/captures", **spec) == (422, f"limits.{limit}")
 
 
 async def test_a_capture_s_key_opens_it_alone():
@@ -361,8 +350,7 @@ async def test_a_policy_that_cannot_be_asked_fails_the_capture_and_not_the_rewar
 
 
 async def test_a_wrong_policy_is_told_when_the_capture_is_opened(client):
-    answer = await client.post("/captures", json={"policy": {"policy_name": "plannd"}})
-    assert (answer.status_code, answer.json()["where"]) == (422, "policy.policy_name")
+    misspelt = {"policy_name": "plannd"}
+    assert await refused_at(client, "/captures", policy=misspelt) == (422, "policy.policy_name")
     policy = {"policy_name": "planned", "config": {"seed": 3}}  # which takes none
-    answer = await client.post("/captures", json={"policy": policy})
-    assert (answer.status_code, answer.json()["where"]) == (422, "policy.config.seed")
+    assert await refused_at(client, "/captures", policy=policy) == (422, "policy.config.seed")

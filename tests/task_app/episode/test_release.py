@@ -20,7 +20,7 @@ from tests.task_app.counting import (
     rollout,
     running_app,
 )
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, play, wait_for_all, waiting_boards
 
 
 class Held(CountingEnvironment):
@@ -58,8 +58,7 @@ class Log:
 async def test_a_rollout_closes_its_environment_however_it_ends(policy, status, fails):
     log = Log(fails=fails)
     async with running_app(log.boards()) as client:
-        await accept(client, rollout("one", policy={"policy_name": policy}))
-        assert (await wait_for_all(client, 1))["one"].status == status
+        assert (await play(client, rollout("one", policy={"policy_name": policy})))["one"].status == status
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.exposition import shape
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
-from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_app
+from tests.task_app.rollout_client import WAITING, accept, play, waiting_app
 
 
 async def scraped(client):
@@ -50,8 +50,7 @@ async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels(cl
 
 async def test_rollouts_are_counted_by_how_they_ended(client):
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
-    await accept(client, rollout("a"), broken)
-    await wait_for_all(client, 2)
+    await play(client, rollout("a"), broken)
     samples = await scraped(client)
     ended = "turnwise_rollouts_ended_total"
     assert value(samples, ended, status="finished", reason="max_decisions") == 1
@@ -80,8 +79,7 @@ async def test_a_second_attempt_to_ask_a_model_is_counted():
     async with fake_inference(status(503, {}), calling("a")) as fake, running_app() as client:
         config = {"inference_url": fake.url, "model": "m"}
         policy = {"policy_name": "openai", "config": config}
-        await accept(client, rollout("a", policy=policy))
-        assert (await wait_for_all(client, 1))["a"].status == "finished"
+        assert (await play(client, rollout("a", policy=policy)))["a"].status == "finished"
         samples = await scraped(client)
     assert value(samples, "turnwise_inference_retries_total") == 1
 
@@ -89,8 +87,7 @@ async def test_a_second_attempt_to_ask_a_model_is_counted():
 async def test_names_types_helps_and_labels_are_those_that_dashboards_were_built_on():
     async with fake_inference(calling("a")) as fake, running_app() as client:
         policy = {"policy_name": "openai", "config": {"inference_url": fake.url, "model": "m"}}
-        await accept(client, rollout("a", policy=policy))
-        await wait_for_all(client, 1)
+        await play(client, rollout("a", policy=policy))
         text = (await client.get("/metrics")).text
     assert shape(text) == Path("tests/task_app/observing/metrics.txt").read_text().splitlines()
 

@@ -15,7 +15,7 @@ from task_app.settings import Settings
 from tests.task_app.captures.test_agents import build_board
 from tests.task_app.counting import KEY, boards, rollout
 from tests.task_app.fake_inference import calling, fake_inference, says, status
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import play
 from tests.task_app.served import served_app
 
 HAS_SDK = find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
@@ -43,8 +43,7 @@ async def spans_of_rollouts(*rollouts):
         httpx.AsyncClient(transport=transport, base_url="http://app", headers={"X-API-Key": KEY}) as client,
     ):
         with tracer.start_as_current_span("a trainer's request"):
-            assert (await accept(client, *rollouts)).status_code == 202
-        ended = await wait_for_all(client, len(rollouts))
+            ended = await play(client, *rollouts)
     (request,) = (span for span in memory.get_finished_spans() if span.name == "a trainer's request")
     spans = [span for span in memory.get_finished_spans() if span is not request]
     for span in spans:
@@ -110,8 +109,7 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
         served_app(agents, spans=Spans(tracer)) as (client, _),
     ):
         request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
-        assert (await accept(client, request)).status_code == 202
-        ended = await wait_for_all(client, 1)
+        ended = await play(client, request)
     *calls, episode = memory.get_finished_spans()
     assert [span.name for span in (*calls, episode)] == ["chat tiny", "chat tiny", "invoke_agent openai"]
     assert {span.parent.span_id for span in calls} == {episode.context.span_id} and episode.parent is None
@@ -148,8 +146,7 @@ async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
         served_app(agents, spans=Spans(tracer)) as (client, _),
     ):
         request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
-        assert (await accept(client, request)).status_code == 202
-        await wait_for_all(client, 1)
+        await play(client, request)
     call, *_ = memory.get_finished_spans()
     assert call.name == "chat tiny" and call.attributes["error.type"]
     assert "turnwise.turn" not in call.attributes

@@ -17,7 +17,7 @@ from task_app.policies.documents import (
 )
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import running_app
-from tests.task_app.rollout_client import accept, wait_for_all
+from tests.task_app.rollout_client import play
 
 CHUNK = 1_000
 FACT = "The code of Amber Harbour is"
@@ -39,9 +39,7 @@ def request(seed=0, *, edits=True, forgets=0.0, indexed=True, **generate):
 
 async def played(*requests) -> list[Trajectory]:
     async with running_app(default_plug_boards()) as client:
-        answer = await accept(client, *requests)
-        assert answer.status_code == 202, answer.text
-        return [rollout.trajectory for rollout in (await wait_for_all(client, len(requests))).values()]
+        return [rollout.trajectory for rollout in (await play(client, *requests)).values()]
 
 
 def most_chars(trajectory: Trajectory) -> int:

@@ -11,13 +11,28 @@ from tests.task_app.counting import KEY, boards, openapi
 
 ALIAS = "an-alias-of-the-key"
 
+
+def basic(user, password):
+    return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
 # Every form of a key is in tests/service_kit/test_gate.py.
 GOOD = {
     "x-api-key": {"X-API-Key": KEY},
     "an alias in a list": {"X-API-Keys": f"nope, {ALIAS} ,other"},
     "one good among bad": {"X-API-Key": "nope", "Authorization": f"Bearer {KEY}"},
+    "as the password": basic("me", KEY),
+    "as the user without a password": basic(KEY, ""),
 }
-BAD = {"none": {}, "a prefix": {"X-API-Key": KEY[:-1]}, "bytes": {"X-API-Key": b"\xff\xfe"}}
+BAD = {
+    "none": {},
+    "a prefix": {"X-API-Key": KEY[:-1]},
+    "bytes": {"X-API-Key": b"\xff\xfe"},
+    "a wrong password": basic("me", "no"),
+    "as the user with a password": basic(KEY, "no"),
+    **{value: {"Authorization": value} for value in ("Basic", "Basic ", "Basic !!!", "Basic Og==")},
+    "padding alone": {"Authorization": "Basic " + "=" * 9},
+}
 OPEN = {("GET", "/"), ("GET", "/health")}
 
 
@@ -97,35 +112,17 @@ def test_settings_do_not_show_their_keys():
     assert KEY[:6] not in f"{settings!r} {settings} {settings.limits()} {settings.model_dump_json()}"
 
 
-def basic(user, password):
-    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-
-
-def stranger():
-    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://task-app")
-
-
-async def test_the_password_is_the_key():
-    async with stranger() as client:
-        for user, password, status in (("me", KEY, 200), (KEY, "", 200), ("me", "no", 401), (KEY, "no", 401)):
-            answer = await client.get("/info", headers={"Authorization": basic(user, password)})
-            assert answer.status_code == status, (user, password)
-
-
 async def test_a_browser_that_another_site_commands_can_read_nothing_and_do_nothing():
     # It adds the password to a form that a page elsewhere makes it send.
-    async with stranger() as client:
-        headers = {"Authorization": basic("me", KEY)}
+    async with plain_client(KEY) as client:
+        headers = basic("me", KEY)
         assert (await client.post("/env/create", json={}, headers=headers)).status_code == 401
         assert (await client.delete("/rollouts/a", headers=headers)).status_code == 401
 
 
 async def test_a_program_that_knows_an_address_alone_calls_tools():
     call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url=f"http://any:{KEY}@task-app") as client:
+    async with plain_client(KEY, url=f"http://any:{KEY}@task-app") as client:
         answer = await client.post("/openenv/counting/mcp", json=call)
         assert answer.json()["result"]["tools"][0]["name"] == "add", answer.text
         for header in ("Origin", "Sec-Fetch-Site"):
@@ -135,15 +132,8 @@ async def test_a_program_that_knows_an_address_alone_calls_tools():
     assert elsewhere.status_code == 401
 
 
-async def test_what_is_no_basic_header_is_no_key():
-    async with stranger() as client:
-        for value in ("Basic", "Basic ", "Basic !!!", "Basic " + "=" * 9, "Basic Og=="):
-            answer = await client.get("/info", headers={"Authorization": value})
-            assert answer.status_code == 401, value
-
-
 async def test_only_a_person_is_asked_for_a_password():
-    async with stranger() as client:
+    async with plain_client(KEY) as client:
         page = await client.get("/env/x/view", headers={"Accept": "text/html,*/*"})
         program = await client.get("/env/x/view")
     assert page.headers["www-authenticate"].startswith("Basic realm=")

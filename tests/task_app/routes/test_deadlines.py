@@ -8,8 +8,9 @@ import pytest
 
 from task_app.errors import CapacityReached, CriticalError
 from task_app.threads import Threads
-from tests.task_app.counting import KEY, WaitingPolicy, rollout, running_app
-from tests.task_app.rollout_client import accept
+from tests.task_app.counting import KEY, rollout, running_app
+from tests.task_app.playing import new_policy, post, refused
+from tests.task_app.rollout_client import accept, waiting_app
 from tests.task_app.served import served_app
 from tests.task_app.sessions.test_idempotency import CALLS, keyed, made, stepped
 from tests.task_app.slow import Gates, slow_boards
@@ -45,7 +46,7 @@ async def test_a_request_behind_a_hung_step_does_nothing_and_says_so_and_others_
         assert (busy.status_code, busy.json()["code"]) == (503, "session_busy")
         assert busy.headers["retry-after"] == "1"
         assert (await step(client, other)).status_code == 200
-        assert (await client.post("/env/terminate", json={"env_id": hung})).json() == {"ok": True}
+        assert await post(client, "/env/terminate", env_id=hung) == {"ok": True}
         gates.step.set()
         assert (await held).json()["info"]["turn"] == 1
     assert gates.calls == 1
@@ -64,25 +65,13 @@ async def test_a_request_that_is_cancelled_in_the_middle_leaves_its_step_whole()
 
 
 async def test_a_policy_that_never_decides_is_given_up_on_and_asked_again():
-    policies = []
-
-    def waiting():
-        policies.append(WaitingPolicy())
-        return policies[-1]
-
-    gates = Gates()
-    async with (
-        running_app(slow_boards(gates, waiting=waiting), policy_deadline_s=0.05) as client,
-        asyncio.timeout(20.0),
-    ):
-        env_id = await made(client)
-        body = {"policy_name": "waiting", "bound_env_id": env_id}
-        policy_id = (await client.post("/policy/create", json=body)).json()["policy_id"]
-        late = await client.post("/policy/step", json={"policy_id": policy_id}, headers=keyed("p"))
-        assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
-        policies[0].go.set()
-        again = await client.post("/policy/step", json={"policy_id": policy_id}, headers=keyed("p"))
-        assert (again.status_code, again.json()["meta"]["turn"]) == (200, 1)
+    async with waiting_app(1, policy_deadline_s=0.05) as (client, (policy,)), asyncio.timeout(20.0):
+        policy_id = await new_policy(client, "waiting", bound_env_id=await made(client))
+        late = await refused(client, "/policy/step", keyed("p"), policy_id=policy_id)
+        assert late[:2] == (504, "deadline_exceeded")
+        policy.go.set()
+        again = await post(client, "/policy/step", keyed("p"), policy_id=policy_id)
+        assert again["meta"]["turn"] == 1
 
 
 async def test_calls_that_hang_lose_their_place_and_too_many_of_them_stop_new_ones():
@@ -139,18 +128,20 @@ def problem(answer):
     return int(head.split()[1]), json.loads(body)["code"]
 
 
-async def test_the_bounds_of_a_head_are_those_of_the_settings():
-    async with served_app(max_header_s=0.1, max_header_bytes=4_096) as (client, _), asyncio.timeout(20.0):
+async def test_the_bounds_of_heads_bodies_and_connections_are_those_of_the_settings():
+    bounds = {"max_header_s": 0.1, "max_header_bytes": 4_096, "max_body_s": 0.1, "max_connections": 1}
+    async with served_app(**bounds) as (client, _), asyncio.timeout(20.0):
         assert await told(client, HEAD) == b""
         assert problem(await told(client, b"GET /" + b"y" * 5_000)) == (431, "head_too_large")
-
-
-async def test_a_body_that_never_ends_is_answered():
-    async with served_app(max_body_s=0.1) as (client, _), asyncio.timeout(20.0):
         half = HEAD + b'Content-Type: application/json\r\nContent-Length: 90\r\n\r\n{"env_name"'
         assert problem(await told(client, half)) == (408, "too_slow")
         keyed = HEAD + b'Idempotency-Key: k\r\nContent-Length: 90\r\n\r\n{"env_name"'
         assert problem(await told(client, keyed)) == (408, "too_slow")
+        assert (await client.get("/health")).status_code == 200
+        answer = await told(client)
+        assert problem(answer) == (429, "capacity_reached")
+        assert b"retry-after: 1" in answer
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_large_bodies_and_many_requests_on_one_connection_do_not_count_as_heads():
@@ -158,15 +149,6 @@ async def test_large_bodies_and_many_requests_on_one_connection_do_not_count_as_
         for _ in range(50):
             answer = await client.post("/env/create", json={"env_name": "counting", "x": "y" * 10_000})
             assert answer.status_code == 200
-
-
-async def test_more_connections_than_are_allowed_are_told_to_come_later():
-    async with served_app(max_connections=1) as (client, _), asyncio.timeout(20.0):
-        assert (await client.get("/health")).status_code == 200
-        answer = await told(client)
-        assert problem(answer) == (429, "capacity_reached")
-        assert b"retry-after: 1" in answer
-        assert (await client.get("/health")).status_code == 200
 
 
 async def test_a_client_that_goes_away_in_the_middle_of_a_step_finds_it_done_once():
@@ -195,12 +177,12 @@ async def test_while_it_drains_it_says_so_takes_nothing_new_and_lets_what_runs_e
         while (health := await client.get("/health")).status_code == 200:
             pass
         assert (health.status_code, health.json()["code"]) == (503, "draining")
-        for refused in (
+        for told in (
             await client.post("/env/create", json={"env_name": "counting"}),
             await accept(client, rollout("b")),
         ):
-            assert (refused.status_code, refused.json()["code"]) == (503, "shutting_down")
-            assert refused.headers["retry-after"] == "5"
+            assert (told.status_code, told.json()["code"]) == (503, "shutting_down")
+            assert told.headers["retry-after"] == "5"
         gates.step.set()
         page = (await client.get("/rollouts", params={"run_id": "r", "wait_s": 10})).json()
         assert [one["status"] for one in page["rollouts"]] == ["finished"]

@@ -16,6 +16,11 @@ from tests.task_app.sessions.test_killed_requests import BOTH, SNAPSHOTS, create
 from tests.task_app.sessions.test_recovery import app_on, killed, post, sessions_in
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "s"
+
+
 @contextmanager
 def full(folder):
     largest = (folder / f"{FILE}-wal").stat().st_size
@@ -34,8 +39,7 @@ async def refused(client, path, body, **headers):
 
 
 @SNAPSHOTS
-async def test_a_step_with_a_key_is_taken_once_and_answered_when_it_is_written(tmp_path, env_name):
-    folder = tmp_path / "s"
+async def test_a_step_with_a_key_is_taken_once_and_answered_when_it_is_written(tmp_path, folder, env_name):
     async with app_on(folder, BOTH) as client:
         env_id = await created(client, env_name)
         body = {"env_id": env_id, "tool_calls": []}
@@ -54,9 +58,8 @@ async def test_a_step_with_a_key_is_taken_once_and_answered_when_it_is_written(t
 
 @SNAPSHOTS
 async def test_a_step_without_a_key_says_that_it_was_taken_and_nothing_more_is_until_it_is_written(
-    tmp_path, env_name
+    tmp_path, folder, env_name
 ):
-    folder = tmp_path / "s"
     async with app_on(folder, BOTH) as client:
         env_id = await created(client, env_name)
         body = {"env_id": env_id, "tool_calls": []}
@@ -74,8 +77,7 @@ async def test_a_step_without_a_key_says_that_it_was_taken_and_nothing_more_is_u
         assert await turns(client, env_id) == [3]
 
 
-async def test_a_reset_that_could_not_be_written_is_written_by_the_next_request(tmp_path):
-    folder = tmp_path / "s"
+async def test_a_reset_that_could_not_be_written_is_written_by_the_next_request(tmp_path, folder):
     async with app_on(folder, BOTH) as client:
         env_id = await created(client, "counting")
         await turns(client, env_id, 3)
@@ -89,8 +91,7 @@ async def test_a_reset_that_could_not_be_written_is_written_by_the_next_request(
         assert await turns(client, env_id) == [2]
 
 
-async def test_a_batch_with_a_key_is_answered_as_it_was_once_it_is_written(tmp_path):
-    folder = tmp_path / "s"
+async def test_a_batch_with_a_key_is_answered_as_it_was_once_it_is_written(folder):
     async with app_on(folder, BOTH) as client:
         first, second = await created(client, "crafter"), await created(client, "counting")
         body = {"steps": many(first, 2)["steps"] + many(second, 1)["steps"]}
@@ -101,8 +102,7 @@ async def test_a_batch_with_a_key_is_answered_as_it_was_once_it_is_written(tmp_p
         assert (await turns(client, first), await turns(client, second)) == ([3], [2])
 
 
-async def test_entries_of_a_batch_without_a_key_answer_for_themselves(tmp_path):
-    folder = tmp_path / "s"
+async def test_entries_of_a_batch_without_a_key_answer_for_themselves(folder):
     async with app_on(folder, BOTH) as client:
         first, second = await created(client, "crafter"), await created(client, "counting")
         with full(folder):
@@ -124,8 +124,7 @@ BODIES = {"/env/create": {"env_name": "crafter"}, "/policy/create": {"policy_nam
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("headers", [{}, keyed("k")], ids=["no key", "a key"])
-async def test_a_session_that_could_not_be_written_is_made_once(tmp_path, path, headers):
-    folder = tmp_path / "s"
+async def test_a_session_that_could_not_be_written_is_made_once(folder, path, headers):
     async with app_on(folder, max_sessions=1) as client:
         with full(folder):
             for _ in range(2):
@@ -138,8 +137,7 @@ async def test_a_session_that_could_not_be_written_is_made_once(tmp_path, path, 
     assert sessions_in(folder) == [made.get("env_id") or made["policy_id"]]
 
 
-async def test_a_session_that_ends_on_a_full_disk_is_forgotten_by_the_next_write(tmp_path):
-    folder = tmp_path / "s"
+async def test_a_session_that_ends_on_a_full_disk_is_forgotten_by_the_next_write(folder):
     async with app_on(folder) as client:
         ended, other = await created(client, "crafter"), await created(client, "crafter")
         with full(folder):
@@ -148,8 +146,7 @@ async def test_a_session_that_ends_on_a_full_disk_is_forgotten_by_the_next_write
     assert sessions_in(folder) == [other]
 
 
-async def test_a_branch_that_could_not_be_written_whole_was_not_made(tmp_path):
-    folder = tmp_path / "s"
+async def test_a_branch_that_could_not_be_written_whole_was_not_made(folder):
     async with app_on(folder) as client:
         env_id = await created(client, "crafter")
         environments = client._transport.app.state.services.environments
@@ -169,8 +166,7 @@ async def test_a_branch_that_could_not_be_written_whole_was_not_made(tmp_path):
     assert sessions_in(folder) == sorted([env_id, *children])
 
 
-async def test_a_policy_that_could_not_be_written_decides_no_more_until_it_is(tmp_path):
-    folder = tmp_path / "s"
+async def test_a_policy_that_could_not_be_written_decides_no_more_until_it_is(tmp_path, folder):
     async with app_on(folder) as client:
         env_id = await created(client, "crafter")
         made = {"policy_name": "random", "config": {"seed": 5}, "bound_env_id": env_id}
@@ -187,9 +183,8 @@ async def test_a_policy_that_could_not_be_written_decides_no_more_until_it_is(tm
         assert (await post(client, "/policy/step", asked))["tool_calls"] == expected
 
 
-async def test_a_rollout_that_ends_on_a_full_disk_is_not_played_again_by_its_key(tmp_path):
+async def test_a_rollout_that_ends_on_a_full_disk_is_not_played_again_by_its_key(folder):
     (policy,), plugged = waiting_boards(1)
-    folder = tmp_path / "s"
     policy.go.set()
     async with app_on(folder, plugged) as client:
         env_id = await created(client, "counting")

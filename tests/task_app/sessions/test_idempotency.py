@@ -7,6 +7,7 @@ import pytest
 from task_app.sessions.idempotency import request_digest
 from task_app.sessions.journal import Answer, Database, Work
 from tests.task_app.counting import Clock, running_app
+from tests.task_app.playing import post, refused
 from tests.task_app.slow import Gates, slow_boards
 
 CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
@@ -17,9 +18,7 @@ def keyed(key):
 
 
 async def made(client, env_name="counting", **headers):
-    answer = await client.post("/env/create", json={"env_name": env_name}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["env_id"]
+    return (await post(client, "/env/create", headers, env_name=env_name))["env_id"]
 
 
 async def stepped(client, env_id, key, calls=CALLS):
@@ -54,17 +53,16 @@ async def test_retries_that_come_while_the_first_is_carried_out_wait_for_its_ans
 async def test_a_retried_create_or_restore_makes_one_session():
     async with running_app(max_sessions=1) as client:
         assert await made(client, **keyed("c")) == await made(client, **keyed("c"))
-        refused = await client.post("/env/create", json={"env_name": "counting"}, headers=keyed("d"))
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        more = await client.post("/env/create", json={"env_name": "counting"}, headers=keyed("d"))
+        assert (more.status_code, more.headers["retry-after"]) == (429, "1")
 
 
 async def test_what_was_not_carried_out_is_not_remembered():
     async with running_app(max_sessions=1) as client:
         env_id = await made(client)
-        body = {"env_name": "counting"}
-        assert (await client.post("/env/create", json=body, headers=keyed("c"))).status_code == 429
-        await client.post("/env/terminate", json={"env_id": env_id})
-        assert (await client.post("/env/create", json=body, headers=keyed("c"))).status_code == 200
+        assert (await refused(client, "/env/create", keyed("c"), env_name="counting"))[0] == 429
+        await post(client, "/env/terminate", env_id=env_id)
+        await made(client, **keyed("c"))
 
 
 async def test_a_step_that_broke_the_environment_is_not_taken_again(client):
@@ -161,8 +159,8 @@ async def test_a_task_app_that_carries_out_as_many_keyed_requests_as_it_may_take
         env_id, other = await made(client, "slow"), await made(client, "slow")
         first = asyncio.create_task(stepped(client, env_id, "k"))
         await asyncio.to_thread(gates.entered.wait, 10.0)
-        refused = await stepped(client, other, "another")
-        assert (refused.status_code, refused.json()["code"]) == (429, "capacity_reached")
+        told = await stepped(client, other, "another")
+        assert (told.status_code, told.json()["code"]) == (429, "capacity_reached")
         gates.step.set()
         assert (await first).status_code == 200
         assert (await stepped(client, other, "another")).status_code == 200

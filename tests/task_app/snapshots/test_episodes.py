@@ -15,7 +15,7 @@ from task_app.snapshots.starts import Worlds
 from tests.task_app.counting import CountingConfig, CountingEnvironment, running_app
 from tests.task_app.counting import rollout as counted
 from tests.task_app.playing import ON, TO_THE_TREE, new_env, new_policy, post, refused, step
-from tests.task_app.rollout_client import accept
+from tests.task_app.rollout_client import play
 from tests.task_app.slow import Gates, SlowEnvironment
 
 SEEDED = {"seed": 17}
@@ -55,9 +55,8 @@ async def test_an_episode_from_such_a_snapshot_begins_in_what_its_parent_saw_the
 
 
 async def test_an_environment_that_cannot_be_kept_refuses_with_the_place(client):
-    answer = await accept(client, {**counted("a"), "snapshot_turns": [1]})
-    assert (answer.status_code, answer.json()["code"]) == (422, "not_restorable")
-    assert answer.json()["where"] == "rollouts.0.snapshot_turns"
+    told = await refused(client, "/rollouts", rollouts=[counted("a", snapshot_turns=[1])])
+    assert told[:3] == (422, "not_restorable", "rollouts.0.snapshot_turns")
 
 
 async def test_a_snapshot_that_would_not_be_taken_back_fails_its_rollout_by_name():
@@ -74,9 +73,10 @@ async def test_a_snapshot_that_would_not_be_taken_back_fails_its_rollout_by_name
     ],
 )
 async def test_turns_that_are_named_twice_or_never_reached_are_refused_with_the_place(real, turns, told):
-    answer = await accept(real, rollout("a", SEEDED, snapshot_turns=turns))
-    assert (answer.status_code, answer.json()["where"]) == (422, "rollouts.0.snapshot_turns")
-    assert told in answer.json()["detail"]
+    body = {"rollouts": [rollout("a", SEEDED, snapshot_turns=turns)]}
+    status, _, where, sentence = await refused(real, "/rollouts", **body)
+    assert (status, where) == (422, "rollouts.0.snapshot_turns")
+    assert told in sentence
 
 
 class SlowToKeep(SlowEnvironment):
@@ -130,13 +130,7 @@ def rollout(rollout_id, start, **changes):
 
 async def played(client, *requests):
     """The trajectories, without what a clock makes different."""
-    assert (await client.post("/rollouts", json={"rollouts": requests})).status_code == 202
-    ended, cursor = {}, ""
-    while not {request["rollout_id"] for request in requests} <= ended.keys():
-        params = {"run_id": "r", "wait_s": 20, "cursor": cursor}
-        page = (await client.get("/rollouts", params=params)).json()
-        cursor = page["cursor"]
-        ended |= {found["rollout_id"]: found for found in page["rollouts"]}
+    ended = {name: one.model_dump(mode="json") for name, one in (await play(client, *requests)).items()}
     for found in ended.values():
         if found["trajectory"] is not None:
             found["trajectory"]["wall_s"] = 0

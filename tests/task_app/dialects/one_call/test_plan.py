@@ -162,16 +162,8 @@ def test_a_table_outside_the_configs_acts_where_they_have_no_switches(name):
 
 def test_the_operators_server_is_asked_where_the_request_names_none():
     settings = Settings(inference_url="http://vllm:8000/v1?route=7", inference_model="qwen")
-    request = LegacyRollout.model_validate(
-        {
-            "run_id": "run",
-            "env": {"env_name": "crafter", "seed": 3},
-            "policy": {"policy_name": "crafter-react", "config": {"trace_correlation_id": "c1"}},
-            "ops": ["agent", "env"],
-            "mode": "rl",
-        }
-    )
-    plan = plan_rollout(request, default_plug_boards(), settings)
+    policy = {"policy_name": "crafter-react", "config": {"trace_correlation_id": "c1"}}
+    plan = planned(settings, policy=policy, mode="rl")
     assert plan.policy_config["inference_url"] == "http://vllm:8000/v1?route=7&cid=c1"
     assert plan.policy_config["model"] == "qwen"
     assert "http://vllm:8000" not in str(planned(settings).policy_config), "its own goes first"

@@ -8,8 +8,9 @@ import pytest
 from task_app.errors import JournalFailed
 from tests.task_app.counting import KEY, PlannedPolicy, add, boards, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status, tokens
+from tests.task_app.playing import new_policy, post, refused, refused_at
 from tests.task_app.rollout_client import waiting_app
-from tests.task_app.test_env_routes import calls, created, stepped
+from tests.task_app.test_env_routes import created, stepped
 
 ON = {"enabled": True, "mode": "decision_stepwise", "indicator_lambda": 0.5}
 TEXT = {"type": "text", "content": "I walk"}
@@ -27,9 +28,11 @@ def body(*, decisions=2, policy=None, env=None, **rest):
 
 
 async def played(client, **changes):
-    answer = await client.post("/rollout", json=body(**changes))
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return await post(client, "/rollout", **body(**changes))
+
+
+def alive(env_id, seed=None):
+    return {"env_name": None, "env_id": env_id, "seed": seed}
 
 
 def with_policy(*moves):
@@ -117,19 +120,17 @@ async def test_a_model_that_cannot_be_asked_is_a_soft_failure_with_the_steps_so_
 
 async def test_a_broken_environment_is_no_soft_failure():
     async with running_app(with_policy(add("boom"))) as client:
-        answer = await client.post("/rollout", json=body(policy=SCRIPTED))
-    assert (answer.status_code, answer.json()["code"]) == (424, "critical_error")
+        told = await refused(client, "/rollout", **body(policy=SCRIPTED))
+    assert told[:2] == (424, "critical_error")
 
 
 async def test_max_time_s_ends_a_slow_policy_and_also_a_wait_for_a_place():
     async with waiting_app(2, max_concurrent_rollouts=1) as (client, policies):
         waiting = {"policy_name": "waiting"}
-        slow = asyncio.create_task(
-            client.post("/rollout", json=body(policy=waiting, safety={"max_time_s": 0.3}, run_id="one"))
-        )
+        slow = asyncio.create_task(played(client, policy=waiting, safety={"max_time_s": 0.3}, run_id="one"))
         await policies[0].asked.wait()
         queued = await played(client, policy=waiting, safety={"max_time_s": 0.05}, run_id="two")
-        ran = (await slow).json()
+        ran = await slow
         assert (await client.get("/run/status/two")).json()["rollouts"]["cancelled"] == 1
     assert not policies[1].asked.is_set()
     for answer in (queued, ran):
@@ -155,14 +156,10 @@ async def test_on_done_reset_plays_on_in_a_new_episode_of_the_same_world():
 async def test_a_living_environment_and_a_living_policy_go_on_where_they_stand():
     async with running_app(with_policy(add("b"))) as client:
         env_id = (await created(client, config={"step_rewards": ON}))["env_id"]
-        await stepped(client, env_id, calls("a"))
-        made = await client.post("/policy/create", json={"policy_name": "scripted"})
-        answer = await played(
-            client,
-            env={"env_name": None, "env_id": env_id, "seed": 5},
-            policy={"policy_id": made.json()["policy_id"]},
-        )
-        after = (await stepped(client, env_id, calls("b"))).json()
+        await stepped(client, env_id, "a")
+        policy = {"policy_id": await new_policy(client, "scripted")}
+        answer = await played(client, env=alive(env_id, seed=5), policy=policy)
+        after = await stepped(client, env_id, "b")
     (trajectory,) = answer["trajectories"]
     assert trajectory["steps"][0]["obs"]["achievements_counts"] == {"a": 1, "b": 0}
     assert trajectory["steps"][0]["info"]["meta"]["decision_rewards"]["unique"] == ["b"]
@@ -174,20 +171,19 @@ async def test_a_living_environment_and_a_living_policy_go_on_where_they_stand()
 async def test_a_living_environment_that_ended_is_restarted_or_left():
     async with running_app(with_policy(add("end"))) as client:
         env_id = (await created(client))["env_id"]
-        changes = {"env": {"env_name": None, "env_id": env_id, "seed": None}, "policy": SCRIPTED}
+        changes = {"env": alive(env_id), "policy": SCRIPTED}
         answer = await played(client, **changes, on_done="reset")
         assert "was restarted" in answer["warnings"][0]
         answer = await played(client, **changes)
         assert answer["trajectories"][0]["steps"][0]["terminated"]
-        over = await client.post("/rollout", json=body(**changes))
-    assert (over.status_code, over.json()["code"]) == (409, "episode_over")
+        over = await refused(client, "/rollout", **body(**changes))
+    assert over[:2] == (409, "episode_over")
 
 
 async def test_an_unknown_session_is_a_404(client):
-    for part in ("env", "policy"):
-        named = {"env_name": None, "env_id": "x", "seed": None} if part == "env" else {"policy_id": "x"}
-        answer = await client.post("/rollout", json=body(**{part: named}))
-        assert (answer.status_code, answer.json()["where"]) == (404, f"{part}.{part}_id")
+    for part, named in (("env", alive("x")), ("policy", {"policy_id": "x"})):
+        told = await refused_at(client, "/rollout", **body(**{part: named}))
+        assert told == (404, f"{part}.{part}_id")
 
 
 async def test_record_is_obeyed_and_what_is_not_there_is_told(client):
@@ -269,10 +265,6 @@ KEYED = {"Idempotency-Key": "k"}
 WAITS = {"policy_name": "waiting"}
 
 
-def alive(env_id):
-    return {"env_name": None, "env_id": env_id, "seed": None}
-
-
 async def decided(policy, *, decisions):
     """Let it decide so often, and be asked once more."""
     for _ in range(decisions):
@@ -304,24 +296,22 @@ async def test_a_stop_of_the_task_app_is_no_abort_and_its_answer_is_not_kept(dec
 async def test_what_a_stopping_task_app_did_to_a_living_environment_is_told():
     async with waiting_app(1) as (client, (policy,)):
         env_id = (await created(client))["env_id"]
-        asked = body(policy=WAITS, env=alive(env_id))
-        playing = asyncio.create_task(client.post("/rollout", json=asked))
+        playing = asyncio.create_task(played(client, policy=WAITS, env=alive(env_id)))
         await decided(policy, decisions=1)
         await client._transport.app.state.services.drain(within_s=0.0)
-        answer = (await playing).json()
+        answer = await playing
     assert (answer["aborted"], answer["metrics"]["num_steps"]) == (True, 1)
     assert "the task app stopped after 1 decision" in answer["warnings"][0]
 
 
 async def test_an_abort_while_the_task_app_stops_is_an_abort():
     async with waiting_app(1) as (client, (policy,)):
-        playing = asyncio.create_task(client.post("/rollout", json=body(policy=WAITS)))
+        playing = asyncio.create_task(played(client, policy=WAITS))
         await policy.asked.wait()
         services = client._transport.app.state.services
         services.runner.begin_drain()
         await services.runner.abort("run")
-        answer = await playing
-    assert (answer.status_code, answer.json()["aborted"]) == (200, True)
+        assert (await playing)["aborted"]
 
 
 class FullDisk:

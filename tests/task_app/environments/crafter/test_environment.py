@@ -207,7 +207,7 @@ def test_hitting_a_creature_that_survives_is_an_effect():
     for x, y in ((34, 32), (33, 31), (33, 33)):
         put(engine, "water", x, y)
     put(engine, Cow(33, 32))
-    engine._player.facing = (1, 0)
+    engine.player.facing = (1, 0)
     data = environment.step([call("do")]).observation.data
     assert (data["target"], data["news"]["no_effect"]) == ("cow", False)
 

@@ -100,6 +100,7 @@ HOWS = {
     "only_tells": only_tells,
     "closes": lambda request_id: sys.exit(),
     "large": lambda request_id: say("x" * 100_000_000),
+    "answers_another": lambda request_id: answer(request_id + 1, {}),
 }
 
 

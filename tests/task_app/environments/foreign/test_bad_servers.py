@@ -20,7 +20,7 @@ from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
-from task_app.protocols import ToolRequest
+from task_app.protocols import Environment, ToolRequest
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.environments.foreign.contracts import environment
 from tests.task_app.rollout_client import accept, wait_for_all
@@ -332,12 +332,21 @@ def child(how: str, *arguments: str) -> dict[str, McpServer]:
     return {"child": McpServer(command=sys.executable, args=command)}
 
 
+def paid_once(servers: dict[str, McpServer], **reach: Any) -> Environment:
+    """An episode in that process, whose first call paid 1."""
+    foreign = environment("mcp:child", mcp_servers=servers, **reach)
+    foreign.reset(0)
+    assert foreign.step(CALL).env_rewards == (1.0,)
+    return foreign
+
+
 BAD_CHILD = {
     "hangs": "did not answer within 2 s",
     "only_tells": "did not answer within 2 s",
     "closes": "has ended its process",
     "large": "answered more than 10000 bytes",
     "did_not_read": "what?",
+    "answers_another": "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
 }
 
 
@@ -347,9 +356,7 @@ def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_lef
 
 
 def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
-    foreign = environment("mcp:child", environment_deadline_s=2.0, mcp_servers=child("reads_no_more"))
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
+    foreign = paid_once(child("reads_no_more"), environment_deadline_s=2.0)
     large = "x" * 1_000_000  # more than a pipe holds
     with pytest.raises(ForeignDeadline, match="did not answer within 2 s"):
         foreign.step((ToolRequest("step", {"move": large}, json.dumps({"move": large})),))
@@ -359,9 +366,7 @@ def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
 @pytest.mark.parametrize("how", ["goes_at_a_signal", "ignores_a_signal"])
 def test_the_end_of_the_service_tells_a_process_amid_a_call_that_hangs_to_end_and_kills_it(how, tmp_path):
     file = tmp_path / "left"
-    foreign = environment("mcp:child", environment_deadline_s=60.0, mcp_servers=child(how, str(file)))
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
+    foreign = paid_once(child(how, str(file)), environment_deadline_s=60.0)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(foreign.step, CALL)
         end_all(1.0)
@@ -375,10 +380,7 @@ def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(t
     monkeypatch.setenv("ENVIRONMENT_API_KEY", "secret")
     folder = str(tmp_path.resolve())
     server = child("shows")["child"].model_copy(update={"cwd": folder, "env": {"HERE": folder}})
-    foreign = environment("mcp:child", mcp_servers={"child": server})
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
-    foreign.close()
+    paid_once({"child": server}).close()
 
 
 @pytest.mark.parametrize(
@@ -388,9 +390,7 @@ def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(t
 )
 def test_an_mcp_process_ends_by_itself_or_by_a_signal(how, last, tmp_path):
     file = tmp_path / "left"
-    foreign = environment("mcp:child", mcp_servers=child(how, str(file)))
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
+    foreign = paid_once(child(how, str(file)))
     assert not file.exists()
     foreign.close()
     assert file.read_text() == last
@@ -398,10 +398,7 @@ def test_an_mcp_process_ends_by_itself_or_by_a_signal(how, last, tmp_path):
 
 def test_an_mcp_process_that_floods_its_stderr_is_drained_into_the_log_up_to_a_bound():
     with capture_logs() as logs:
-        foreign = environment("mcp:child", mcp_servers=child("floods"))
-        foreign.reset(0)
-        assert foreign.step(CALL).env_rewards == (1.0,)
-        foreign.close()
+        paid_once(child("floods")).close()
     assert {entry["environment"] for entry in logs} == {"mcp:child"}
     logged = sum(len(entry["text"]) for entry in logs if entry["event"] == "environment_printed")
     (left_out,) = [entry for entry in logs if entry["event"] == "environment_prints_left_out"]

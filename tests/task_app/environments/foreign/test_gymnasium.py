@@ -85,6 +85,12 @@ def register():
         del gymnasium.registry[name]
 
 
+def started(name="Rooms-v0"):
+    rooms = environment(f"gymnasium:{name}")
+    rooms.reset(0)
+    return rooms
+
+
 def act(*actions):
     return tuple(ToolRequest("act", {"action": action}) for action in actions)
 
@@ -96,8 +102,7 @@ def test_one_that_tells_its_state_keeps_the_contract_of_snapshots_too(promise):
 
 
 def test_each_call_of_a_decision_has_its_own_reward_up_to_the_end():
-    rooms = environment("gymnasium:Rooms-v0")
-    rooms.reset(0)
+    rooms = started()
     first = rooms.step(act(1, 0, 1))
     assert (first.env_rewards, first.executed_actions) == ((1.0, -1.0, 1.0), ("act", "act", "act"))
     assert first.observation.achievements_counts == {"door": 0}
@@ -110,8 +115,7 @@ def test_each_call_of_a_decision_has_its_own_reward_up_to_the_end():
 
 
 def test_the_registered_limit_truncates_also_after_a_restored_moment():
-    rooms, other = environment("gymnasium:Rooms-v0"), environment("gymnasium:Rooms-v0")
-    rooms.reset(0)
+    rooms, other = started(), environment("gymnasium:Rooms-v0")
     rooms.step(act(0, 0, 0))
     other.restore(rooms.snapshot())
     assert not other.step(act(0, 0)).truncated
@@ -134,8 +138,7 @@ def test_names_of_actions_replace_their_numbers():
 
 
 def test_its_picture_has_the_size_that_was_asked_for():
-    rooms = environment("gymnasium:Rooms-v0")
-    rooms.reset(0)
+    rooms = started()
     rooms.step(act(1))
     picture = rooms.frame(10, 4)
     assert (picture.shape, picture.dtype, picture.max()) == ((4, 10, 3), np.uint8, 1)
@@ -147,8 +150,7 @@ def test_a_reward_that_is_no_finite_number_fails_the_episode_and_nothing_is_left
             super().__init__(pays=float("nan"), **options)
 
     register("Nan-v0", Nan)
-    rooms = environment("gymnasium:Nan-v0")
-    rooms.reset(0)
+    rooms = started("Nan-v0")
     with pytest.raises(ForeignFailed, match="pays a reward of nan"):
         rooms.step(act(1))
     for ask in (lambda: rooms.step(act(1)), rooms.snapshot, lambda: rooms.frame(4, 4)):
@@ -177,8 +179,7 @@ def test_the_first_counters_name_all_achievements(first, register):
             return *rest, {"achievements": {"window": 1}}
 
     register("Late-v0", Late)
-    rooms = environment("gymnasium:Late-v0")
-    rooms.reset(0)
+    rooms = started("Late-v0")
     with pytest.raises(ForeignFailed, match=r"did not name before: \['window'\]"):
         rooms.step(act(1))
 
@@ -199,8 +200,7 @@ def test_counters_may_begin_with_the_first_step_and_never_fall(register):
 
 
 def test_one_bad_call_refuses_a_decision_with_fresh_prompts_and_earns_0():
-    rooms = environment("gymnasium:Rooms-v0")
-    rooms.reset(0)
+    rooms = started()
     outcome = rooms.step(act(1, 7))
     assert (outcome.env_rewards, outcome.executed_actions) == ((0.0,), ("noop",))
     assert outcome.observation.text == "0" and "7 is greater than the maximum" in outcome.invalid_reason

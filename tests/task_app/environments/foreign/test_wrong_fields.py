@@ -12,10 +12,9 @@ import pytest
 from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.library_peer import LibraryPeer
 from task_app.environments.foreign.mcp_links import ProcessLink
-from task_app.environments.foreign.mcp_peer import McpPeer, _Initialized
+from task_app.environments.foreign.mcp_peer import McpPeer
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import Call
-from task_app.environments.foreign.words import mcp_tool, typed
 from task_app.settings import Reach
 from tests.service_kit.wrong_replies import Reading, served
 from tests.task_app.environments.foreign.contracts import environment
@@ -127,25 +126,19 @@ def stub(folder: Path) -> Iterator[tuple[Path, Callable[[str, Any], None]]]:
     yield program, write
 
 
-@pytest.mark.parametrize("method", MCP)
-async def test_a_wrong_field_of_an_mcp_process_fails_the_episode_and_is_named(method: str, tmp_path: Path):
-    right, optional, data = MCP[method]
+async def test_a_wrong_field_of_an_mcp_process_fails_the_episode_and_is_named(tmp_path: Path):
+    right, optional, _ = MCP["tools/call"]
     with stub(tmp_path) as (program, write):
         reach = Reach(environment_deadline_s=5.0)
         peer = McpPeer("mcp:child", lambda: link, McpConfig())
         peer._link = link = ProcessLink("mcp:child", McpServer(command=str(program)), reach)
-        asks: dict[str, Callable[[], Any]] = {
-            "initialize": lambda: typed(_Initialized, peer._request(method, {}), peer._where(method)),
-            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._list_tools()],
-            "tools/call": lambda: [*peer.carry_out([Call("step", {"move": 1})])],
-        }
 
         def ask() -> Any:
             peer._count = 6
-            return asks[method]()
+            return [*peer.carry_out([Call("step", {"move": 1})])]
 
         whole = {"jsonrpc": "2.0", "id": 7, "result": right}
-        reading = Reading("mcp:child", whole, frozenset({*optional, "jsonrpc", "tools"}), ("jsonrpc", *data))
+        reading = Reading("mcp:child", whole, frozenset({*optional, "jsonrpc"}), ("jsonrpc",))
         faults = await reading.find_faults(lambda body: write("then", body), lambda: asyncio.to_thread(ask))
         peer.close()
     assert faults == [], "\n".join(faults)
