@@ -29,9 +29,6 @@ class SegmentBounds:
     longest: int
     """Tokens of the longest segment."""
 
-    def to(self, device: torch.device) -> SegmentBounds:
-        return replace(self, starts_S=self.starts_S.to(device, non_blocking=True))
-
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
     """Join packed rows to one row without padding; return it with the bounds of its segments.
@@ -76,10 +73,6 @@ class Groups:
     shapes: tuple[tuple[int, int], ...]
     """Number of segments, and their padded length, of each group in order."""
 
-    def to(self, device: torch.device) -> Groups:
-        token_P, place_L = (t.to(device, non_blocking=True) for t in (self.token_P, self.place_L))
-        return Groups(token_P, place_L, self.shapes)
-
 
 def group_by_length(bounds: SegmentBounds) -> Groups:
     """Group segments by similar length, longest first."""
@@ -98,12 +91,6 @@ class PaddedGroup:
     """int64, indices into these rows, flattened."""
     experts_BLW: Tensor | None = None
     """As in `Packed`."""
-
-    def to(self, device: torch.device) -> PaddedGroup:
-        """Copy to a device without waiting."""
-        columns: tuple[Any, ...] = (self.token_ids_BL, self.is_real_BL, self.read_R, self.experts_BLW)
-        moved: Any = [x if x is None else x.to(device, non_blocking=True) for x in columns]
-        return PaddedGroup(*moved)
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
@@ -161,10 +148,6 @@ class Reads:
     """The cells of these tokens, numbered from 0, in the groups of all tokens."""
     masks: tuple[Tensor, ...]
     """For each group, [segments, 1, queries, keys] to add to scores: 0, or -inf for later keys."""
-
-    def to(self, device: torch.device) -> Reads:
-        masks = tuple(mask.to(device, non_blocking=True) for mask in self.masks)
-        return Reads(self.queries.to(device), masks)
 
 
 def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:

@@ -255,13 +255,6 @@ class Level:
         longest = max(counts[0]), max(counts[1])
         return cls(tokens[0], tokens[1], starts[0], starts[1], longest, causal)
 
-    def to(self, device: torch.device) -> Level:
-        query_N, key_N, queries_S, keys_S = (
-            column.to(device, non_blocking=True)
-            for column in (self.query_N, self.key_N, self.queries_S, self.keys_S)
-        )
-        return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
-
 
 def list_levels(runs: Runs) -> list[Level]:
     """List the levels: all runs by themselves, then by depth the runs with tokens below them.

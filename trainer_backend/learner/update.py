@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_backend.core.aggregation import number_units
-from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
+from trainer_backend.core.collate import Batch, Packed, collate, cut_batch, to_device
 from trainer_backend.core.columns import Row
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
 from trainer_backend.core.router_loss import balance_loss, load_metrics
@@ -432,7 +432,7 @@ class PolicyUpdate:
         logprobs_N = states.logprobs_N
         if first is not None:
             batch = first.scored(batch, logprobs_N)
-        batch = batch.to(logprobs_N.device)
+        batch = to_device(batch, logprobs_N.device)
         loss, metrics = self._terms.of(batch, logprobs_N, states.entropies_N, sums)
         if batch.critic is not None and self._head is not None:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
