@@ -119,7 +119,7 @@ class PolicyTerms:
             loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
             if batch.reference_logprob_N is not None:
                 reference_N = batch.reference_logprob_N[chosen]
-                distance = kl_loss(tokens.logprobs, reference_N, weights_N, name=self._table.kl_kind)
+                distance = kl_loss(tokens.logprobs, reference_N, weights_N, kind=self._table.kl_kind)
                 loss = loss + self._table.kl_coef * distance
                 terms["kl"] = distance.item()
             metrics[DRIFT] += float((moved_N * trust_N).sum()) / sums.tokens
