@@ -35,7 +35,6 @@ from trainer_backend.learner.by_length import (
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.joined import (
     Flash,
-    LevelKernel,
     Plan,
     Runs,
     attend,
@@ -106,7 +105,7 @@ class OneRow:
     """One row of all tokens; `kernel` takes the bounds of its segments, `joined` the levels of its tries."""
 
     kernel: Kernel
-    joined: LevelKernel | None = None
+    joined: Flash | None = None
     implementation: str = ONE_ROW
     rows_are_joined: ClassVar[bool] = True
 

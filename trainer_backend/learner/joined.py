@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -282,38 +282,16 @@ def list_levels(runs: Runs) -> list[Level]:
     ]
 
 
-class LevelKernel(Protocol):
-    """Attention of a level by a variable-length kernel, forward and backward."""
+class Flash:
+    """Attention of a level by torch's FlashAttention on CUDA, forward and backward."""
 
-    dtype: ClassVar[torch.dtype | None] = None
+    dtype: torch.dtype | None = torch.bfloat16
     """The dtype of its inputs; None: any."""
 
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
     ) -> tuple[Tensor, Tensor, Any]:
         """Return the attention [N, H, D], log-sum-exp [N, H], and values to keep for `backward`."""
-
-    def backward(
-        self,
-        grad_NHD: Tensor,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        out_NHD: Tensor,
-        lse_NH: Tensor,
-        level: Level,
-        scale: float,
-        kept: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
-
-
-class Flash(LevelKernel):
-    """Torch's FlashAttention on CUDA."""
-
-    dtype = torch.bfloat16
-
-    def forward(
-        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
-    ) -> tuple[Tensor, Tensor, Any]:
         out, lse_HN, *kept = torch.ops.aten._flash_attention_forward(
             q_NHD, k_MHD, v_MHD, level.queries_S, level.keys_S, *level.longest, 0.0, level.causal, False,
             scale=scale,
@@ -330,6 +308,7 @@ class Flash(LevelKernel):
         scale: float,
         kept: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad_NHD, *tensors, out_NHD, lse_NH.T.contiguous(), level.queries_S, level.keys_S, *level.longest,
             0.0, level.causal, *kept, scale=scale,
@@ -354,7 +333,7 @@ def flash_is_here() -> bool:
 
 
 def attend_levels(
-    levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+    levels: Sequence[Level], kernel: Flash, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
     """Compute [L, H, D] attention of a row by its levels."""
     size = v_LHD.shape[-1]
@@ -369,7 +348,7 @@ class _Levels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, levels: Sequence[Level], kernel: LevelKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+        ctx: Any, levels: Sequence[Level], kernel: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         whole, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)

@@ -312,7 +312,8 @@ class PolicyUpdate:
         if experts is not None and experts.coefficient and len(pieces) > 1:
             with torch.no_grad():
                 for piece, counts in self._ranks.own_pieces(pieces):
-                    load.piece = self._scorer.routing(piece.packed)
+                    load.piece = Routing(experts, reads_probabilities=False)
+                    self._scorer.hidden(piece.packed, load.piece)
                     if counts:
                         load.keep()
             load.of_step = load.sent_by_all(self._ranks)
@@ -424,11 +425,8 @@ class PolicyUpdate:
         self, batch: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float]]:
         table, experts = self._table, self._scorer.experts
-        if experts is None:
-            states = self._scorer.states(batch.packed)
-        else:
-            states = routed = self._scorer.routed(batch.packed, with_probabilities=experts.coefficient > 0)
-            load.piece = routed.routing
+        load.piece = None if experts is None else Routing(experts, experts.coefficient > 0)
+        states = self._scorer.states(batch.packed, load.piece)
         logprobs_N = states.logprobs_N
         if first is not None:
             batch = first.scored(batch, logprobs_N)

@@ -12,12 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import block_mask, pack_segments
 from trainer_backend.core.tries import Tries
-from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, list_levels
+from trainer_backend.learner.joined import Flash, Plan, Runs, Shared, attend, attend_levels, list_levels
 from trainer_backend.models import part_attention
 
 
-class OneByOne(LevelKernel):
+class OneByOne(Flash):
     """A kernel of variable length in place of FlashAttention: a run at a time, by products."""
+
+    dtype = None
 
     def forward(self, q_NHD, k_MHD, v_MHD, level, scale):
         k_MHD, v_MHD = (
