@@ -22,7 +22,7 @@ from trainer_backend.core.losses import LOSSES as LOSSES
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import SCHEDULES, FallPlug
-from trainer_backend.core.starts import STARTS, StartPlug
+from trainer_backend.core.starts import STARTS, Rule
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
@@ -200,7 +200,7 @@ def schedule(name: str) -> FallPlug:
     return _find_plug(SCHEDULES, name, key="training.learning_rate_schedule")
 
 
-def start_rule(name: str) -> StartPlug:
+def start_rule(name: str) -> Rule:
     return _find_plug(STARTS, name, key="curriculum.rule")
 
 
