@@ -12,7 +12,7 @@ two slices:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -22,13 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_backend.learner.by_length import alike
+from trainer_backend.learner.by_length import MOST_QUERIES, group_alike
 from trainer_backend.models import part_attention
 from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded, widened
-
-# Up to this share of scores, attending only with some queries, by a mask, is cheaper than causal attention
-# with all queries, which computes half of the scores.
-_MOST_QUERIES = 0.5
 
 
 class Shared(NamedTuple):
@@ -132,7 +128,7 @@ class Plan:
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
         own = []
-        for first_G, end_G in _group_runs(runs):
+        for first_G, end_G in group_alike(runs.starts_R.tolist()):
             places = _Places.of(first_G, end_G)
             own.append(_Side(places, places, None))
         return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
@@ -141,7 +137,7 @@ class Plan:
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
         """Plan the queries of some tokens, [N] int64 in ascending order; None if all queries cost no more."""
         own, scores, of_all = [], 0, 0
-        for first_G, end_G in _group_runs(runs):
+        for first_G, end_G in group_alike(runs.starts_R.tolist()):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
             is_read_G = reads_2G[0] < reads_2G[1]
             of_all += len(first_G) * int((end_G - first_G).max()) ** 2
@@ -149,13 +145,12 @@ class Plan:
                 continue
             first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
             keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
-            key_GK = first_G[:, None] + torch.arange(
-                keys.token_GP.shape[1]
-            )  # beyond the run's end in padding
+            # In padding, the keys lie beyond the run's end.
+            key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])
             hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
             scores += hidden_GQK.numel()
             own.append(_Side(queries, keys, hidden_GQK))
-        if scores > _MOST_QUERIES * of_all:
+        if scores > MOST_QUERIES * of_all:
             return None
         shared = []
         for run in runs.shared:
@@ -389,11 +384,3 @@ def _sum_heads(part: Tensor, times: int) -> Tensor:
     """Sum [G, H, P, D] over each `times` adjacent heads, which share keys, to [G, H_kv, P, D]."""
     groups, heads, places, size = part.shape
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
-
-
-def _group_runs(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield groups of runs of similar length: their starts and their ends."""
-    bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
-    for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
-        first_G, end_G = torch.tensor(group).T.contiguous()
-        yield first_G, end_G
