@@ -103,14 +103,11 @@ class PolicyUpdate:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
         With `target_kl`, the first step that finds the policy farther away is not taken, nor any later step.
-
-        Args:
-            policy_version: as in `protocols.Learner.update`.
+        `policy_version` is as in `protocols.Learner.update`.
 
         Raises:
             SamplerMismatch: log-probs of sampler and learner differ by more than `mismatch_limit` for the
-            same
-                weights; no step is taken.
+                same weights; no step is taken.
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; this step does not change the
                 weights.
             OutOfMemory: scoring or a step did not fit the device; this step does not change the weights.
