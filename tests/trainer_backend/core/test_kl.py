@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from trainer_backend.core.kl import KL_ESTIMATORS, KlKeys, kl_loss
+from trainer_backend.core.kl import KL_ESTIMATORS, kl_loss
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
 from trainer_backend.errors import RewardError
 
@@ -116,11 +115,6 @@ def test_the_loss_is_a_weighted_sum_that_ignores_padding(kind, expected, slope):
     loss.backward()
     assert loss.item() == pytest.approx(expected)
     assert logprobs.grad.tolist() == pytest.approx([slope / 2, 0.0, slope / 2])
-
-
-def test_k1_is_refused_as_a_loss():
-    with pytest.raises(ValidationError, match="'k2' or 'k3'"):
-        KlKeys(kl_coef=0.1, kl_kind="k1")
 
 
 @pytest.mark.parametrize("reference_T", [[[-1.0], [-0.5]], [[-1.0, math.nan], [-0.5]]])

@@ -78,10 +78,7 @@ def test_the_runs_of_a_row_by_hand():
 @settings(max_examples=15, deadline=None)
 @given(texts=TEXTS, share_from=st.integers(1, 3), seed=st.integers(0, 99))
 def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
-    parts = [
-        make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
-        for n, ids in enumerate(texts)
-    ]
+    parts = [make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0]) for n, ids in enumerate(texts)]
     packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))
     positions_L, mask_LL = packed.position_ids_BL[0], block_mask(packed.position_ids_BL)[0, 0]
     draw = torch.Generator().manual_seed(seed)
