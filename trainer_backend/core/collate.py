@@ -97,7 +97,7 @@ def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
         item = of(item)
     elif isinstance(item, tuple):
         item = tuple(map_tensors(part, of) for part in item)
-    elif is_dataclass(item):
+    elif is_dataclass(item) and not isinstance(item, type):
         item = replace(item, **{f.name: map_tensors(getattr(item, f.name), of) for f in fields(item)})
     found: Columns = item
     return found

@@ -202,11 +202,11 @@ class ByLength:
         if runs.shared:
             reads = reads_once(row)
             plan = Plan.of_some(runs, reads[0])
-            of_some = plan and partial(attend, plan)
+            of_some = None if plan is None else partial(attend, plan)
             return _keywords(row, device, partial(attend, Plan.of_all(runs)), of_some, reads)
         groups = to_device(group_by_length(bounds), device)
         some = to_device(plan_reads(bounds, row.predict_position_N, dtype), device)
-        of_some = some and partial(attend_reads, groups, some)
+        of_some = None if some is None else partial(attend_reads, groups, some)
         return _keywords(row, device, partial(attend_by_length, groups), of_some)
 
 

@@ -1,18 +1,12 @@
 """Which models get a row for each segment, and which are refused, by name where the reason has one."""
 
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import MambaConfig, PreTrainedModel, RwkvConfig
 
-from tests.model_folders import FAMILIES
 from tests.tiny_families import VOCABULARY, tiny_model, tiny_wrapper
-from tests.trainer_backend.learner.hand_made import alone, make_config, segment
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.job.training_table import LoopKeys
-from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.kinds import refuse_rotations_by_length, why_not_by_position
@@ -123,15 +117,3 @@ def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
 def test_models_without_attention_are_told_as_such(config):
     with pytest.raises(ModelFolderError, match=f"'{config.model_type}' is not a decoder"):
         model_shape(config, None)
-
-
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
-def test_the_learner_scores_a_family_as_the_model_itself_does(family: str, model_folders: Mapping[str, Path]):
-    config = make_config(model__preset=None, model__path=str(model_folders[family]))
-    learner = LocalLearner.fresh(config, [])
-    answers = [[7, 8, 9], [300, 2], [11, 12, 13, 14]]
-    segments = [segment(f"r{i}", [5, 6 + i], answer, [0.0] * len(answer)) for i, answer in enumerate(answers)]
-    packed_together = learner.scorer.score(segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
-    for item, scored in zip(segments, packed_together, strict=True):
-        expected = alone(learner.model, item).detach()
-        torch.testing.assert_close(torch.from_numpy(scored), expected, atol=1e-5, rtol=0)
