@@ -45,13 +45,13 @@ Reference = Callable[[Packed], Tensor]
 class LogprobCache:
     """By rollout id, known [N] log-probs of each segment: under the current weights, and the reference."""
 
-    proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    proximal: dict[str, Sequence[Row]] = field(default_factory=dict)
+    reference: dict[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
         """Select the segments of these numbers, by rollout id."""
 
-        def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+        def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
             known = logprobs.keys() & numbers.keys()
             return {name: [logprobs[name][number] for number in numbers[name]] for name in known}
 

@@ -85,7 +85,7 @@ def make_episodes(learner: LocalLearner, advantages: Sequence[float]) -> list[Cr
 def find_gradient(
     learner: LocalLearner,
     episodes: Sequence[CreditedEpisode],
-    known: Mapping[str, Sequence[Row]] | None = None,
+    known: dict[str, Sequence[Row]] | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient and metrics of one step over all episodes; `known` are their proximal log-probs."""
     update = learner.policy_update()

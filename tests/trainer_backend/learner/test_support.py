@@ -1,6 +1,5 @@
 """Which models get a row for each segment, and which are refused, by name where the reason has one."""
 
-
 import pytest
 import torch
 from transformers import MambaConfig, PreTrainedModel, RwkvConfig
