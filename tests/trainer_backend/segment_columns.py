@@ -14,11 +14,13 @@ def make_segment(
     rollout_id: str,
     token_ids: Sequence[int],
     decision: Sequence[int],
-    logprobs: Sequence[float],
+    logprobs: Sequence[float] | None = None,
     versions: Sequence[int] = (),
     temperature: float = 1.0,
 ) -> Segment:
-    """All columns run over the L tokens; `decision` is CONTEXT where none sampled; no versions: 0."""
+    """All columns run over the L tokens; `decision` is CONTEXT where none sampled; absent: -1, versions 0."""
+    if logprobs is None:
+        logprobs = [-1.0] * len(decision)
     spans: list[Span] = []
     for at, t in enumerate(decision):
         if t == CONTEXT:
@@ -30,6 +32,10 @@ def make_segment(
             spans.append((at, at + 1, t, version, temperature))
     sampled = [value for value, t in zip(logprobs, decision, strict=True) if t != CONTEXT]
     return Segment.of(rollout_id, list(token_ids), sampled, spans)
+
+
+def segment(rollout_id: str, decision: Sequence[int]) -> Segment:
+    return make_segment(rollout_id, range(len(decision)), decision)
 
 
 def lists(rows: Sequence[Row]) -> list[list[float]]:

@@ -242,10 +242,8 @@ class _Checked(DrawnSchedule):
 
 def _call_schedule(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
     """Call a method of a schedule; return the call with file and line, its value, and the value as text."""
-    from service_kit.boundary import (
-        Boundary,
-        describe_line,
-    )  # asyncio and structlog: a tenth of a command's start
+    # Imports asyncio and structlog, a tenth of a command's start.
+    from service_kit.boundary import Boundary, describe_line
 
     call = f"{type(by).__name__}.{ask.__name__}({step})"
     with Boundary(call, JobError, ask):

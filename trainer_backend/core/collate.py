@@ -15,10 +15,10 @@ Segments share a token only if they name the same experts for it and for all tok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from trainer_backend.core.segments import Segment, experts_by_token, joined_span
 from trainer_backend.core.tries import Beginnings, Numbers, Tries, pack
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
+
+Columns = TypeVar("Columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,6 @@ class Packed:
     """bool, whether the token is the first of its decision."""
     experts_BLW: Tensor | None = None
     """int16, experts that the sampler chose, below 0 if unknown; None: unknown for all tokens."""
-
-    def to(self, device: torch.device) -> Packed:
-        """Copy to a device without waiting; return self if it is there already."""
-        if self.target_N.device == device:
-            return self
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: Any = {
-            name: x if x is None else x.to(device, non_blocking=True) for name, x in columns.items()
-        }
-        return Packed(**moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +89,23 @@ class Batch:
     """float32, nats: under the current policy without dropout; None if the loss's own forward pass has no
     dropout."""
 
-    def to(self, device: torch.device) -> Batch:
-        """Copy to a device; columns that are there already are not copied."""
-        return self.each(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
 
-    def each(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply `of` to every column, and replace the packed rows."""
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
-        critic = None if self.critic is None else self.critic.each(of)
-        return Batch(**{**columns, **changed, "packed": packed, "critic": critic})
+def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
+    """Apply `of` to each tensor of a dataclass, also in its dataclasses and tuples; keep all other values."""
+    item: Any = given
+    if isinstance(item, Tensor):
+        item = of(item)
+    elif isinstance(item, tuple):
+        item = tuple(map_tensors(part, of) for part in item)
+    elif is_dataclass(item) and not isinstance(item, type):
+        item = replace(item, **{f.name: map_tensors(getattr(item, f.name), of) for f in fields(item)})
+    found: Columns = item
+    return found
+
+
+def to_device(given: Columns, device: torch.device) -> Columns:
+    """Copy the tensors of a dataclass to a device without waiting; those that are there are not copied."""
+    return map_tensors(given, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries | None = None) -> Packed:
@@ -324,7 +323,7 @@ def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
     """Yield the batch, at most `max_rows` rows at a time. Weights do not change, so losses add up."""
     for cut, tokens in _cuts(batch.packed, max_rows):
-        yield batch.each(cut, itemgetter(tokens))
+        yield replace(map_tensors(batch, itemgetter(tokens)), packed=cut)
 
 
 def block_mask(position_ids_BL: Tensor) -> Tensor:

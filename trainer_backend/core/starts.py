@@ -120,13 +120,6 @@ def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> lis
 Rule = Callable[[Pool], Sequence[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class StartPlug:
-    """A rule on the plug board."""
-
-    weights: Rule
-
-
 def frontier(pool: Pool) -> list[float]:
     """Weigh cells by 1/sqrt of their snapshots, turns of a cell equally, and snapshots of a turn equally.
 
@@ -162,7 +155,7 @@ def late(pool: Pool) -> list[float]:
     return [1.0 / turns[item.turn] for item in pool.moments]
 
 
-STARTS = {"frontier": StartPlug(frontier), "uncertain": StartPlug(uncertain), "late": StartPlug(late)}
+STARTS: dict[str, Rule] = {"frontier": frontier, "uncertain": uncertain, "late": late}
 
 
 @dataclass(frozen=True, slots=True)

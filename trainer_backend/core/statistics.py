@@ -207,23 +207,16 @@ def decision_metrics(
     }
 
 
-def unique_by_turn(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return [T] the mean unique_delta of each turn; an episode that ended earlier counts 0."""
-    return _by_turn(trajectories, lambda delta: delta.unique_delta)
-
-
-def ach_by_turn(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return [T] the mean ach_delta of each turn; an episode that ended earlier counts 0."""
-    return _by_turn(trajectories, lambda delta: delta.ach_delta)
-
-
-def _by_turn(trajectories: Sequence[Trajectory], of: Callable[[DecisionRewards], int]) -> list[float]:
+def average_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """Return [T] the means of unique_delta and ach_delta at each turn; an ended episode counts 0."""
     longest = max((len(trajectory.steps) for trajectory in trajectories), default=0)
-    sums = [0.0] * longest
-    for trajectory in trajectories:
-        for step in trajectory.steps:
-            sums[step.turn - 1] += of(step_deltas(step))
-    return [value / len(trajectories) for value in sums]
+    unique, every = [0.0] * longest, [0.0] * longest
+    for step in (step for trajectory in trajectories for step in trajectory.steps):
+        delta = step_deltas(step)
+        unique[step.turn - 1] += delta.unique_delta
+        every[step.turn - 1] += delta.ach_delta
+    sums = {"decision/unique_by_turn": unique, "decision/ach_by_turn": every}
+    return {name: [value / len(trajectories) for value in values] for name, values in sums.items()}
 
 
 EPISODE_METRICS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,6 @@ class CriticColumns:
     """float32, target of V."""
     weight_N: Tensor
     """float32; 0 if no value is read; sums to 1 over the optimizer step."""
-
-    def each(self, of: Callable[[Tensor], Tensor]) -> CriticColumns:
-        """Apply `of` to every column."""
-        return CriticColumns(of(self.value_N), of(self.return_N), of(self.weight_N))
 
 
 def critic_columns(

@@ -23,7 +23,7 @@ from trainer_backend.core.conversations import context_metrics, interaction_metr
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import (
     Interval,
-    ach_by_turn,
+    average_by_turn,
     by_world,
     env_reward,
     episode_metrics,
@@ -33,7 +33,6 @@ from trainer_backend.core.statistics import (
     progress,
     step_deltas,
     sum_known,
-    unique_by_turn,
 )
 
 _MOST_SPANS = 12
@@ -126,6 +125,7 @@ def evaluation_result(
     worlds = [item.group_id for item in batch.rollouts if item.trajectory is not None]
     repeats, has_achievements = max(Counter(worlds).values()), have_achievements(episodes)
     metrics, losses = episode_metrics(episodes), batch.losses
+    by_turn = average_by_turn(episodes) if has_achievements else {}
     endings = {
         name.removeprefix("stop/"): round(share * len(episodes))
         for name, share in metrics.items()
@@ -147,8 +147,8 @@ def evaluation_result(
         env_reward=over_worlds([env_reward(item) for item in episodes], worlds),
         progress=progress(episodes, worlds) if has_achievements else None,
         rates=rates_over_worlds(episodes, worlds),
-        unique_by_turn=tuple(unique_by_turn(episodes)) if has_achievements else (),
-        ach_by_turn=tuple(ach_by_turn(episodes)) if has_achievements else (),
+        unique_by_turn=tuple(by_turn.get("decision/unique_by_turn", ())),
+        ach_by_turn=tuple(by_turn.get("decision/ach_by_turn", ())),
         spans=turn_spans(episodes, worlds) if has_achievements else (),
         crafter_score=score_over_worlds(episodes, worlds),
         invalid_frac=metrics["episode/invalid_frac"],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from trainer_backend.core.collate import Packed, block_mask
+from trainer_backend.core.collate import Packed, block_mask, to_device
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.by_length import (
     Attend,
@@ -35,7 +35,6 @@ from trainer_backend.learner.by_length import (
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.joined import (
     Flash,
-    LevelKernel,
     Plan,
     Runs,
     attend,
@@ -95,7 +94,7 @@ class BlockMask:
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         mask_B1LL = block_mask(packed.position_ids_BL).to(device)
-        packed = packed.to(device)
+        packed = to_device(packed, device)
         # As float: torch would convert the booleans in every layer, and keep all results.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}
@@ -106,7 +105,7 @@ class OneRow:
     """One row of all tokens; `kernel` takes the bounds of its segments, `joined` the levels of its tries."""
 
     kernel: Kernel
-    joined: LevelKernel | None = None
+    joined: Flash | None = None
     implementation: str = ONE_ROW
     rows_are_joined: ClassVar[bool] = True
 
@@ -118,18 +117,33 @@ class OneRow:
         row, bounds = one_row(packed)
         runs = Runs.of(row.position_ids_BL[0].numpy())
         if self.joined is not None and runs.shared:
-            levels = [level.to(device) for level in list_levels(runs)]
-            return row.to(device), {
-                "attention_mask": None,
-                "turnwise_attend": partial(attend_levels, levels, self.joined),
-                "turnwise_reads": reads_once(row, device),
-            }
-        bounds = bounds.to(device)
+            levels = to_device(tuple(list_levels(runs)), device)
+            return _keywords(row, device, partial(attend_levels, levels, self.joined), reads=reads_once(row))
+        bounds = to_device(bounds, device)
 
         def attend(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
             return self.kernel(q_LHD, k_LHD, v_LHD, bounds, scale)
 
-        return row.to(device), {"attention_mask": None, "turnwise_attend": attend}
+        return _keywords(row, device, attend)
+
+
+Reads = tuple[Tensor, Tensor]
+
+
+def _keywords(
+    row: Packed,
+    device: torch.device,
+    attend: Attend,
+    attend_read: Attend | None = None,
+    reads: Reads | None = None,
+) -> Arranged:
+    """Return one row on the device, and the keywords of its attention (`PackedAttention.arranged`)."""
+    return to_device(row, device), {
+        "attention_mask": None,
+        "turnwise_attend": attend,
+        "turnwise_attend_read": attend_read,
+        "turnwise_reads": to_device(reads, device),
+    }
 
 
 def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
@@ -178,38 +192,28 @@ class ByLength:
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        position_L = row.position_ids_BL[0]
         if self.kernels is not None and dtype == torch.float32:
-            reads = reads_once(row, device)
-            position_L = row.position_ids_BL[0]
-            return row.to(device), {
-                "attention_mask": None,
-                "turnwise_attend": attend_by_path(self.kernels, Depths.of(position_L)),
-                "turnwise_attend_read": attend_by_path(self.kernels, Depths.of(position_L, reads[0])),
-                "turnwise_reads": reads,
-            }
-        runs = Runs.of(row.position_ids_BL[0].numpy())
+            reads = reads_once(row)
+            of_all, of_reads = Depths.of(position_L), Depths.of(position_L, reads[0])
+            ways = attend_by_path(self.kernels, of_all), attend_by_path(self.kernels, of_reads)
+            return _keywords(row, device, *ways, reads)
+        runs = Runs.of(position_L.numpy())
         if runs.shared:
-            reads = reads_once(row, device)
-            of_reads = Plan.of_some(runs, reads[0])
-            return row.to(device), {
-                "attention_mask": None,
-                "turnwise_attend": partial(attend, Plan.of_all(runs)),
-                "turnwise_attend_read": of_reads and partial(attend, of_reads),
-                "turnwise_reads": reads,
-            }
-        groups = group_by_length(bounds).to(device)
-        some = plan_reads(bounds, row.predict_position_N, dtype)
-        return row.to(device), {
-            "attention_mask": None,
-            "turnwise_attend": partial(attend_by_length, groups),
-            "turnwise_attend_read": some and partial(attend_reads, groups, some.to(device)),
-        }
+            reads = reads_once(row)
+            plan = Plan.of_some(runs, reads[0])
+            of_some = None if plan is None else partial(attend, plan)
+            return _keywords(row, device, partial(attend, Plan.of_all(runs)), of_some, reads)
+        groups = to_device(group_by_length(bounds), device)
+        some = to_device(plan_reads(bounds, row.predict_position_N, dtype), device)
+        of_some = None if some is None else partial(attend_reads, groups, some)
+        return _keywords(row, device, partial(attend_by_length, groups), of_some)
 
 
-def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
+def reads_once(row: Packed) -> Reads:
     """Return the distinct positions that predict a row's sampled tokens, and each token's index in them."""
     read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
-    return read_N.to(device), which_N.to(device)
+    return read_N, which_N
 
 
 # Keyword with the rows for a model's own layers: groups, and the order of their reads (`padded_groups`).
@@ -239,7 +243,7 @@ class PaddedRows:
         missing = max(self.ranks.of_every_rank(len(groups))) - len(groups)
         ids_BL = row.token_ids_BL[:, :1]
         groups += [PaddedGroup(ids_BL, torch.zeros_like(ids_BL, dtype=torch.bool), order_N[:0])] * missing
-        return row.to(device), {GROUPS: ([group.to(device) for group in groups], order_N.to(device))}
+        return to_device(row, device), {GROUPS: to_device((tuple(groups), order_N), device)}
 
     @staticmethod
     def places(packed: Packed) -> int:

@@ -29,9 +29,6 @@ class SegmentBounds:
     longest: int
     """Tokens of the longest segment."""
 
-    def to(self, device: torch.device) -> SegmentBounds:
-        return replace(self, starts_S=self.starts_S.to(device, non_blocking=True))
-
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
     """Join packed rows to one row without padding; return it with the bounds of its segments.
@@ -76,14 +73,10 @@ class Groups:
     shapes: tuple[tuple[int, int], ...]
     """Number of segments, and their padded length, of each group in order."""
 
-    def to(self, device: torch.device) -> Groups:
-        token_P, place_L = (t.to(device, non_blocking=True) for t in (self.token_P, self.place_L))
-        return Groups(token_P, place_L, self.shapes)
-
 
 def group_by_length(bounds: SegmentBounds) -> Groups:
     """Group segments by similar length, longest first."""
-    return _join_groups([torch.tensor(group).T for group in alike(_longest_first(bounds))])
+    return _join_groups(list(group_alike(bounds.starts_S.tolist())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +91,6 @@ class PaddedGroup:
     """int64, indices into these rows, flattened."""
     experts_BLW: Tensor | None = None
     """As in `Packed`."""
-
-    def to(self, device: torch.device) -> PaddedGroup:
-        """Copy to a device without waiting."""
-        columns: tuple[Any, ...] = (self.token_ids_BL, self.is_real_BL, self.read_R, self.experts_BLW)
-        moved: Any = [x if x is None else x.to(device, non_blocking=True) for x in columns]
-        return PaddedGroup(*moved)
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
@@ -129,10 +116,6 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
     return padded, order_N.argsort()
 
 
-def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
-    return sorted(pairwise(bounds.starts_S.tolist()), key=lambda segment: segment[0] - segment[1])
-
-
 def _join_groups(groups: Sequence[Tensor]) -> Groups:
     """Build the cells of groups, each given as [2, segments]: first tokens and ends of segments."""
     tokens, is_real, shapes = [], [], []
@@ -148,9 +131,9 @@ def _join_groups(groups: Sequence[Tensor]) -> Groups:
     return Groups(token_P, place_L, tuple(shapes))
 
 
-# Up to this share of a group's keys, attending only with some queries, by a mask, is cheaper than causal
-# attention with all queries, which computes half of the scores.
-_MOST_QUERIES = 0.5
+# Up to this share of scores, attending only with some queries, by a mask, is cheaper than causal attention
+# with all queries, which computes half of the scores.
+MOST_QUERIES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +145,6 @@ class Reads:
     masks: tuple[Tensor, ...]
     """For each group, [segments, 1, queries, keys] to add to scores: 0, or -inf for later keys."""
 
-    def to(self, device: torch.device) -> Reads:
-        masks = tuple(mask.to(device, non_blocking=True) for mask in self.masks)
-        return Reads(self.queries.to(device), masks)
-
 
 def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
     """Plan the reads of one row; None if they are not cheaper than the queries of all tokens.
@@ -174,11 +153,10 @@ def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) ->
     of the queries.
     """
     groups, masks = [], []
-    for group in alike(_longest_first(bounds)):
-        ends_2G = torch.tensor(group).T.contiguous()
+    for ends_2G in group_alike(bounds.starts_S.tolist()):
         first_G, end_G = torch.searchsorted(position_N, ends_2G)
-        queries, keys = int((end_G - first_G).max()), group[0][1] - group[0][0]
-        if queries > _MOST_QUERIES * keys:
+        queries, keys = int((end_G - first_G).max()), int(ends_2G[1, 0] - ends_2G[0, 0])
+        if queries > MOST_QUERIES * keys:
             return None
         query_GQ = torch.minimum(first_G[:, None] + torch.arange(queries), end_G[:, None] - 1)
         place_GQ = position_N[query_GQ] - ends_2G[0][:, None]
@@ -259,15 +237,19 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
     )
 
 
-def alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """Yield groups of segments, sorted longest first, that are not much shorter than the group's first."""
+def group_alike(starts_S: Sequence[int]) -> Iterator[Tensor]:
+    """Yield groups of segments of similar length, longest first, each as [2, segments]: starts and ends.
+
+    `starts_S` are those of all segments, then the number of tokens.
+    """
+    segments = sorted(pairwise(starts_S), key=lambda segment: segment[0] - segment[1])
     start = 0
     for index, (first, end) in enumerate(segments):
         longest = segments[start][1] - segments[start][0]
         if end - first < SHORTEST_SHARE * longest:
-            yield segments[start:index]
+            yield torch.tensor(segments[start:index]).T.contiguous()
             start = index
-    yield segments[start:]
+    yield torch.tensor(segments[start:]).T.contiguous()
 
 
 class _Spread(torch.autograd.Function):

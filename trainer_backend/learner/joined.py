@@ -12,23 +12,19 @@ two slices:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_backend.learner.by_length import alike
+from trainer_backend.learner.by_length import MOST_QUERIES, group_alike
 from trainer_backend.models import part_attention
 from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded, widened
-
-# Up to this share of scores, attending only with some queries, by a mask, is cheaper than causal attention
-# with all queries, which computes half of the scores.
-_MOST_QUERIES = 0.5
 
 
 class Shared(NamedTuple):
@@ -132,7 +128,7 @@ class Plan:
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
         own = []
-        for first_G, end_G in _group_runs(runs):
+        for first_G, end_G in group_alike(runs.starts_R.tolist()):
             places = _Places.of(first_G, end_G)
             own.append(_Side(places, places, None))
         return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
@@ -141,7 +137,7 @@ class Plan:
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
         """Plan the queries of some tokens, [N] int64 in ascending order; None if all queries cost no more."""
         own, scores, of_all = [], 0, 0
-        for first_G, end_G in _group_runs(runs):
+        for first_G, end_G in group_alike(runs.starts_R.tolist()):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
             is_read_G = reads_2G[0] < reads_2G[1]
             of_all += len(first_G) * int((end_G - first_G).max()) ** 2
@@ -149,13 +145,12 @@ class Plan:
                 continue
             first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
             keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
-            key_GK = first_G[:, None] + torch.arange(
-                keys.token_GP.shape[1]
-            )  # beyond the run's end in padding
+            # In padding, the keys lie beyond the run's end.
+            key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])
             hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
             scores += hidden_GQK.numel()
             own.append(_Side(queries, keys, hidden_GQK))
-        if scores > _MOST_QUERIES * of_all:
+        if scores > MOST_QUERIES * of_all:
             return None
         shared = []
         for run in runs.shared:
@@ -255,13 +250,6 @@ class Level:
         longest = max(counts[0]), max(counts[1])
         return cls(tokens[0], tokens[1], starts[0], starts[1], longest, causal)
 
-    def to(self, device: torch.device) -> Level:
-        query_N, key_N, queries_S, keys_S = (
-            column.to(device, non_blocking=True)
-            for column in (self.query_N, self.key_N, self.queries_S, self.keys_S)
-        )
-        return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
-
 
 def list_levels(runs: Runs) -> list[Level]:
     """List the levels: all runs by themselves, then by depth the runs with tokens below them.
@@ -289,38 +277,16 @@ def list_levels(runs: Runs) -> list[Level]:
     ]
 
 
-class LevelKernel(Protocol):
-    """Attention of a level by a variable-length kernel, forward and backward."""
+class Flash:
+    """Attention of a level by torch's FlashAttention on CUDA, forward and backward."""
 
-    dtype: ClassVar[torch.dtype | None] = None
+    dtype: torch.dtype | None = torch.bfloat16
     """The dtype of its inputs; None: any."""
 
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
     ) -> tuple[Tensor, Tensor, Any]:
         """Return the attention [N, H, D], log-sum-exp [N, H], and values to keep for `backward`."""
-
-    def backward(
-        self,
-        grad_NHD: Tensor,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        out_NHD: Tensor,
-        lse_NH: Tensor,
-        level: Level,
-        scale: float,
-        kept: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
-
-
-class Flash(LevelKernel):
-    """Torch's FlashAttention on CUDA."""
-
-    dtype = torch.bfloat16
-
-    def forward(
-        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
-    ) -> tuple[Tensor, Tensor, Any]:
         out, lse_HN, *kept = torch.ops.aten._flash_attention_forward(
             q_NHD, k_MHD, v_MHD, level.queries_S, level.keys_S, *level.longest, 0.0, level.causal, False,
             scale=scale,
@@ -337,6 +303,7 @@ class Flash(LevelKernel):
         scale: float,
         kept: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad_NHD, *tensors, out_NHD, lse_NH.T.contiguous(), level.queries_S, level.keys_S, *level.longest,
             0.0, level.causal, *kept, scale=scale,
@@ -361,7 +328,7 @@ def flash_is_here() -> bool:
 
 
 def attend_levels(
-    levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+    levels: Sequence[Level], kernel: Flash, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
     """Compute [L, H, D] attention of a row by its levels."""
     size = v_LHD.shape[-1]
@@ -376,7 +343,7 @@ class _Levels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, levels: Sequence[Level], kernel: LevelKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+        ctx: Any, levels: Sequence[Level], kernel: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         whole, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
@@ -417,11 +384,3 @@ def _sum_heads(part: Tensor, times: int) -> Tensor:
     """Sum [G, H, P, D] over each `times` adjacent heads, which share keys, to [G, H_kv, P, D]."""
     groups, heads, places, size = part.shape
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
-
-
-def _group_runs(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield groups of runs of similar length: their starts and their ends."""
-    bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
-    for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
-        first_G, end_G = torch.tensor(group).T.contiguous()
-        yield first_G, end_G

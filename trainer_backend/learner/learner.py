@@ -138,10 +138,7 @@ class LocalLearner:
         self._critic: OwnCritic | None = None  # made later, as a copy of the policy at the start of RL
         if level is not None and training.critic == "head":
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
-        # Log-probs from `values` and `score`, by rollout id, until the next update: under the current
-        # weights, and under the reference.
-        self._proximal: dict[str, list[NDArray[Any]]] = {}
-        self._of_reference: dict[str, list[NDArray[Any]]] = {}
+        self._cache = LogprobCache()  # of `values` and `score`, until the next update
         self._sender: WeightSender | None = None
         self._is_on_offer = False
         self._weights_rest = threading.Lock()  # held during an update, and while weights are sent
@@ -290,7 +287,7 @@ class LocalLearner:
                     self.config.training,
                     self.scorer,
                 )
-                self._proximal |= _by_episode(episodes, logprobs)
+                self._cache.proximal.update(_by_episode(episodes, logprobs))
                 head.settle(self._ranks)
         rows = _by_episode(episodes, values)
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
@@ -298,13 +295,13 @@ class LocalLearner:
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
         """Compute, by rollout id, log-probs of its tokens under the policy and under the reference."""
         torch.set_num_threads(self.config.training.threads)
-        new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
+        known, reference = self._cache.proximal, self._cache.reference
+        new = {name: parts for name, parts in episodes.items() if name not in known}
         with self._watched("scoring the log-probs ran out of memory"):
-            self._proximal |= self._logprobs(new, self.scorer.logprobs)
-            self._of_reference |= self._logprobs(episodes, self._held_reference())
+            known.update(self._logprobs(new, self.scorer.logprobs))
+            reference.update(self._logprobs(episodes, self._held_reference()))
         return {
-            name: ScoredTokens.of(parts, self._proximal[name], self._of_reference[name])
-            for name, parts in episodes.items()
+            name: ScoredTokens.of(parts, known[name], reference[name]) for name, parts in episodes.items()
         }
 
     def _logprobs(
@@ -323,8 +320,7 @@ class LocalLearner:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.config.training.threads)
         self._draw_apart(iteration)
-        cache = LogprobCache(self._proximal, self._of_reference)
-        self._proximal, self._of_reference = {}, {}
+        cache, self._cache = self._cache, LogprobCache()
         with self._weights_rest, self._watched("the update ran out of memory"):
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None

@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from trainer_backend.core.collate import map_tensors, to_device
 from trainer_backend.core.critic import CriticTargets, ValueLevel
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
@@ -122,7 +124,7 @@ class OwnCritic:
             for (piece, tokens), counts in self._ranks.own_pieces(
                 list(zip(pieces, starmap(slice, pairwise(ends)), strict=True))
             ):
-                part = columns.each(lambda column: column[tokens].to(self._scorer.placement.device))  # noqa: B023
+                part = to_device(map_tensors(columns, itemgetter(tokens)), self._scorer.placement.device)
                 values_N = self._head.values(self._scorer.hidden(piece))
                 loss = value_loss(values_N, part, clip=self._table.value_clip)
                 (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]

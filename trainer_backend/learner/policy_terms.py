@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer_backend.core.collate import Batch
+from trainer_backend.core.collate import Batch, to_device
 from trainer_backend.core.kl import kl_loss
 from trainer_backend.core.loss_metrics import clip_metrics, token_kl
 from trainer_backend.core.losses import RatioLevel, attach_gradient, entropy_loss, weighted_sum
@@ -78,7 +78,7 @@ class PolicyTerms:
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
         """Add the units' shared logs, by the current log-probs, to a whole step."""
-        there, logs_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
+        there, logs_N = to_device(batch, logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
             if unit_logs is not None:
@@ -119,7 +119,7 @@ class PolicyTerms:
             loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
             if batch.reference_logprob_N is not None:
                 reference_N = batch.reference_logprob_N[chosen]
-                distance = kl_loss(tokens.logprobs, reference_N, weights_N, name=self._table.kl_kind)
+                distance = kl_loss(tokens.logprobs, reference_N, weights_N, kind=self._table.kl_kind)
                 loss = loss + self._table.kl_coef * distance
                 terms["kl"] = distance.item()
             metrics[DRIFT] += float((moved_N * trust_N).sum()) / sums.tokens

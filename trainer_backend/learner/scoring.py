@@ -47,13 +47,6 @@ class States(Hidden):
 
 
 @dataclass(frozen=True, slots=True)
-class Routed(States):
-    """Also the routing of a model with experts."""
-
-    routing: Routing
-
-
-@dataclass(frozen=True, slots=True)
 class Scorer:
     """A model, and how it is computed."""
 
@@ -86,34 +79,19 @@ class Scorer:
         way = "own layers" if attention == ONE_ROW and is_known(self.model) else "transformers"
         return {"way": f"{way}, packed rows", "attention": attention}
 
-    def states(self, packed: Packed) -> States:
+    def states(self, packed: Packed, routing: Routing | None = None) -> States:
         """Compute last hidden states at the positions that predict sampled tokens, log-probs and entropies.
 
-        All are differentiable in the model's weights. Segments of a row do not affect each other.
+        All are differentiable in the model's weights. Segments of a row do not affect each other. `routing`
+        records the routers of a model with experts.
         """
         rows, arguments = self._arranged(packed)
-        return States(rows, *through(self.model, self._read, rows, arguments))
+        return States(rows, *through(self.model, self._read, rows, arguments, routing))
 
-    def routed(self, packed: Packed, *, with_probabilities: bool) -> "Routed":
-        """Compute `states` and the routing of a model with experts."""
+    def hidden(self, packed: Packed, routing: Routing | None = None) -> Hidden:
+        """Compute only the hidden states, without the LM head; `routing` as in `states`."""
         rows, arguments = self._arranged(packed)
-        assert self.experts is not None, "called only for a model with experts"
-        routing = Routing(self.experts, with_probabilities)
-        found = through(self.model, self._read, rows, arguments, routing)
-        return Routed(rows, *found, routing)
-
-    def hidden(self, packed: Packed) -> Hidden:
-        """Compute only the hidden states, without the LM head."""
-        rows, arguments = self._arranged(packed)
-        return Hidden(rows, through(self.model, self._hidden, rows, arguments))
-
-    def routing(self, packed: Packed) -> Routing:
-        """Compute only the routing."""
-        rows, arguments = self._arranged(packed)
-        assert self.experts is not None, "called only for a model with experts"
-        routing = Routing(self.experts, reads_probabilities=False)
-        through(self.model, self._hidden, rows, arguments, routing)
-        return routing
+        return Hidden(rows, through(self.model, self._hidden, rows, arguments, routing))
 
     def _arranged(self, packed: Packed) -> tuple[Packed, Mapping[str, Any]]:
         dtype = self.placement.low or self.model.dtype
@@ -124,7 +102,7 @@ class Scorer:
         model: PreTrainedModel,
         rows: Packed,
         arguments: Mapping[str, Any],
-        routing: Routing | None = None,
+        routing: Routing | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_ND = self._hidden(model, rows, arguments, routing)
         # The LM head runs only on the N positions that predict a sampled token; outside autocast, so that
@@ -147,16 +125,14 @@ class Scorer:
         model: PreTrainedModel,
         rows: Packed,
         arguments: Mapping[str, Any],
-        routing: Routing | None = None,
+        routing: Routing | None,
     ) -> Tensor:
         if GROUPS in arguments:
             return self._apart(model, arguments[GROUPS], routing)
         attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
         if attend is not None and is_known(model):
-            tokens, reads = (
-                tokens_for(model, rows.token_ids_BL, self.placement.low),
-                arguments.get("turnwise_reads"),
-            )
+            tokens = tokens_for(model, rows.token_ids_BL, self.placement.low)
+            reads = arguments.get("turnwise_reads")
             with self.placement.autocast():
                 return read_states(model, rows, tokens, attend, attend_read, self.operators, reads)
         # One row has no padding.

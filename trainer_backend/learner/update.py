@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_backend.core.aggregation import number_units
-from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
+from trainer_backend.core.collate import Batch, Packed, collate, cut_batch, to_device
 from trainer_backend.core.columns import Row
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
 from trainer_backend.core.router_loss import balance_loss, load_metrics
@@ -45,13 +45,13 @@ Reference = Callable[[Packed], Tensor]
 class LogprobCache:
     """By rollout id, known [N] log-probs of each segment: under the current weights, and the reference."""
 
-    proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    proximal: dict[str, Sequence[Row]] = field(default_factory=dict)
+    reference: dict[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
         """Select the segments of these numbers, by rollout id."""
 
-        def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+        def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
             known = logprobs.keys() & numbers.keys()
             return {name: [logprobs[name][number] for number in numbers[name]] for name in known}
 
@@ -103,14 +103,11 @@ class PolicyUpdate:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
         With `target_kl`, the first step that finds the policy farther away is not taken, nor any later step.
-
-        Args:
-            policy_version: as in `protocols.Learner.update`.
+        `policy_version` is as in `protocols.Learner.update`.
 
         Raises:
             SamplerMismatch: log-probs of sampler and learner differ by more than `mismatch_limit` for the
-            same
-                weights; no step is taken.
+                same weights; no step is taken.
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; this step does not change the
                 weights.
             OutOfMemory: scoring or a step did not fit the device; this step does not change the weights.
@@ -312,7 +309,8 @@ class PolicyUpdate:
         if experts is not None and experts.coefficient and len(pieces) > 1:
             with torch.no_grad():
                 for piece, counts in self._ranks.own_pieces(pieces):
-                    load.piece = self._scorer.routing(piece.packed)
+                    load.piece = Routing(experts, reads_probabilities=False)
+                    self._scorer.hidden(piece.packed, load.piece)
                     if counts:
                         load.keep()
             load.of_step = load.sent_by_all(self._ranks)
@@ -424,15 +422,12 @@ class PolicyUpdate:
         self, batch: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float]]:
         table, experts = self._table, self._scorer.experts
-        if experts is None:
-            states = self._scorer.states(batch.packed)
-        else:
-            states = routed = self._scorer.routed(batch.packed, with_probabilities=experts.coefficient > 0)
-            load.piece = routed.routing
+        load.piece = None if experts is None else Routing(experts, experts.coefficient > 0)
+        states = self._scorer.states(batch.packed, load.piece)
         logprobs_N = states.logprobs_N
         if first is not None:
             batch = first.scored(batch, logprobs_N)
-        batch = batch.to(logprobs_N.device)
+        batch = to_device(batch, logprobs_N.device)
         loss, metrics = self._terms.of(batch, logprobs_N, states.entropies_N, sums)
         if batch.critic is not None and self._head is not None:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)

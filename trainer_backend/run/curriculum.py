@@ -78,7 +78,7 @@ class Curriculum:
         """Return the snapshots at which groups of an iteration may start."""
         seed = self.planner.players.seed
         pool = self._pool_after(iteration - 1 - self.planner.table.max_staleness)
-        return Starts(self.keys, start_rule(self.keys.rule).weights, pool, seed, self.reseedable)
+        return Starts(self.keys, start_rule(self.keys.rule), pool, seed, self.reseedable)
 
     async def keep(
         self, iteration: int, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]

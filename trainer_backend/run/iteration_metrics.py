@@ -22,21 +22,17 @@ from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_name
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import build_segments
 from trainer_backend.core.statistics import (
-    ach_by_turn,
+    average_by_turn,
     episode_metrics,
     have_achievements,
     outcome_definition,
     unique_achievements,
-    unique_by_turn,
 )
 from trainer_backend.credit.credit import Credited
 from trainer_backend.credit.rewards import Policies
 from trainer_backend.parts import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
-
-_BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
-
 
 # Those of seconds that train.py, beginning.py and checkpointing.py measure are here too.
 TIME_METRICS = (
@@ -142,7 +138,7 @@ def iteration_metrics(
         **branched,
         **result.mixture,
         **(inference_metrics(since.totals, now.totals) if own else {}),
-        **({name: compute(episodes) for name, compute in _BY_TURN.items()} if episodes else {}),
+        **(average_by_turn(episodes) if episodes else {}),
         "group/refilled": float(result.refilled),
         "time/collect_s": collect_s,
         "time/credit_s": sum(span.seconds for span in result.credit_spans),

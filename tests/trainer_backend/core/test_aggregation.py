@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.trainer_backend.segment_columns import lists, make_segment
+from tests.trainer_backend.segment_columns import lists, segment
 from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, number_units, token_mean
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import BatchError
@@ -12,11 +12,6 @@ from trainer_backend.learner.stepping import Scored, in_steps, together
 
 MEANS = [token_mean, decision_mean, episode_equal]
 ALL = pytest.mark.parametrize("aggregation", [*MEANS, constant])
-
-
-def segment(rollout_id, decision):
-    n = len(decision)
-    return make_segment(rollout_id, (1,) * n, decision, (0.0,) * n)
 
 
 # episode a: decisions of 1 and 3 tokens, in one segment; episode b: 2, 1 and 1, in two segments

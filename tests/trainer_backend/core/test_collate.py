@@ -53,13 +53,10 @@ def test_a_sampled_token_is_predicted_one_position_before_it_in_its_own_segment(
 def test_a_decision_begins_once_however_many_versions_sampled_it():
     # In rows of 9: a, then b and c. Decision 0 of a is sampled by three versions, 1 by two; 1 and 2 follow
     # without a token between. c begins with a decision of the number and at the position that b ended with.
-    logprobs, context = [-1.0] * 9, -1
     segments = [
-        make_segment(
-            "a", range(9), [context] * 2 + [0, 0, 0, 0, 1, 1, 2], logprobs, [0, 0, 3, 3, 4, 5, 5, 6, 6]
-        ),
-        make_segment("b", range(5), [context, 0, 0, context, context], logprobs[:5], [0, 5, 6, 0, 0]),
-        make_segment("c", range(4), [context] * 3 + [0], logprobs[:4], [0, 0, 0, 6]),
+        make_segment("a", range(9), [-1, -1, 0, 0, 0, 0, 1, 1, 2], versions=[0, 0, 3, 3, 4, 5, 5, 6, 6]),
+        make_segment("b", range(5), [-1, 0, 0, -1, -1], versions=[0, 5, 6, 0, 0]),
+        make_segment("c", range(4), [-1, -1, -1, 0], versions=[0, 0, 0, 6]),
     ]
     first_N = pack_segments(segments, row_tokens=9).first_N.tolist()
     assert first_N == [True, False, False, False, True, False, True, True, False, True]

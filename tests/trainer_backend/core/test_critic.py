@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.trainer_backend.segment_columns import make_batch, make_segment
+from tests.trainer_backend.segment_columns import make_batch, segment
 from trainer_backend.core.collate import cut_batch
 from trainer_backend.core.critic import (
     ByToken,
@@ -17,12 +17,6 @@ from trainer_backend.core.critic import (
 )
 from trainer_backend.core.value_loss import CriticColumns, value_loss
 from trainer_backend.errors import AdvantageError, BatchError
-
-
-def segment(rollout_id, decision):
-    n = len(decision)
-    return make_segment(rollout_id, range(n), decision, (-1.0,) * n)
-
 
 # Rollout a: two decisions of two tokens and one in one segment, a third of two in another; b: one of one.
 SEGMENTS = [segment("a", [-1, 0, 0, -1, 1]), segment("a", [-1, 2, 2]), segment("b", [-1, 0])]

@@ -4,15 +4,16 @@ import math
 import operator
 import random as randomness
 from dataclasses import replace
-from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import reduce
+from itertools import chain
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared_schemas.rounding import add_up
+from tests.trainer_backend.core.exact_estimators import mean, normed, return_to_go
 from trainer_backend.core.advantages.derivation import PARTS, substitution
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.spread import SCALES
@@ -59,12 +60,6 @@ def single(scores, group="g"):
 
 def computed(name, episodes, config=CONFIG):
     return ESTIMATORS[name].compute(episodes, config.read(ESTIMATORS[name].keys, name))
-
-
-def exact_root(square: Fraction) -> Decimal:
-    with localcontext() as context:
-        context.prec = 60
-        return (Decimal(square.numerator) / Decimal(square.denominator)).sqrt()
 
 
 @HALF_AS_MANY
@@ -297,49 +292,26 @@ def test_an_empty_episode_is_refused_by_name(name):
         computed(name, [*single([1.0, 2.0]), empty])
 
 
-def deviations(scores):
-    exact = [Fraction(score) for score in scores]
-    return [value - sum(exact) / len(exact) for value in exact]
-
-
-@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
-@given(scores=st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=2, max_size=8))
-def test_scores_in_sample_standard_deviations_agree_with_exact_arithmetic(name, scores):
-    exact = deviations(scores)
-    variance = sum(value * value for value in exact) / (len(scores) - 1)
-    found = computed(name, single(scores)).per_episode
-    for (own,), deviation in zip(found, exact, strict=True):
-        if variance == 0:
-            assert own == 0.0
-            continue
-        expected = Decimal(deviation.numerator) / Decimal(deviation.denominator) / exact_root(variance)
-        assert abs(Decimal(own) - expected) <= Decimal("1e-12") * max(
-            1, *map(lambda s: Decimal(abs(s)), scores)
-        )
-
-
 @given(scores=SCORES)
-def test_deviations_agree_with_exact_arithmetic(scores):
-    size, largest = len(scores), max(map(abs, scores))
-    for name, factor in (("rloo", Fraction(size, max(size - 1, 1))), ("grpo_no_std", 1)):
-        found = computed(name, single(scores)).per_episode
-        for (own,), deviation in zip(found, deviations(scores), strict=True):
-            assert abs(Fraction(own) - factor * deviation) <= 1e-12 * largest, name
+def test_advantages_of_one_decision_agree_with_exact_arithmetic(scores):
+    exact, size = list(map(Fraction, scores)), len(scores)
+    deviations, in_stds = ([normed(score, exact, fnorm) for score in exact] for fnorm in ("one", "std"))
+    expected = {
+        "grpo_no_std": deviations,
+        "rloo": [Fraction(size, max(size - 1, 1)) * deviation for deviation in deviations],
+        "grpo": in_stds,
+        "reinforce_pp": in_stds,
+    }
+    for name, exact_N in expected.items():
+        for (own,), value in zip(computed(name, single(scores)).per_episode, exact_N, strict=True):
+            assert abs(Fraction(own) - value) <= 1e-12 * max(1, *map(abs, scores)), name
 
 
-@given(drawn=st.lists(DECISION, min_size=1, max_size=8))
-def test_gae_agrees_with_exact_arithmetic(drawn):
-    gamma, share = Fraction(CONFIG.gamma), Fraction(CONFIG.gae_lambda)
-    rewards = [Fraction(reward) / 7 for reward, *_ in drawn]
-    values = [Fraction(row[0]) for _, _, row, _ in drawn]
-    expected, ahead, after = [], Fraction(0), Fraction(0)
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        ahead, after = reward + gamma * after - value + gamma * share * ahead, value
-        expected.insert(0, ahead)
-    rounded = [(float(reward), *rest) for reward, (_, *rest) in zip(rewards, drawn, strict=True)]
-    (found,) = computed("gae", [episode(0, "g", rounded)]).per_episode
-    largest = max(1.0, *(abs(float(value)) for value in (*rewards, *values)))
-    assert all(abs(Fraction(a) - b) <= 1e-12 * largest for a, b in zip(found, expected, strict=True))
+BOOTSTRAP = CONFIG.model_copy(update=dict(bootstrap_truncated=True))
+
+
+def cut_short(decisions, after):
+    return replace(episode(0, "g", decisions), truncated=True, value_after=float(after))
 
 
 @given(drawn=st.lists(DECISION, min_size=1, max_size=5), after=st.integers(-8, 8))
@@ -359,23 +331,22 @@ def test_gae_token_agrees_with_exact_arithmetic_also_where_a_limit_cut_the_episo
         sum(math.prod(carried[n:k], start=Fraction(1)) * surprises[k] for k in range(n, len(tokens)))
         for n in range(len(tokens))
     ]
-    cut = replace(episode(0, "g", drawn), truncated=True, value_after=float(after))
-    (found,) = computed(
-        "gae_token", [cut], CONFIG.model_copy(update=dict(bootstrap_truncated=True))
-    ).per_token
+    (found,) = computed("gae_token", [cut_short(drawn, after)], BOOTSTRAP).per_token
     assert all(abs(Fraction(a) - b) <= 1e-12 * 16 for a, b in zip(found.flat, expected, strict=True))
+
+
+@given(drawn=st.lists(DECISION, min_size=1, max_size=8), after=st.integers(-8, 8))
+def test_gae_is_gae_token_where_each_decision_has_one_token(drawn, after):
+    cut = cut_short([(reward, state, row[:1], []) for reward, state, row, _ in drawn], after)
+    by_decision, by_token = (computed(name, [cut], BOOTSTRAP) for name in ("gae", "gae_token"))
+    assert by_decision.per_episode == by_token.per_episode
 
 
 @given(drawn=BATCH)
 def test_branch_agrees_with_exact_arithmetic(drawn):
+    rewards = [[Fraction(reward) for reward, *_ in decisions] for _, decisions in drawn]
     gamma = Fraction(CONFIG.gamma)
-    returns = [
-        [
-            sum((gamma ** (k - t) * Fraction(decisions[k][0]) for k in range(t, len(decisions))), Fraction(0))
-            for t in range(len(decisions))
-        ]
-        for _, decisions in drawn
-    ]
+    returns = [[return_to_go(row, t, gamma) for t in range(len(row))] for row in rewards]
 
     def baseline(i, t):
         branches = drawn[i][1][t][3]
@@ -396,17 +367,10 @@ def test_reinforce_pp_baseline_agrees_with_exact_arithmetic(drawn):
     centred = []
     for i, (group, decisions) in enumerate(drawn):
         own = [score for score, (other, _) in zip(scores, drawn, strict=True) if other == group]
-        centred.append([scores[i] - sum(own) / len(own)] * len(decisions))
-    values = [value for row in centred for value in row]
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+        centred += [scores[i] - mean(own)] * len(decisions)
     found = computed("reinforce_pp_baseline", make_batch(drawn)).per_episode
-    for row_T, exact_T in zip(found, centred, strict=True):
-        for own, exact in zip(row_T, exact_T, strict=True):
-            deviation = exact - mean
-            expected = Decimal(deviation.numerator) / Decimal(deviation.denominator)
-            expected = expected / exact_root(variance) if variance else Decimal(0)
-            assert abs(Decimal(own) - expected) <= Decimal("1e-12") * 8
+    for own, value in zip(chain.from_iterable(found), centred, strict=True):
+        assert abs(Fraction(own) - normed(value, centred, "std")) <= 1e-12 * 8
 
 
 @EACH

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from trainer_backend.core.kl import KL_ESTIMATORS, kl_estimate, kl_loss
+from trainer_backend.core.kl import KL_ESTIMATORS, kl_loss
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
 from trainer_backend.errors import RewardError
 
-KINDS = ["k1", "k2", "k3"]
+ESTIMATORS = {"k1": lambda d: d, **KL_ESTIMATORS}
 # a decision of two tokens and one of one
 SCORED = ScoredTokens([[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.5]])
 
@@ -26,12 +26,12 @@ def test_a_decision_pays_for_the_sum_over_its_own_tokens(kind, expected):
     assert kl_rewards(estimates, 0.1) == pytest.approx([-0.1 * sum(expected), 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_the_estimates_of_rewards_are_those_of_the_loss(kind):
     own, other = [-0.3, -25.0, -0.1], [-4.0, -1.0, -30.0]  # beyond the limit of a log-ratio too
     d = (torch.tensor(own) - torch.tensor(other)).clamp(-20, 20)
     found = kl_estimates(ScoredTokens([own], [other]), kind)[0]
-    assert found == pytest.approx(KL_ESTIMATORS[kind](d).tolist(), rel=1e-5)
+    assert found == pytest.approx(ESTIMATORS[kind](d).tolist(), rel=1e-5)
 
 
 def make_policies(distance: float = 1.0):
@@ -57,8 +57,9 @@ def forward_kl(logp, reference):
 
 def as_a_loss(kind: str) -> torch.Tensor:
     """E over the policy's own samples of d k(log pi(x) - log ref(x)) / d logits: what sampling estimates."""
-    estimator = KL_ESTIMATORS[kind]
-    return differentiate(lambda logp, reference: (logp.exp().detach() * estimator(logp - reference)).sum())
+    return differentiate(
+        lambda logp, reference: (logp.exp().detach() * ESTIMATORS[kind](logp - reference)).sum()
+    )
 
 
 def as_a_reward(kind: str, distance: float = 1.0) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_k1_and_k3_are_unbiased_estimates_of_the_kl():
     logits, reference = make_policies()
     logp = logits.detach().log_softmax(-1)
     for kind in ("k1", "k3"):
-        expectation = (logp.exp() * KL_ESTIMATORS[kind](logp - reference)).sum()
+        expectation = (logp.exp() * ESTIMATORS[kind](logp - reference)).sum()
         torch.testing.assert_close(expectation, reverse_kl(logp, reference))
 
 
@@ -102,25 +103,18 @@ def test_near_the_reference_k2_and_k3_as_rewards_hardly_pull(kind):
     assert strength(0.001) == pytest.approx(strength(0.01) / 10, rel=0.1)  # one order less than k1
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_estimate_is_a_weighted_sum_that_ignores_padding(name):
+@pytest.mark.parametrize(
+    ("kind", "expected", "slope"),
+    [("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
+)
+def test_the_loss_is_a_weighted_sum_that_ignores_padding(kind, expected, slope):
     logprobs, reference = torch.tensor([-1.0, math.nan, -1.0]), torch.tensor([-1.5, -1.0, -1.5])
     logprobs.requires_grad_()
     weights = torch.tensor([0.5, 0.0, 0.5])
-    expected = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}[name]
-    assert kl_estimate(logprobs, reference, weights, name=name).item() == pytest.approx(expected)
-    if name != "k1":
-        kl_loss(logprobs, reference, weights, name=name).backward()
-        slope = {"k2": 0.5, "k3": 1 - math.exp(-0.5)}[name]
-        assert logprobs.grad.tolist() == pytest.approx([slope / 2, 0.0, slope / 2])
-
-
-def test_k1_is_refused_as_a_loss_and_an_unknown_name_with_the_known_ones():
-    zeros = torch.zeros(3)
-    with pytest.raises(ValueError, match="k1 as a loss has zero expected gradient"):
-        kl_loss(zeros, zeros, zeros, name="k1")
-    with pytest.raises(ValueError, match="'k4'; known: k1, k2, k3"):
-        kl_estimate(zeros, zeros, zeros, name="k4")
+    loss = kl_loss(logprobs, reference, weights, kind=kind)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert logprobs.grad.tolist() == pytest.approx([slope / 2, 0.0, slope / 2])
 
 
 @pytest.mark.parametrize("reference_T", [[[-1.0], [-0.5]], [[-1.0, math.nan], [-0.5]]])

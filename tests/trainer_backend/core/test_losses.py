@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.gigpo import GigpoKeys
 from trainer_backend.core.critic import OwnCriticKeys
+from trainer_backend.core.kl import KlKeys
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
 from trainer_backend.core.losses import (
     LOSSES,
@@ -199,6 +200,7 @@ def test_entropy_is_rewarded_by_weight_and_not_read_on_padding():
         (SapoKeys, {"tau_neg": -1.0}),
         (SapoKeys, {"tau_pos": math.inf}),
         (RouterKeys, {"router_aux_coef": -0.1}),
+        (KlKeys, {"kl_kind": "k1"}),
         (GigpoKeys, {"omega": -0.1}),
     ],
 )

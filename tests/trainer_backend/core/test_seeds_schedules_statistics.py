@@ -29,14 +29,13 @@ from trainer_backend.core.schedules import (
 )
 from trainer_backend.core.statistics import (
     Interval,
-    ach_by_turn,
+    average_by_turn,
     decision_metrics,
     episode_metrics,
     mean_interval,
     over_worlds,
     staleness_metrics,
     t_quantile_975,
-    unique_by_turn,
     user_reward_metrics,
 )
 
@@ -90,14 +89,11 @@ def test_an_outcome_reward_is_no_event_reward():
     assert (metrics["reward/batch_nonzero"], metrics["decision/batch_nonzero"]) == (1.0, 0.0)
 
 
-def test_a_risen_counter_counts_again_by_turn_and_a_first_unlock_once():
+def test_by_turn_a_risen_counter_counts_again_a_first_unlock_once_and_an_ended_episode_nothing():
     # wood; wood again and the cow; nothing. The other episode, of one decision, has nothing.
-    assert ach_by_turn([WOOD_TWICE, NOTHING]) == [0.5, 1.0, 0.0]
-    assert ach_by_turn([]) == []
-
-
-def test_an_episode_that_has_ended_counts_nothing_at_later_turns():
-    assert unique_by_turn([WOOD_TWICE, NOTHING]) == [0.5, 0.5, 0.0]
+    expected = {"decision/unique_by_turn": [0.5, 0.5, 0.0], "decision/ach_by_turn": [0.5, 1.0, 0.0]}
+    assert average_by_turn([WOOD_TWICE, NOTHING]) == expected
+    assert average_by_turn([]) == {"decision/unique_by_turn": [], "decision/ach_by_turn": []}
 
 
 def test_episode_means_and_endings():

@@ -29,7 +29,7 @@ def moment(number: int, achieved: tuple[str, ...] = (), *, turn: int = 1, size: 
 
 
 def starts(pool: Pool, rule: str = "frontier", **keys: float) -> Starts:
-    return Starts(KEYS.model_copy(update=keys), STARTS[rule].weights, pool, job_seed=3, reseedable=True)
+    return Starts(KEYS.model_copy(update=keys), STARTS[rule], pool, job_seed=3, reseedable=True)
 
 
 def test_a_cell_is_the_rarest_achievement_in_whatever_order_a_game_has_them():

@@ -50,16 +50,20 @@ def true_gradient(p):
     )
 
 
+def sum_of_scores(group, advantages, p):
+    """Of the group's decisions, each times its advantage."""
+    return sum(
+        score(action, p) * Fraction(advantage)
+        for actions, row_T in zip(group, advantages, strict=True)
+        for action, advantage in zip(actions, row_T, strict=True)
+    )
+
+
 def expected_gradient(estimator, size, p):
     """E over all groups of `size` episodes of the mean over them of sum_t score_{i,t} * A_{i,t}."""
     total = Fraction(0)
     for group in product(EPISODES, repeat=size):
-        advantages = estimator([earn(actions) for actions in group])
-        gradient = sum(
-            score(action, p) * Fraction(advantage)
-            for actions, row_T in zip(group, advantages, strict=True)
-            for action, advantage in zip(actions, row_T, strict=True)
-        )
+        gradient = sum_of_scores(group, estimator([earn(actions) for actions in group]), p)
         total += prod(probability(actions, p) for actions in group) * gradient / size
     return total
 
@@ -104,11 +108,7 @@ def expected_branch_gradient(turns, size, p):
                 for i, actions in enumerate(group)
             ]  # fmt: skip
             advantages = branch(episodes, AlgorithmTable(gamma=1.0)).per_episode
-            gradient = sum(
-                score(action, p) * Fraction(advantage)
-                for actions, row_T in zip(group, advantages, strict=True)
-                for action, advantage in zip(actions, row_T, strict=True)
-            )
+            gradient = sum_of_scores(group, advantages, p)
             chance = prod(probability(actions, p) for actions in played)
             total += weight * chance * gradient / size
     return total

@@ -82,10 +82,9 @@ class Desk:
 
 
 class Client:
-    fault = None
-
     """Stands in for a task app's client; `outages` of its replays end without an answer."""
 
+    fault = None
     url = "http://127.0.0.1:1"
 
     def __init__(self, outages: int = 0) -> None:

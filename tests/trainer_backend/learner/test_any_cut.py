@@ -9,10 +9,10 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import make_learner, segment
+from tests.trainer_backend.learner.hand_made import find_gradient, make_learner, segment
 from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.critic import make_targets
-from trainer_backend.learner.update import LogprobCache, PolicyUpdate
+from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
 
@@ -56,12 +56,9 @@ def gradient(tokenizer, cut, **settings):
         ]
         for item in given
     }
-    update = learner.policy_update()
-    update.gradient(
-        update.weighed(given, LogprobCache(known)).scored, {item.rollout_id: item for item in given}
-    )
-    weights = [*learner.model.parameters(), *([] if head is None else head.trained.values())]
-    return torch.cat([weight.grad.flatten() for weight in weights]).double()
+    of_policy, _ = find_gradient(learner, given, known)
+    of_head = () if head is None else (weight.grad.flatten() for weight in head.trained.values())
+    return torch.cat([of_policy, *of_head]).double()
 
 
 def assert_equal_for_every_cut(tokenizer, **settings):

@@ -9,15 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
+from tests.tiny_families import tiny_model
+from tests.trainer_backend.learner.hand_made import alone, make_segments
 from tests.trainer_backend.learner.test_joined import OneByOne
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import cut_packed, pack_segments
@@ -30,24 +24,8 @@ from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 
 CPU = Placement(torch.device("cpu"))
-SIZE = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
-ARCHITECTURES = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, use_sliding_window=False)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=None)),
-}
+ARCHITECTURES = ("qwen3", "llama", "mistral")
+LENGTHS = (23, 7, 12, 3, 19, 9, 5)
 
 
 def attend_one_by_one(q_LHD, k_LHD, v_LHD, bounds, scale):
@@ -64,49 +42,36 @@ WAYS = [BlockMask(), OneRow(attend_one_by_one), ByLength()]
 WAYS_NAMES = ["mask", "one by one", "by length"]
 
 
-def segments(count=7):
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for k, length in enumerate([23, 7, 12, 3, 19, 9, 5][:count]):
-        ids = torch.randint(2, 37, (length,), generator=generator).tolist()
-        decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
-        temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(make_segment(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
-    return made
-
-
 def build_scorer(architecture, attention, chunk=16):
-    torch.manual_seed(0)
-    model = ARCHITECTURES[architecture]().double().eval()
+    size = {"num_hidden_layers": 2, "initializer_range": 0.3, "sliding_window": None}
+    model = tiny_model(architecture, **size).double()
     model.set_attn_implementation(attention.implementation)
     return Scorer(model, CPU, attention, chunk)
 
 
-def alone(model, part):
-    """Plain: one sequence, the model's own causal mask, full logits."""
+def check_scores(model, parts, scores):
+    """They are those of each segment alone under the model's own causal mask."""
     model.set_attn_implementation("eager")
-    logits_LV = model(input_ids=torch.tensor([part.token_ids.tolist()])).logits[0]
-    logp_LV = (logits_LV[:-1] / part.temperatures[0]).log_softmax(-1)
-    return [float(logp_LV[i - 1, part.token_ids[i]]) for i in part.sampled_positions]
+    for mine, part in zip(scores, parts, strict=True):
+        with torch.no_grad():
+            expected = alone(model, part).tolist()
+        # The norms and the temperatures are float32 in a model of float64.
+        assert mine == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
 def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
-    scorer, parts = build_scorer(architecture, attention), segments()
+    scorer, parts = build_scorer(architecture, attention), make_segments(LENGTHS)
     found = scorer.score(
         parts, LoopKeys.model_construct(row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
     )
-    with torch.no_grad():
-        expected = [alone(scorer.model, part) for part in parts]
-    for mine, theirs in zip(found, expected, strict=True):
-        # The norms and the temperatures are float32 in a model of float64.
-        assert mine == pytest.approx(theirs, rel=0, abs=1e-5)
+    check_scores(scorer.model, parts, found)
 
 
 def gradient(scorer, *, row_tokens, max_rows, parts=None):
-    parts = parts or segments()
+    parts = parts or make_segments(LENGTHS)
     packed = pack_segments(parts, row_tokens=row_tokens, tries=scorer.tries(parts))
     for piece in cut_packed(packed, max_rows):
         states = scorer.states(piece)
@@ -134,10 +99,7 @@ def alike_at_first():
         [*rules, *rest[2]],
     ]
     texts += [[*rules, *question], rest[3]]
-    return [
-        make_segment(f"r-{k}", ids, [-1] * (len(ids) - 3) + [0] * 3, (-1.0,) * len(ids))
-        for k, ids in enumerate(texts)
-    ]
+    return [make_segment(f"r-{k}", ids, [-1] * (len(ids) - 3) + [0] * 3) for k, ids in enumerate(texts)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -158,10 +120,7 @@ def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architect
     assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [Tries.of(parts, 1).distinct]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     scores = scorer.score(parts, LoopKeys.model_construct(row_tokens=40, micro_batch_tokens=80))
-    with torch.no_grad():
-        alone_ = [alone(scorer.model, part) for part in parts]
-    for mine, theirs in zip(scores, alone_, strict=True):
-        assert mine == pytest.approx(theirs, rel=0, abs=1e-5)
+    check_scores(scorer.model, parts, scores)
 
 
 def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_token():
@@ -211,9 +170,12 @@ def test_checkpointed_layers_give_the_same_gradient_and_keep_less(attention):
 
 
 def test_one_row_holds_the_tokens_in_order_without_padding_and_knows_its_bounds():
-    packed = pack_segments(segments(3), row_tokens=30)  # 23 + 7 fill a row, 12 begin the next
+    packed = pack_segments(make_segments(LENGTHS[:3]), row_tokens=30)  # 23 + 7 fill a row, 12 begin the next
     row, bounds = one_row(packed)
-    assert row.token_ids_BL[0].tolist() == [*packed.token_ids_BL[0].tolist(), *segments()[2].token_ids]
+    assert row.token_ids_BL[0].tolist() == [
+        *packed.token_ids_BL[0].tolist(),
+        *make_segments(LENGTHS)[2].token_ids,
+    ]
     assert row.position_ids_BL[0].tolist() == [*range(23), *range(7), *range(12)]
     assert row.segment_ids_BL[0].tolist() == [1] * 23 + [2] * 7 + [3] * 12
     assert (bounds.starts_S.tolist(), bounds.longest) == ([0, 23, 30, 42], 23)
@@ -226,7 +188,7 @@ def test_under_autocast_log_probs_are_near_those_of_float32_and_of_its_width():
     scorer = build_scorer("qwen3", BlockMask())
     scorer.model.float()
     low = Scorer(scorer.model, Placement(torch.device("cpu"), torch.bfloat16), BlockMask(), 16)
-    packed = pack_segments(segments(), row_tokens=40)
+    packed = pack_segments(make_segments(LENGTHS), row_tokens=40)
     with torch.no_grad():
         exact_N = scorer.logprobs(packed)
         states = low.states(packed)

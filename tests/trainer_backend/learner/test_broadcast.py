@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
+from tests.trainer_backend.learner.hand_made import are_equal, copy_tensors, make_episodes, make_learner
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
@@ -60,8 +60,7 @@ def test_all_workers_of_all_servers_get_the_checkpoint_s_tensors(tokenizer, tmp_
         assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu")))) == 2
         for receiver in receivers:
             receiver.join()
-            assert receiver.weights.keys() == stored.keys()
-            assert all(torch.equal(receiver.weights[name], stored[name]) for name in stored)
+            assert are_equal(receiver.weights, stored)
 
 
 def test_weights_are_sent_in_the_precision_that_serves(tokenizer):
@@ -198,7 +197,7 @@ def test_the_own_address_on_the_way_to_this_machine_is_the_loopback():
 def test_a_learner_hands_its_weights_out_until_they_change(tokenizer):
     learner = make_learner(tokenizer)
     assert learner.broadcast(1, 30.0, quiet) == 0, "nothing is on offer"
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    before = copy_tensors(learner)
     address = learner.offer("127.0.0.1")
     for name in "ab":  # one after the other, as when a server comes back
         receiver = Receiver(address, Worker(name, 0, 1))

@@ -6,17 +6,10 @@ from itertools import chain
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
+from tests.tiny_families import tiny_model
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
@@ -28,22 +21,16 @@ from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in
 
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
 SIZE = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 300, "initializer_range": 0.08,
+    "hidden_size": 128, "intermediate_size": 256, "vocab_size": 300, "initializer_range": 0.08,
+    "head_dim": 32, "pad_token_id": None,
 }  # fmt: skip
-# The last has biases, and a head of its own.
-FAMILIES = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=32, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE, tie_word_embeddings=False)),
-}
 
 
 def make_model(family: str, *, adapted: bool) -> PreTrainedModel:
     """As it is after some updates: nothing in it is a number of bfloat16, nothing 0 or 1."""
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = FAMILIES[family]().eval()
+    # Qwen2 has biases; here it also gets a head of its own.
+    model = tiny_model(family, **SIZE, tie_word_embeddings=family != "qwen2")
     if adapted:
         hold_in(model, torch.bfloat16)
         Adapter.fresh(model, LoraTable(rank=4, alpha=8), seed=0, base=None)
@@ -107,7 +94,7 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
 
 
 def test_a_copy_in_low_precision_keeps_the_bias_of_its_head():
-    model = FAMILIES["llama"]()
+    model = tiny_model("llama", tie_word_embeddings=True)
     width, rows = model.config.hidden_size, model.config.vocab_size
     model.lm_head = torch.nn.Linear(width, rows, bias=True)
     hidden_1D = torch.zeros(1, width)
@@ -118,7 +105,7 @@ def test_a_copy_in_low_precision_keeps_the_bias_of_its_head():
 
 
 def test_matrices_are_rounded_and_neither_norms_nor_the_frequencies_of_rotary_positions_are():
-    model = FAMILIES["llama"]()
+    model = tiny_model("llama", tie_word_embeddings=True)
     exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
     hold_in(model, torch.bfloat16)
     assert {(weight.dim(), weight.dtype) for weight in model.parameters()} == {

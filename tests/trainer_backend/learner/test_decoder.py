@@ -5,18 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from tests.tiny_families import tiny_model
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
@@ -26,24 +17,15 @@ from trainer_backend.learner.operators import by_kernels, rms_norm, rotary
 from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.learner.scoring import Scorer
 
-SIZE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.3,
-}  # fmt: skip
-FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
-    "with biases": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE)),
-    "with norms of heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=8)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE)),
-}
+# The second has biases, the third norms of heads.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 # One answer each; and a conversation, most of whose tokens are read.
 ANSWERS = [segment("a", [5] * 9, [6, 7], [0.0] * 2), segment("b", [8] * 6, [9], [0.0])]
 TALK = [segment("c", [3, 4], [5, 6, 7, 8, 9], [0.0] * 5)]
 
 
 def build_scorer(family: str, attention: PackedAttention, dtype: torch.dtype = torch.float64) -> Scorer:
-    torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
+    model = tiny_model(family, num_hidden_layers=2, initializer_range=0.3)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # norms and biases, which begin as 1 and 0
             torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)

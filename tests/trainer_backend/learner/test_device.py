@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -32,24 +33,10 @@ OLD_DRIVER = Found(cuda=None, mps=False, why_no_cuda=TOO_OLD)
 NO_DRIVER = "Found no NVIDIA driver on your system"
 
 
-def notes_for(
-    placement: Placement,
-    *,
-    head_dim: int = 128,
-    model_type: str = "qwen3",
-    no_kernels: str | None = None,
-    wide_products: bool = True,
-    wide_sums: bool = True,
-) -> tuple[str, ...]:
-    """What is told with this torch being as new as it has to be, but for what is named."""
-    return slower_ways(
-        placement,
-        head_dim=head_dim,
-        model_type=model_type,
-        no_kernels=no_kernels,
-        wide_products=wide_products,
-        wide_sums=wide_sums,
-    )
+# With a torch as new as it has to be, but for what is named.
+notes_for = partial(
+    slower_ways, head_dim=128, model_type="qwen3", no_kernels=None, wide_products=True, wide_sums=True
+)
 
 
 @pytest.mark.parametrize(

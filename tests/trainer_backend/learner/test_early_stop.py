@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment
-from trainer_backend import learner_parts
-from trainer_backend.core.aggregation import number_units
-from trainer_backend.core.collate import collate
+from tests.trainer_backend.learner.hand_made import (
+    SIZE,
+    are_equal,
+    make_config,
+    make_episodes,
+    make_learner,
+    segment,
+)
+from tests.trainer_backend.segment_columns import make_batch
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner import step_size
@@ -49,8 +53,7 @@ def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
     held = make_learner(tokenizer, training__update_passes=5, training__target_kl=1e-9)
     for learner in (once, held):
         learner.update([episode(learner, "r", 1.0)], iteration=1)
-    other = held.weights()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in once.weights().items())
+    assert are_equal(once.weights(), held.weights())
 
 
 def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
@@ -114,17 +117,15 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
     now_N = torch.tensor([-2.0 + d for moved in moves.values() for d in moved])
     found = []
     for loss, level, name in product(LOSSES, get_args(RatioLevel), AGGREGATIONS):
-        job = tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
-        terms = PolicyTerms(learner_parts.learner_config(job).objectives, job.training)
-        batch = collate(
+        config = make_config(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
+        terms = PolicyTerms(config.objectives, config.training)
+        batch = make_batch(
             parts,
+            row_tokens=16,
+            level=level,
             advantages={"long": [1.0], "short": [1.0]},
             weights=AGGREGATIONS[name].weights(parts, None),
             proximal=rows,
-            behaviour=[[1.0] * len(row) for row in rows],
-            units=number_units(parts, [level] * 2),
-            policies=[0, 0],
-            row_tokens=16,
         )
         _, metrics = terms.of(batch, now_N, torch.zeros(4), terms.sums(batch))
         found.append(metrics[DRIFT])
@@ -175,7 +176,7 @@ def test_a_resume_has_the_rate_bit_for_bit_and_other_schedules_have_no_state(tok
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)
     assert found["optim/lr"] != 1e-3
-    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.weights(), again.weights())
     other.save(tmp_path / "iteration_2", Progress(1, 1, 2))
     assert not [*tmp_path.glob(f"iteration_2/**/{RATE_FILE}")]
 

@@ -8,14 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import tiny_job
-from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
-from tests.trainer_backend.learner.hand_made import get_gradients, gradient, segment
-from tests.trainer_backend.segment_columns import make_segment
-from trainer_backend import learner_parts
+from tests.tiny_families import EACH_KIND, KEYS, tiny_model
+from tests.trainer_backend.learner.hand_made import (
+    alone,
+    are_equal,
+    find_gradient,
+    gradient,
+    make_config,
+    make_segments,
+    segment,
+)
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.router_loss import balance_loss, load_metrics
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
@@ -39,34 +43,14 @@ BALANCED = ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 LENGTHS = (23, 70, 12, 3, 19, 9, 21, 5)
 
 
-def segments() -> list[Segment]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for k, length in enumerate(LENGTHS):
-        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
-        temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(make_segment(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
-    return made
-
-
 def learners(family: str) -> Scorer:
     model = tiny_model(family)
     return build_scorer(model, CPU, why_apart=refuse_unsupported(model, longest=128))
 
 
-def alone(model, part: Segment) -> torch.Tensor:
-    """[N] by the model's own forward pass of one segment, with full logits."""
-    ids_L = torch.from_numpy(part.token_ids.astype("int64"))
-    logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
-    logp_LV = (logits_LV[:-1] / float(part.temperatures[0])).log_softmax(-1)
-    at = torch.tensor(part.sampled_positions)
-    return logp_LV[at - 1, ids_L[at]]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradient_are_those_of_each_segment_alone(family: str):
-    scorer, parts = learners(family), segments()
+    scorer, parts = learners(family), make_segments(LENGTHS)
     found = scorer.score(parts, LoopKeys(row_tokens=80, micro_batch_tokens=160))
     model = tiny_model(family)
     expected = [alone(model, part) for part in parts]
@@ -96,7 +80,7 @@ def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
                 lambda *_, calls=calls, number=number: calls.__setitem__(number, calls[number] + 1)
             )
         with stepping(model):
-            loss = scorer.logprobs(pack_segments(segments(), row_tokens=400)).sum()
+            loss = scorer.logprobs(pack_segments(make_segments(LENGTHS), row_tokens=400)).sum()
         once = list(calls)
         with stepping(model):
             found[repr(checkpointed)] = gradient(model, loss)
@@ -118,7 +102,7 @@ def learner_of_family(tokenizer, family: str, **overrides) -> LocalLearner:
     torch.set_num_threads(1)
     model = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     told = {"training__mismatch_limit": 1e9, "training__entropy_coef": 0.0, **overrides}
-    return LocalLearner(learner_parts.learner_config(tiny_job(**told)), model, tokenizer)
+    return LocalLearner(make_config(**told), model, tokenizer)
 
 
 def routed_episodes() -> list[CreditedEpisode]:
@@ -127,19 +111,14 @@ def routed_episodes() -> list[CreditedEpisode]:
     return [CreditedEpisode(part.rollout_id, [part], [0.0]) for part in made]
 
 
-def take_step(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
-    """The gradient and metrics of one step over all these episodes."""
-    episodes, update = routed_episodes(), learner.policy_update()
-    metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
-    return get_gradients(learner.model), metrics
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in BALANCED])
 def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(tokenizer, family: str):
     cut = {"training__row_tokens": 64, "training__micro_batch_tokens": 64}
-    by_pieces, metrics = take_step(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
+    in_pieces = learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut)
     learner = learner_of_family(tokenizer, family, training__router_aux_coef=0.5)
-    whole, of_whole = take_step(learner)
+    (by_pieces, metrics), (whole, of_whole) = (
+        find_gradient(one, routed_episodes()) for one in (in_pieces, learner)
+    )
     torch.testing.assert_close(by_pieces, whole, rtol=1e-4, atol=1e-7)
     rows = [torch.tensor(part.token_ids.tolist()) for item in routed_episodes() for part in item.segments]
     ids_BL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -170,9 +149,7 @@ MORE_ADAPTED = {
 def test_adapters_are_on_the_familys_own_projections_all_of_them_trained_and_merged(tokenizer, family: str):
     learner = learner_of_family(tokenizer, family, lora__rank=2, training__router_aux_coef=0.0)
     parts = [part for item in routed_episodes() for part in item.segments]
-    episodes = {part.rollout_id: CreditedEpisode(part.rollout_id, [part], [1.0]) for part in parts}
-    update = learner.policy_update()
-    update.gradient(update.weighed([*episodes.values()]).scored, episodes)
+    find_gradient(learner, [CreditedEpisode(part.rollout_id, [part], [1.0]) for part in parts])
     ups = {name: w for name, w in learner.model.named_parameters() if ".lora_B." in name}
     assert all(weight.grad.any() for weight in ups.values())
     if family in MORE_ADAPTED:
@@ -238,8 +215,7 @@ def test_adapters_of_experts_resume_bit_for_bit_and_transformers_loads_them_with
     torch.testing.assert_close(alone(loaded, part), alone(learner.model, part), rtol=0, atol=1e-5)
     config = replace(learner.config, model=ModelTable(path=tmp_path / "iteration_0"))
     resumed, _ = LocalLearner.resumed(config, folder)
-    own = learner.model.state_dict()
-    assert all(torch.equal(weight, own[name]) for name, weight in resumed.model.state_dict().items())
+    assert are_equal(resumed.model.state_dict(), learner.model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -293,7 +269,7 @@ def test_ranks_with_fewer_groups_of_segments_make_as_many_passes_as_the_others()
         def of_every_rank(self, own):
             return [own, 9]
 
-    packed = pack_segments(segments(), row_tokens=80)
+    packed = pack_segments(make_segments(LENGTHS), row_tokens=80)
     groups, _ = PaddedRows("sdpa", "", Two()).arranged(packed, CPU.device, torch.float32)[1][GROUPS]
     assert len(groups) == 9 and [len(group.read_R) for group in groups[-2:]] == [0, 0]
     scorer = learners("gemma2")

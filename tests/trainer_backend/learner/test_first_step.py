@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner
+from tests.trainer_backend.learner.hand_made import SIZE, are_equal, copy_tensors, make_episodes, make_learner
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.update import LogprobCache
@@ -91,11 +91,11 @@ def test_a_token_that_was_sampled_otherwise_is_found_before_a_step_is_taken(toke
     learner = make_learner(tokenizer, **CUTS[cut], training__mismatch_limit=0.01)
     episodes = make_episodes(learner, ADVANTAGES)
     for number in range(len(episodes)):  # in the first step or not
-        before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+        before = copy_tensors(learner)
         (bad,) = off_by(episodes[number : number + 1], 0.1)
         with pytest.raises(SamplerMismatch, match=rf"rollout r{number}, turn 1.*beyond it: 2 of 8 tokens"):
             learner.update([*episodes[:number], bad, *episodes[number + 1 :]], iteration=1)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+        assert are_equal(learner.model.state_dict(), before)
 
 
 def test_log_probs_that_are_not_finite_are_named_before_they_reach_a_gradient(tokenizer):

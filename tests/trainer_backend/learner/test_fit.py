@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.conftest import tiny_job
-from trainer_backend import learner_parts
+from tests.trainer_backend.learner.hand_made import make_config
 from trainer_backend.errors import JobError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.device import place_on_card
@@ -31,7 +31,7 @@ VLLM = {"inference": {"engine": "vllm", "vllm_python": "python", "max_model_len"
 
 
 def make_search(card_gib: float, **tables: Any) -> Search:
-    config = learner_parts.learner_config(tiny_job(**tables))
+    config = make_config(**tables)
     shapes = {(True, "head"): Models(SHAPE, "llama"), (False, "head"): Models(ADAPTED, "llama")}
     return Search(config, place_on_card(int(card_gib * GIB)), shortest=512, _models=shapes)
 

@@ -12,12 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import block_mask, pack_segments
 from trainer_backend.core.tries import Tries
-from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, list_levels
+from trainer_backend.learner.joined import Flash, Plan, Runs, Shared, attend, attend_levels, list_levels
 from trainer_backend.models import part_attention
 
 
-class OneByOne(LevelKernel):
+class OneByOne(Flash):
     """A kernel of variable length in place of FlashAttention: a run at a time, by products."""
+
+    dtype = None
 
     def forward(self, q_NHD, k_MHD, v_MHD, level, scale):
         k_MHD, v_MHD = (
@@ -76,10 +78,7 @@ def test_the_runs_of_a_row_by_hand():
 @settings(max_examples=15, deadline=None)
 @given(texts=TEXTS, share_from=st.integers(1, 3), seed=st.integers(0, 99))
 def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
-    parts = [
-        make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
-        for n, ids in enumerate(texts)
-    ]
+    parts = [make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0]) for n, ids in enumerate(texts)]
     packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))
     positions_L, mask_LL = packed.position_ids_BL[0], block_mask(packed.position_ids_BL)[0, 0]
     draw = torch.Generator().manual_seed(seed)

@@ -1,5 +1,7 @@
 """What is imitated of an episode, decisions or a teacher's labels; what a tokenizer is trained on."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
@@ -30,20 +32,22 @@ def label(*actions: str) -> dict[str, object]:
     return {"content": None, "tool_calls": [call(*actions).model_dump(mode="json")]}
 
 
-def played(action: dict[str, object], *, refused: str | None = None, tools: int = 1) -> Trajectory:
-    """An episode of one decision."""
+def one_decision(tools: Sequence[ToolSpec], seen: str, **decision: object) -> Trajectory:
     step = StepData(
-        turn=1,
-        observation_data=ObservationData(messages=(Message(role="user", content="tree L2"),)),
-        action_taken=action,
-        tool_calls=(call("noop"),),
-        step_info=StepInfo(invalid_reason=refused),
+        turn=1, observation_data=ObservationData(messages=(Message(role="user", content=seen),)), **decision
     )
     return Trajectory(
-        env_name="e", policy_name="p", seed=0, tools=(TOOL,) * tools, steps=(step,), outcome_reward=0.0,
+        env_name="e", policy_name="p", seed=0, tools=tuple(tools), steps=(step,), outcome_reward=0.0,
         outcome_definition="none", env_steps=0, terminated=True, truncated=False,
         stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
     )  # fmt: skip
+
+
+def played(action: dict[str, object], *, refused: str | None = None, tools: int = 1) -> Trajectory:
+    info = StepInfo(invalid_reason=refused)
+    return one_decision(
+        [TOOL] * tools, "tree L2", action_taken=action, tool_calls=(call("noop"),), step_info=info
+    )
 
 
 def taught(
@@ -96,17 +100,8 @@ def tool(name: str) -> ToolSpec:
 
 
 def trajectory(*tools: str, said: str | None = None) -> Trajectory:
-    step = StepData(
-        turn=1,
-        observation_data=ObservationData(messages=(Message(role="user", content="Who?"),)),
-        action_taken={"type": "tool_call"} | ({"content": said} if said else {}),
-        tool_calls=(FINISH,),
-    )
-    return Trajectory(
-        env_name="e", policy_name="p", seed=0, tools=tuple(map(tool, tools)), steps=(step,),
-        outcome_reward=0.0, outcome_definition="none", env_steps=0, terminated=True, truncated=False,
-        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
-    )  # fmt: skip
+    action = {"type": "tool_call"} | ({"content": said} if said else {})
+    return one_decision([tool(name) for name in tools], "Who?", action_taken=action, tool_calls=(FINISH,))
 
 
 def test_calls_are_texts_as_the_presets_template_writes_them_with_their_names():

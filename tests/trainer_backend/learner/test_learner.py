@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
-from trainer_backend import learner_parts
+from tests.trainer_backend.learner.hand_made import (
+    SIZE,
+    are_equal,
+    copy_tensors,
+    make_config,
+    make_episodes,
+    make_learner,
+    segment,
+    tiny_tokenizer,
+)
 from trainer_backend.errors import (
     CheckpointError,
     ModelFolderError,
@@ -76,7 +83,7 @@ def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_
         found = learner.update(episodes, iteration=1)
         assert found["mismatch/logprob_max"] == pytest.approx(abs(off), abs=1e-5 if low is None else 0.1)
         return
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    before = copy_tensors(learner)
     with pytest.raises(SamplerMismatch) as caught:
         learner.update(episodes, iteration=1)
     message = str(caught.value)
@@ -84,7 +91,7 @@ def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_
     assert low is not None or f": {abs(off):.3g} nats apart, " in message
     assert f"more than {told} (training.mismatch_limit; beyond it: 1 of 4 tokens)" in message
     assert caught.value.steps_taken == 0, "so the run saves what it has"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.model.state_dict(), before)
 
 
 def test_a_nan_stops_the_update_before_the_weights_and_names_the_token(tokenizer):
@@ -101,11 +108,11 @@ def test_a_nan_stops_the_update_before_the_weights_and_names_the_token(tokenizer
 def test_an_infinite_gradient_is_not_stepped(tokenizer):
     learner = make_learner(tokenizer)
     episodes = make_episodes(learner, [1e38, -1e38])
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    before = copy_tensors(learner)
     with pytest.raises(NonFiniteLoss) as caught:
         learner.update(episodes, iteration=1)
     assert caught.value.steps_taken == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.model.state_dict(), before)
 
 
 @pytest.mark.parametrize(("decisions", "batch", "sizes"), [(10, 4, [5, 5]), (9, 3, [3, 3, 3]), (3, 8, [3])])
@@ -151,16 +158,14 @@ def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
     optimizer = "training_state/optimizer.safetensors"
     (tmp_path / "iteration_1" / optimizer).replace(tmp_path / "iteration_2" / optimizer)
     with pytest.raises(CheckpointError, match="another model"):
-        LocalLearner.resumed(
-            learner_parts.learner_config(tiny_job(model__preset="tiny-0.8m")), tmp_path / "iteration_2"
-        )
+        LocalLearner.resumed(make_config(model__preset="tiny-0.8m"), tmp_path / "iteration_2")
 
 
 def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     with pytest.raises(ModelFolderError, match="no `model` and `lm_head`"):
         LocalLearner(
-            learner_parts.learner_config(tiny_job()),
+            make_config(),
             GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)),
             tokenizer,
         )
@@ -171,7 +176,7 @@ def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokeni
     # The loss stays finite, its gradient does not.
     learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     segments = [segment("r", [5, 6], [7, 8], [0.0, 0.0])]
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    before = copy_tensors(learner)
     with pytest.raises(NonFiniteLoss, match="norm of the gradient"):
         warm_up(
             learner.scorer,
@@ -181,7 +186,7 @@ def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokeni
             seed=1,
             tell=lambda done, total: None,
         )
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.model.state_dict(), before)
 
 
 def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
@@ -240,9 +245,9 @@ def test_policy_and_reference_are_scored_for_rewards_and_the_update_scores_nothi
         assert first[item.rollout_id].policy_T == [pytest.approx(own, abs=1e-5)]
         assert first[item.rollout_id].reference_T == [pytest.approx(own, abs=1e-5)]
     assert "loss/kl" not in learner.update(episodes, iteration=1), "the loss has no term of it"
-    trained = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    trained = copy_tensors(learner)
     second = learner.score(parts)
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.model.state_dict(), trained)
     for name, scored in second.items():
         assert scored.reference_T == first[name].reference_T, "the reference is held"
         assert scored.policy_T != first[name].policy_T, "what was scored before the update is forgotten"
@@ -259,7 +264,7 @@ def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(toke
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)
     assert found["loss/kl"] > 0.01
-    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.weights(), again.weights())
 
 
 def test_what_the_policy_was_sure_of_is_left_out_of_its_update():
@@ -289,8 +294,7 @@ def test_an_update_without_what_was_certain_is_that_of_the_rest(tokenizer):
     # what is omitted counts as unmoved: the mean is over all six tokens, of which two are certain
     assert metrics.pop(DRIFT) == pytest.approx(of_rest.pop(DRIFT) * 2 / 3, rel=1e-6)
     assert metrics == of_rest
-    weights = plain.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in skipping.model.state_dict().items())
+    assert are_equal(skipping.weights(), plain.weights())
     nothing = {"optim/steps": 0.0, "optim/steps_skipped": 0.0, "optim/certain_frac": 1.0}
     assert skipping.update([CERTAIN], iteration=2) == nothing
 

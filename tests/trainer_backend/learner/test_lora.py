@@ -9,20 +9,20 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared_schemas.trajectory import Sampling
-from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment
+from tests.tiny_families import tiny_model
+from tests.trainer_backend.learner.hand_made import (
+    SIZE,
+    are_equal,
+    copy_tensors,
+    make_config,
+    make_episodes,
+    make_learner,
+    segment,
+)
 from tests.trainer_backend.segment_columns import lists
-from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
@@ -54,10 +54,6 @@ LORA = {"lora__rank": 4, "lora__alpha": 8}
 PROBE = [segment("p", [5, 6, 7], [20, 21, 22, 23], [0.0] * 4)]
 
 
-def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
-
-
 def updated(tokenizer, iterations: int = 1, **overrides) -> LocalLearner:
     learner = make_learner(tokenizer, **{**LORA, "training__learning_rate": 0.01, **overrides})
     for iteration in range(1, iterations + 1):
@@ -75,9 +71,8 @@ def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
     assert lists(adapted.scorer.score(PROBE, SIZE)) == lists(plain.scorer.score(PROBE, SIZE))
     before = copy_tensors(adapted)
     adapted.update(make_episodes(adapted, [1.0, -1.0]), iteration=1)
-    changed = {
-        name for name, tensor in copy_tensors(adapted).items() if not torch.equal(tensor, before[name])
-    }
+    after = adapted.model.state_dict()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     # 2 layers of 4 attention and 3 MLP matrices, each with an A and a B
     assert len(changed) == 2 * 7 * 2
     assert all(".lora_" in name for name in changed)
@@ -98,7 +93,7 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
     assert learner.scorer.score(PROBE, SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
     assert len(learner.weights()) == 2 * 7 * 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
+    assert are_equal(learner.model.state_dict(), before)
 
 
 def test_adapters_that_are_not_all_given_are_refused(tokenizer):
@@ -109,14 +104,12 @@ def test_adapters_that_are_not_all_given_are_refused(tokenizer):
         ServedWeights(learner.copy_to_serve()).replace(weights)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learner_and_engine(bias: bool):
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"], ids=["norms of heads", "biases"])
+def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learner_and_engine(family: str):
     """Of the change that float32 would compute, both compute the whole, up to noise without a direction."""
-    torch.manual_seed(0)
-    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = Qwen2Config if bias else Qwen3Config
-    family = Qwen2ForCausalLM if bias else Qwen3ForCausalLM
-    model = family(config(vocab_size=300, num_key_value_heads=2, tie_word_embeddings=True, **size)).eval()
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 128}
+    told = {"vocab_size": 300, "initializer_range": 0.02, "pad_token_id": None, "tie_word_embeddings": True}
+    model = tiny_model(family, **size, **told)
     hold_in(model, torch.bfloat16)
     adapter = Adapter.fresh(model, LoraTable(rank=8, alpha=16), seed=0, base=None)
     served = copy_to_serve(model, torch.bfloat16)
@@ -158,8 +151,7 @@ def test_a_checkpoint_is_played_as_it_was_trained_where_its_weights_are_rounded(
         for name, tensor in {**base, **learner.weights()}.items()
     }
     found = played.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert are_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -179,8 +171,7 @@ async def test_an_engine_that_began_with_a_published_folder_loads_the_next_one_u
         torch.testing.assert_close(logits(model), logits(learner.model), rtol=0, atol=1e-5)
         return
     served = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
-    assert served.keys() == learner.weights().keys()
-    assert all(torch.equal(served[name], tensor.to(dtype)) for name, tensor in learner.weights().items())
+    assert are_equal(served, {name: tensor.to(dtype) for name, tensor in learner.weights().items()})
 
 
 async def test_an_engine_made_for_adapters_computes_as_a_merged_checkpoint_that_it_loads(
@@ -233,8 +224,7 @@ def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_
         learner.publish(tmp_path / part, part)
     merged = dict(tensors(tmp_path / "base", ["model.safetensors"], tmp_path / "adapters"))
     whole = load_file(tmp_path / "whole" / "model.safetensors")
-    assert merged.keys() == whole.keys()
-    assert all(torch.equal(tensor.float(), whole[name]) for name, tensor in merged.items())
+    assert are_equal({name: tensor.float() for name, tensor in merged.items()}, whole)
     assert not torch.equal(  # the base alone is another model
         load_file(tmp_path / "base" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float(),
         whole["model.layers.0.mlp.up_proj.weight"],
@@ -249,11 +239,7 @@ def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_
 
 
 def save_checkpoints(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> LocalLearner:
-    """A run's checkpoints before and after an update, and its learner.
-
-    Args:
-        warm: updates before the first of them.
-    """
+    """A run's checkpoints before and after an update, after `warm` others, and its learner."""
     learner = updated(tokenizer, iterations=warm, **overrides)
     learner.save(folder / "iteration_0", Progress())
     learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
@@ -360,8 +346,7 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_a_resumed_run(tokeni
     learner.save(tmp_path / "iteration_2", Progress(2, 2, 4))
     later, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_2")
     assert later.update(episodes, iteration=3) == learner.update(episodes, iteration=3)
-    other = copy_tensors(later)
-    assert all(torch.equal(tensor, other[name]) for name, tensor in copy_tensors(learner).items())
+    assert are_equal(learner.model.state_dict(), later.model.state_dict())
 
 
 def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_is_tied(tokenizer):
@@ -399,7 +384,7 @@ def test_a_run_is_not_resumed_with_other_adapters_than_it_has(tokenizer, tmp_pat
     learner.save(tmp_path / "iteration_0", Progress())
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))  # of adapters alone, where there are any
     for told, job in after.items():
-        config = learner_parts.learner_config(tiny_job(**job))
+        config = make_config(**job)
         for name in ("iteration_0", "iteration_1"):
             with pytest.raises(CheckpointError, match=told):
                 LocalLearner.resumed(config, tmp_path / name)
@@ -408,10 +393,10 @@ def test_a_run_is_not_resumed_with_other_adapters_than_it_has(tokenizer, tmp_pat
 def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):
     folder = tmp_path / "base"
     save_model_folder(folder, make_learner(tokenizer).model, tokenizer)
-    job = tiny_job(model__preset=None, model__path=str(folder), **LORA)
-    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
+    config = make_config(model__preset=None, model__path=str(folder), **LORA)
+    learner = LocalLearner.fresh(config, [])
     learner.save(tmp_path / "iteration_0", Progress())
-    again, _ = LocalLearner.resumed(learner_parts.learner_config(job), tmp_path / "iteration_0")
+    again, _ = LocalLearner.resumed(config, tmp_path / "iteration_0")
     again.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     for name in ("iteration_0", "iteration_1"):
         settings = json.loads((tmp_path / name / "adapter/adapter_config.json").read_text())

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, Qwen3Config
 
 from tests.conftest import tiny_job
 from tests.tiny_families import tiny_model
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, segment
+from tests.trainer_backend.learner.hand_made import make_config, make_episodes, make_learner, segment
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.errors import JobError, ModelFolderError
@@ -94,20 +94,15 @@ USE = MemoryUse(
     ],
 )
 def test_activations_are_near_the_peak_of_an_update(family, rounded, checkpointed, attention):
-    size = {
-        "vocab_size": 64, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 1,
-        "bos_token_id": None,
-    }  # fmt: skip
-    config = Qwen3Config(**size) if family == "qwen3" else LlamaConfig(**size)
-    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).eval()
+    size = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "head_dim": 16}
+    model = tiny_model(family, **size)
     checkpoint_layers(model, checkpointed)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
     peak = measure_peak(Scorer(model, placement, attention, 8))
     masked = isinstance(attention, BlockMask)
     use = replace(USE, low=rounded, masked=masked, checkpointed=checkpointed)
-    planned = activations(model_shape(config, None), use)
+    planned = activations(model_shape(model.config, None), use)
     assert 0.9 * peak < planned < 1.15 * peak
 
 
@@ -170,16 +165,14 @@ def test_a_cpu_keeps_its_micro_batches_unless_its_memory_cannot_hold_them():
     small = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
 
     def chosen(**tables) -> MemoryPlan:
-        config = learner_parts.learner_config(tiny_job(**tables))
+        config = make_config(**tables)
         return plan_on(place("cpu"), config, Models(model_shape(LlamaConfig(**small), None), "llama"))
 
     plan = chosen()
     assert plan.micro_batch_tokens == 4096 and not any("micro-batches" in note for note in plan.notes)
     assert chosen(training__micro_batch_tokens=300).micro_batch_tokens == 300
     # 1 MiB a token, of 4096 requests of 1024: no machine has so much, so the least is chosen, a row
-    config = learner_parts.learner_config(
-        tiny_job(inference__max_running=4096, inference__max_model_len=1024)
-    )
+    config = make_config(inference__max_running=4096, inference__max_model_len=1024)
     wide = model_shape(Qwen3Config(num_hidden_layers=2, head_dim=2048), None)
     too_large = plan_on(place("cpu"), config, Models(wide, "qwen3"))
     assert too_large.micro_batch_tokens == 1024
@@ -203,7 +196,7 @@ class BesideASmaller(Ranks):
 
 
 def test_ranks_compute_as_many_tokens_as_the_fullest_has_room_for_and_the_report_says_so():
-    config = learner_parts.learner_config(tiny_job())
+    config = make_config()
     factory = LocalFactory(config, ranks=BesideASmaller())
     report, alone = factory.plan_memory(None, []), LocalFactory(config).plan_memory(None, [])
     assert "micro-batches of 1024 tokens are chosen" in report and "micro-batches" not in alone
@@ -218,7 +211,7 @@ def make_plan(free: int, *, host: dict[str, int] | None = None, host_free: int =
 
 def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
     with pytest.raises(JobError) as caught:
-        refuse_too_large(make_plan(5 * GIB), hint=less_memory(learner_parts.learner_config(tiny_job())))
+        refuse_too_large(make_plan(5 * GIB), hint=less_memory(make_config()))
     told = str(caught.value)
     assert "at least 6.00 GiB on cpu" in told
     assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
@@ -228,7 +221,7 @@ def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
 
 def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
     plan = make_plan(8 * GIB)
-    refuse_too_large(plan, hint=less_memory(learner_parts.learner_config(tiny_job())))
+    refuse_too_large(plan, hint=less_memory(make_config()))
     assert "fits only while sequences are shorter than allowed" in str(plan)
     assert "fits only" not in str(make_plan(13 * GIB))
 
@@ -237,7 +230,7 @@ def test_moments_that_do_not_fit_main_memory_are_refused_too():
     with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
         refuse_too_large(
             make_plan(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB),
-            hint=less_memory(learner_parts.learner_config(tiny_job())),
+            hint=less_memory(make_config()),
         )
 
 
@@ -248,8 +241,8 @@ def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_ha
         cache.begin_prefill(first_row=0, length=200)
         served(input_ids=torch.ones((1, 200), dtype=torch.int64), use_cache=True, **{CACHE_NAME: cache})
     shape = model_shape(served.config, None)
-    job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
-    use = replace(memory_use(learner_parts.learner_config(job), place("cpu"), shape), trunks=False)
+    config = make_config(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
+    use = replace(memory_use(config, place("cpu"), shape), trunks=False)
     planned = memory_needs(shape, use, is_gpu=False).device["cache"]
     assert count_bytes((*cache._keys, *cache._values)) == planned
 
@@ -271,7 +264,7 @@ def test_a_model_and_a_fixed_policy_are_planned_for_without_their_weights(tokeni
     learner = make_learner(tokenizer)
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
-    named = learner_parts.learner_config(tiny_job(model__preset=None, model__path=str(tmp_path)))
+    named = make_config(model__preset=None, model__path=str(tmp_path))
     own = memory_plan(learner.config, tmp_path).needs.device
     for found in (own, memory_plan(named).needs.device):
         assert found["weights"] == count_bytes(learner.model.parameters())
@@ -285,19 +278,17 @@ def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFolderError, match=r"config\.json"):
-        memory_plan(learner_parts.learner_config(tiny_job()), tmp_path)
+        memory_plan(make_config(), tmp_path)
 
 
 def test_the_jobs_limits_are_what_is_counted_with():
-    job = tiny_job(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
+    config = make_config(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
     shape = large_shape()
-    use = memory_use(learner_parts.learner_config(job), place("cpu"), shape)
+    use = memory_use(config, place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
-    assert use.keys == job.inference and use.keys.slots == 16
+    assert use.keys == config.inference and use.keys.slots == 16
     assert (use.reference, use.masked, use.low) == (True, False, False)
-    assert memory_use(
-        learner_parts.learner_config(job), place("mps", Found(cuda=None, mps=True)), shape
-    ).masked
+    assert memory_use(config, place("mps", Found(cuda=None, mps=True)), shape).masked
 
 
 MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alpha": 0.5}
@@ -316,7 +307,7 @@ MIXED = {"rollout_only__model_path": "fixed", "rollout_allocation_schedule__alph
     ],
 )
 def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, processes):
-    config = learner_parts.learner_config(tiny_job(**tables))
+    config = make_config(**tables)
     use = memory_use(config, place("cpu"), large_shape())
     assert (use.engines, use.processes) == (engines, processes)
     assert ("lower services.gateways (3)" in less_memory(config)) == (engines == 3)
@@ -333,7 +324,7 @@ def test_every_gateway_with_an_engine_of_its_own_is_counted(tables, engines, pro
 )
 def test_engines_count_where_they_are_on_the_learners_machine(cluster, url, engines):
     tables = {"cluster": cluster, "services__gateways": 2} | ({"learner__url": url} if url else {})
-    config = learner_parts.learner_config(tiny_job(**tables))
+    config = make_config(**tables)
     assert (config.engines, config.processes) == (engines, 1 + engines)
 
 
@@ -342,7 +333,7 @@ RANKS = {"cluster": {}, "learner__nproc_per_node": 2, "learner__nnodes": 2}
 
 def test_of_several_ranks_those_of_the_first_node_share_it_with_the_engines(tokenizer, tmp_path: Path):
     save_model_folder(tmp_path, make_learner(tokenizer).model, tokenizer)
-    config = learner_parts.learner_config(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
+    config = make_config(**RANKS | {"cluster": {"launcher": "ray"}})
     config = replace(config, engines=1)
     plans = [memory_plan(config, tmp_path, ranks=Ranks(index, 4)) for index in range(4)]
     assert ["engine" in plan.needs.device for plan in plans] == [True, True, False, False]
@@ -352,16 +343,13 @@ def test_of_several_ranks_those_of_the_first_node_share_it_with_the_engines(toke
 
 def test_less_memory_names_the_keys_that_ranks_read():
     kept = {"learner__fsdp_reshard_after_forward": False, "learner__data_parallel_replicate_degree": 2}
-    hint = less_memory(learner_parts.learner_config(tiny_job(cluster={}, learner__nproc_per_node=2, **kept)))
+    hint = less_memory(make_config(cluster={}, learner__nproc_per_node=2, **kept))
     assert "set learner.fsdp_reshard_after_forward = true" in hint
     assert "lower learner.data_parallel_replicate_degree (2)" in hint
 
 
 def test_less_memory_names_nothing_that_a_critic_with_layers_of_its_own_does_not_go_with():
-    own, head = (
-        learner_parts.learner_config(tiny_job(algorithm__advantage="gae", training__critic=name))
-        for name in ("own", "head")
-    )
+    own, head = (make_config(algorithm__advantage="gae", training__critic=name) for name in ("own", "head"))
     assert "[lora]" in less_memory(head) and "[lora]" not in less_memory(own)
     assert "set training.critic = 'head'" in less_memory(own)
 

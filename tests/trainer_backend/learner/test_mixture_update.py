@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment
+from tests.trainer_backend.learner.hand_made import (
+    SIZE,
+    are_equal,
+    copy_tensors,
+    find_gradient,
+    make_learner,
+    segment,
+)
 from trainer_backend.core.critic import make_targets
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SegmentError
-from trainer_backend.learner.update import LogprobCache
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.parts import CreditedEpisode
 
@@ -60,19 +66,13 @@ MIXED = [ACTOR, "fixed", ACTOR, "fixed", "fixed", ACTOR]
 OWN, FIXED = [ACTOR] * 6, ["fixed"] * 6
 
 
-def gradient(learner, episodes):
-    update = learner.policy_update()
-    metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
-    return metrics, torch.cat([weight.grad.flatten() for weight in learner.model.parameters()]).double()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_unlikely_samples_weigh_as_each_objective_says(tokenizer, kind):
     # every token of the fixed policy was e^0.25 as likely to it as to the learner: weights e^-0.25, a token
     fixed = {"objective": kind}
     learner = mixed_learner(tokenizer, fixed=fixed, training__entropy_coef=0.0)
-    _, found = gradient(learner, make_episodes(learner, FIXED, shift=0.25))
-    _, own = gradient(learner, make_episodes(learner, OWN))
+    found, _ = find_gradient(learner, make_episodes(learner, FIXED, shift=0.25))
+    own, _ = find_gradient(learner, make_episodes(learner, OWN))
     # the ratio to mu alone is e^-0.25 = 0.78, below 1 - clip_low: bad tokens are held, good ones are not
     share = (found.norm() / own.norm()).item()
     if kind == "single_ratio":
@@ -111,12 +111,8 @@ def test_a_mixed_step_is_the_same_however_it_is_cut(tokenizer, kind, level):
                 ]
                 for item in episodes
             }
-        update = learner.policy_update()
-        weighed = update.weighed(episodes, LogprobCache(known))
-        metrics = update.gradient(weighed.scored, {item.rollout_id: item for item in episodes})
-        weights = torch.cat([w.grad.flatten() for w in learner.model.parameters()]).double()
-        found.append((metrics, weights))
-    (whole, of_whole), (cut, of_cut) = found
+        found.append(find_gradient(learner, episodes, known))
+    (of_whole, whole), (of_cut, cut) = found
     assert of_whole.norm() > 1e-3
     assert ((of_whole - of_cut).norm() / of_whole.norm()).item() < 1e-5
     assert cut == pytest.approx(whole, abs=1e-5)
@@ -140,11 +136,11 @@ def test_the_actors_curves_hold_none_of_the_others_samples(tokenizer, kind):
 
 def test_an_iteration_without_the_actors_samples_has_no_curve_of_its_and_learns(tokenizer):
     learner = mixed_learner(tokenizer)
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    before = copy_tensors(learner)
     metrics = learner.update(make_episodes(learner, FIXED, shift=0.2), iteration=1)
     told = {name for name in metrics if name.startswith(("loss/", "mismatch/", "mixture/actor/"))}
     assert told == {"loss/kl_to_proximal"}
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    assert not are_equal(learner.model.state_dict(), before)
 
 
 def test_weights_are_told_before_truncation_of_the_fixed_and_after_it_of_each(tokenizer):
@@ -202,8 +198,8 @@ def test_states_that_the_actor_hardly_reaches_hardly_raise_its_entropy(tokenizer
     learner = mixed_learner(tokenizer, training__entropy_coef=0.1)
 
     def bonus(policies, shift=0.0):
-        return gradient(learner, [replace(item, advantages=[0.0, 0.0]) for item in make_episodes(
-            learner, policies, shift)])[1]  # fmt: skip
+        episodes = make_episodes(learner, policies, shift)
+        return find_gradient(learner, [replace(item, advantages=[0.0, 0.0]) for item in episodes])[0]
 
     own, found = bonus(OWN), bonus(FIXED, shift=3.0)
     assert own.norm() > 1e-6

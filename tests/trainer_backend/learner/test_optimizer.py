@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import make_episodes, make_learner
+from tests.trainer_backend.learner.hand_made import are_equal, make_episodes, make_learner
 from trainer_backend.errors import OutOfMemory
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.optimizer import OffloadedAdamW
@@ -22,8 +22,7 @@ def test_offloaded_steps_are_those_of_adamw(tokenizer, weight_decay: float):
     for iteration in (1, 2, 3):
         for learner in (kept, moved):
             learner.update(make_episodes(learner, ADVANTAGES), iteration=iteration)
-    other = moved.weights()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in kept.weights().items())
+    assert are_equal(kept.weights(), moved.weights())
 
 
 @pytest.mark.parametrize("offloads_first", [False, True])
@@ -38,8 +37,7 @@ def test_a_run_may_be_resumed_with_the_moments_in_the_other_place(
     assert restore_progress(tmp_path / "iteration_1", second._optimizer) == Progress(1, 1, 2)
     for learner in (first, second):
         learner.update(make_episodes(learner, ADVANTAGES), iteration=2)
-    other = second.weights()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in first.weights().items())
+    assert are_equal(first.weights(), second.weights())
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -151,8 +149,7 @@ def test_the_weights_are_whole_and_can_be_saved_and_trained_on(tokenizer, tmp_pa
     shortage.ends()
     for one in (learner, spared):
         one.update(episodes, iteration=1)
-    other = spared.weights()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in learner.weights().items())
+    assert are_equal(learner.weights(), spared.weights())
 
 
 def test_other_errors_of_torch_stay_what_they_are(tokenizer):

@@ -5,10 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from tests.conftest import tiny_job
-from trainer_backend import learner_parts
-from trainer_backend.core.aggregation import number_units
-from trainer_backend.core.collate import collate
+from tests.trainer_backend.learner.hand_made import make_config
+from tests.trainer_backend.segment_columns import make_batch
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.policy_terms import PolicyTerms
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
@@ -72,20 +70,18 @@ def segment(name, t, tokens):
 
 @pytest.mark.parametrize(("loss", "aggregation"), [*product(LOSSES, AGGREGATIONS)])
 def test_the_gradient_is_that_of_the_papers_formula(loss, aggregation):
-    job = tiny_job(algorithm__loss=loss, training__aggregation=aggregation, training__entropy_coef=0.0)
-    terms = PolicyTerms(learner_parts.learner_config(job).objectives, job.training)
+    config = make_config(algorithm__loss=loss, training__aggregation=aggregation, training__entropy_coef=0.0)
+    terms = PolicyTerms(config.objectives, config.training)
     moves = [PLAYED[name][t][1] for name, t in DECISIONS]
     parts = [segment(name, t, len(row)) for (name, t), row in zip(DECISIONS, moves, strict=True)]
     planned = PLANNED if aggregation == "constant" else 1.0
-    batch = collate(
+    batch = make_batch(
         parts,
+        row_tokens=16,
+        level=terms.unit_levels["actor"],
         advantages={name: [advantage for advantage, _ in rows] for name, rows in PLAYED.items()},
         weights=[[w / planned for w in row] for row in AGGREGATIONS[aggregation].weights(parts, None)],
         proximal=[[OLD] * len(row) for row in moves],
-        behaviour=[[1.0] * len(row) for row in moves],
-        units=number_units(parts, [terms.unit_levels["actor"]] * len(parts)),
-        policies=[0] * len(parts),
-        row_tokens=16,
     )
     order = torch.argsort(batch.packed.segment_N, stable=True)  # as they were packed -> as they were given
     now_N = torch.empty(14)

@@ -17,7 +17,7 @@ from task_app.episode.records import policy_logprobs
 from task_app.policies.replies import OwnReplies, read_reply
 from tests.tiny_families import KEYS, VOCABULARY, tiny_model
 from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
-from tests.trainer_backend.learner.hand_made import gradient, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import alone, gradient, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, build_segments
@@ -114,7 +114,7 @@ def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_
     others = [np.where(part.experts < UNKNOWN, (part.experts + 1) % 4, UNKNOWN) for part in parts]
     turned = [replace(part, experts=row.astype(np.uint16)) for part, row in zip(parts, others, strict=True)]
     model = tiny_model(family)
-    rows = [alone(model, part) for part in turned]
+    rows = [replayed_alone(model, part) for part in turned]
     expected = gradient(model, sum(row.sum() for row in rows))
     packed = pack_segments(turned, row_tokens=300, tries=scorer.tries(turned))
     own_N = scorer.logprobs(packed)
@@ -153,16 +153,14 @@ def scores(model, ids_1L: torch.Tensor) -> torch.Tensor:
     return logits_1LV.log_softmax(-1)[..., 5].sum()
 
 
-def alone(model, part: Segment) -> torch.Tensor:
-    """[N] by the model's own forward pass of one segment, whose routers choose what it names."""
-    ids_L = torch.from_numpy(part.token_ids.astype(np.int64))
+def replayed_alone(model, part: Segment) -> torch.Tensor:
+    """[N] as `alone`, with the experts that the segment names."""
     experts_1LW = torch.from_numpy(part.experts.astype(np.int16).reshape(1, len(part), -1))
     with replaying(model, experts_1LW), Routers(model).recording() as chosen:
-        logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
+        logprobs_N = alone(model, part)
     # Of the last token nothing is recorded.
     assert torch.equal(torch.cat(chosen, 1)[:-1], experts_1LW[0, :-1].long())
-    at_N = torch.from_numpy(part.sampled_positions)
-    return logits_LV.log_softmax(-1)[at_N - 1, ids_L[at_N]]
+    return logprobs_N
 
 
 def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():

@@ -1,38 +1,11 @@
 """Which models get a row for each segment, and which are refused, by name where the reason has one."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    RwkvConfig,
-    SiglipVisionConfig,
-)
+from transformers import MambaConfig, PreTrainedModel, RwkvConfig
 
-from tests.conftest import tiny_job
-from tests.model_folders import FAMILIES, SIZE
-from tests.trainer_backend.learner.hand_made import segment
-from trainer_backend import learner_parts
+from tests.tiny_families import VOCABULARY, tiny_model, tiny_wrapper
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.job.training_table import LoopKeys
-from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.kinds import refuse_rotations_by_length, why_not_by_position
@@ -40,22 +13,18 @@ from trainer_backend.models.kinds import refuse_rotations_by_length, why_not_by_
 torch.set_num_threads(1)
 
 
-def llama(**changes: object) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **SIZE, **changes)).eval()
+def llama(**changes: object) -> PreTrainedModel:
+    return tiny_model("llama", max_position_embeddings=1024, **changes)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        CohereForCausalLM(CohereConfig(vocab_size=50, logit_scale=0.5, **SIZE)),
-        GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **SIZE)),
-        Gemma2ForCausalLM(Gemma2Config(vocab_size=50, final_logit_softcapping=0.5, **SIZE)),
-    ],
-    ids=["cohere", "granite", "gemma2"],
+    ("family", "changes"),
+    [("cohere", {}), ("granite", {}), ("gemma2", {"final_logit_softcapping": 0.5, "sliding_window": 64})],
 )
-def test_scales_caps_and_a_bias_of_the_head_are_computed(model):
-    model.lm_head = torch.nn.Linear(32, 50, bias=True)
-    refuse_unsupported(model.eval(), longest=64)
+def test_scales_caps_and_a_bias_of_the_head_are_computed(family, changes):
+    model = tiny_model(family, **changes)
+    model.lm_head = torch.nn.Linear(32, VOCABULARY, bias=True)
+    refuse_unsupported(model, longest=64)
 
 
 def test_what_no_name_foresees_is_measured():
@@ -67,7 +36,7 @@ def test_what_no_name_foresees_is_measured():
 
 
 def test_a_window_is_none_for_sequences_that_it_holds_whole():
-    model = MistralForCausalLM(MistralConfig(vocab_size=50, sliding_window=64, **SIZE)).eval()
+    model = tiny_model("mistral", sliding_window=64)
     assert refuse_unsupported(model, longest=64) is None
     assert "sliding_attention of 64 tokens" in refuse_unsupported(model, longest=65)
 
@@ -98,14 +67,14 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
     ids=["longrope", "dynamic", "dynamic beyond its positions", "one of two kinds"],
 )
 def test_positions_that_depend_on_the_length_of_a_neighbour_are_refused(rotation, limit: int):
-    config = LlamaConfig(vocab_size=50, **SIZE)
+    config = llama().config
     config.rope_parameters = rotation
     refuse_rotations_by_length(config, longest=limit)
     with pytest.raises(ModelFolderError, match=f"max_model_len to {limit} or less"):
         refuse_rotations_by_length(config, longest=limit + 1)
 
 
-def with_forward(change) -> LlamaForCausalLM:
+def with_forward(change) -> PreTrainedModel:
     model = llama()
     forward = model.model.forward
     model.model.forward = lambda *args, **told: change(forward(*args, **told), told)
@@ -133,24 +102,13 @@ def test_layers_that_read_the_padding_behind_a_text_are_refused():
 
 
 def test_attention_that_torch_does_not_compute_is_the_models_own():
-    config = GptOssConfig(
-        vocab_size=50, sliding_window=64, num_local_experts=2, num_experts_per_tok=1, **SIZE
-    )
-    model = GptOssForCausalLM(config).eval()
-    assert "GptOssForCausalLM does not use scaled_dot_product_attention" in refuse_unsupported(
-        model, longest=64
-    )
+    why = refuse_unsupported(tiny_model("gpt_oss", sliding_window=64), longest=64)
+    assert "GptOssForCausalLM does not use scaled_dot_product_attention" in why
 
 
 def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
-    text = Gemma3TextConfig(vocab_size=50, sliding_window=64, **SIZE)
-    eyes = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    config = Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
-    assert model_shape(config, None).width == SIZE["hidden_size"]
-    with torch.device("meta"):
-        model = Gemma3ForConditionalGeneration(config)
+    model = tiny_wrapper("gemma3", sliding_window=64)
+    assert model_shape(model.config, None).width == 32
     assert "sliding_attention of 64 tokens" in why_not_by_position(model, longest=65)
 
 
@@ -158,21 +116,3 @@ def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
 def test_models_without_attention_are_told_as_such(config):
     with pytest.raises(ModelFolderError, match=f"'{config.model_type}' is not a decoder"):
         model_shape(config, None)
-
-
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
-def test_the_learner_scores_a_family_as_the_model_itself_does(family: str, model_folders: Mapping[str, Path]):
-    job = tiny_job(model__preset=None, model__path=str(model_folders[family]))
-    learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
-    answers = [[7, 8, 9], [300, 2], [11, 12, 13, 14]]
-    segments = [segment(f"r{i}", [5, 6 + i], answer, [0.0] * len(answer)) for i, answer in enumerate(answers)]
-    packed_together = learner.scorer.score(segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
-    for item, scored in zip(segments, packed_together, strict=True):
-        with torch.no_grad():
-            logits_LV = learner.model(torch.tensor([item.token_ids.tolist()])).logits[0]
-        alone = (
-            logits_LV[1:-1]
-            .log_softmax(-1)
-            .gather(1, torch.tensor(item.token_ids[2:].tolist())[:, None])[:, 0]
-        )
-        torch.testing.assert_close(torch.tensor(scored), alone, atol=1e-5, rtol=0)

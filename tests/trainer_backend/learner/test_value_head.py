@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer_backend.learner.hand_made import make_learner, segment
+from tests.trainer_backend.learner.hand_made import are_equal, copy_tensors, make_learner, segment
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, make_targets
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
@@ -63,10 +63,6 @@ def make_episodes(
     return found
 
 
-def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
-
-
 def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
     # Of equal numbers, the mean of the squares and the square of the mean differ by their last bit.
     head = ValueHead(3, torch.device("cpu"), TrainingTable(), "token")
@@ -103,12 +99,10 @@ def test_a_critic_learns_a_simple_function_of_the_prompt(tokenizer, advantage, s
 def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
     plain = make_learner(tokenizer, training__entropy_coef=0.0)
     plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)
-    expected = copy_tensors(plain)
     for settings in ({}, OWN, TRUNK):
         learner = make_critic(tokenizer, **{"training__entropy_coef": 0.0, **settings})
         learner.update(make_episodes(learner, [5.0, -3.0], advantage=1.0), iteration=1)
-        same = [torch.equal(tensor, expected[name]) for name, tensor in copy_tensors(learner).items()]
-        assert all(same) == (settings is not TRUNK)
+        assert are_equal(learner.model.state_dict(), plain.model.state_dict()) == (settings is not TRUNK)
 
 
 @pytest.mark.parametrize("advantage", LEVELS)
@@ -152,8 +146,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
     for learner in (whole, again):
         learner.update(make_episodes(learner, [0.5, -1.0], advantage=1.0), iteration=2)
     assert scored(again, states(4)) == scored(whole, states(4))
-    ours, theirs = copy_tensors(whole), copy_tensors(again)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert are_equal(whole.model.state_dict(), again.model.state_dict())
 
 
 def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_same_inputs(
@@ -251,7 +244,7 @@ def test_a_value_loss_that_is_not_finite_touches_neither_policy_nor_head(tokeniz
     before = copy_tensors(learner)
     with pytest.raises(NonFiniteLoss):
         learner.update(broken, iteration=1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
+    assert are_equal(learner.model.state_dict(), before)
     assert scored(learner, states(1)) == {"r0": [0.0]}
 
 
