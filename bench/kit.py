@@ -136,8 +136,11 @@ def describe_machine(**more: Any) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
+    """Write JSON; a kill amid it leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def end_study(results: Mapping[str, Any], path: Path) -> int:
