@@ -3,7 +3,6 @@
 The answers are those that the page shows, and its table has every operation of /openapi.json.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from openapi_spec_validator import validate
 from task_app.interactions.config_file import load_interactions
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
-from tests.house.pages import KINDS, Command, Reader, cut, filled
+from tests.house.pages import KINDS, Command, Reader, cut, has_status, play
 from tests.task_app import counting
 from tests.task_app.counting import KEY, openapi, running_app
 from tests.trainer_backend.jobs import served
@@ -45,21 +44,7 @@ def sections() -> dict[str, str]:
 async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, httpx.Response, Any]]:
     """Every command of a section with its answer, and what the page says of it, ids filled in."""
     del client.headers["X-API-Key"]
-    told, found = {}, []
-    for one in READER.commands(text):
-        answer = await client.request(
-            one.method,
-            filled(one.path, told),
-            headers=one.headers,
-            auth=tuple(one.user.replace("$ENVIRONMENT_API_KEY", KEY).split(":")) if one.user else None,
-            content=filled(one.body, told) if one.body is not None else None,
-        )
-        if "json" in answer.headers["content-type"] and isinstance(answer.json(), dict):
-            known = answer.json() | (answer.json().get("metadata") or {})
-            told |= {name: known[name] for name in TOLD if name in known}
-        shown = json.loads(filled(json.dumps(one.shown), told)) if one.shown is not None else None
-        found.append((one, answer, shown))
-    return found
+    return await play(client, READER.commands(text), TOLD, key=KEY)
 
 
 def plug_boards() -> PlugBoards:
@@ -79,10 +64,7 @@ async def test_the_answers_are_those_that_the_page_shows(title):
                 assert set(shown) <= set(answer.text.splitlines())
             elif shown is not None:
                 assert cut(shown, answer.json()) == shown, (one.method, one.path)
-            refusal = isinstance(shown, dict) and isinstance(shown.get("status"), int)
-            by_library = isinstance(shown, dict) and "error" in shown  # without the status
-            expected = answer.is_client_error if by_library else answer.is_success
-            assert answer.status_code == shown["status"] if refusal else expected, answer.text
+            assert has_status(answer, shown), answer.text
 
 
 def test_the_table_has_every_operation():
