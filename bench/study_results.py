@@ -297,11 +297,9 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
                 _thin(axes, found["evaluations"], colour, study.measure)
             x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
             if x:
-                steps = outcome["summary"][arm].get("steps_an_iteration")  # older results have none
-                told = f"mean of {len(by_seed)}" + (
-                    "" if steps is None else f"; {steps:.1f} steps an iteration"
-                )
-                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{made.label} ({told})")
+                steps = _figure(outcome["summary"][arm]["steps_an_iteration"])
+                label = f"{made.label} (mean of {len(by_seed)}; {steps} steps an iteration)"
+                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
         axes.set_xlabel("iterations")
         axes.set_ylabel(study.measured)
         axes.xaxis.set_major_locator(whole_numbers())
