@@ -38,13 +38,12 @@ def short_job(folder: Path, warmup: Mapping[str, object] | None, **overrides: ob
     return job.model_copy(update={"warmup": table})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_model_that_knows_nothing_runs_through_an_iteration(
-    family: str, model_folders: Mapping[str, Path], tmp_path: Path
+    model_folders: Mapping[str, Path], tmp_path: Path
 ):
-    directory, reporter, progress = train_job(short_job(model_folders[family], None), tmp_path / "run")
+    directory, reporter, progress = train_job(short_job(model_folders["llama"], None), tmp_path / "run")
     assert (progress.iteration, progress.policy_version) == (1, 1)
-    assert f"model: {model_folders[family]}" in reporter.lines
+    assert f"model: {model_folders['llama']}" in reporter.lines
     (row,) = rows_of(directory, "iteration")
     assert row["decision/count"] == 12 and row["episode/invalid_frac"] == 1
     assert row["mismatch/logprob_max"] < 1e-4
