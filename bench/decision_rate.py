@@ -1,6 +1,6 @@
 """Decisions per second of the demo's collect + update, and where the time goes.
 
-    python -m bench.decision_rate [--quick] [--set table.key=value ...]
+    python -m bench.decision_rate [--set table.key=value ...]
 
 Two views, because they answer different questions:
 1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
@@ -36,10 +36,6 @@ JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 SETTINGS = (
     "training.iterations=4", "evaluation.instances=8", "evaluation.every_n_iters=1000",
     "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128", "training.critic_warmup=0",
-)  # fmt: skip
-QUICK = (
-    "training.iterations=2", "rollout.episodes_per_batch=16", "rollout.max_turns=10",
-    "warmup.episodes=40", "warmup.epochs=2", "training.checkpoint_every=1000",
 )  # fmt: skip
 WALL = (
     ("collect", "time/collect_s"), ("credit, store", "time/credit_s"),
@@ -124,11 +120,8 @@ def report_shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    options = kit.options(
-        __doc__, ("--quick", False, "seconds instead of minutes; rougher"), ("--set", [], "table.key=value")
-    )
-    settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
-    job = load_job(JOB, settings).config
+    options = kit.options(__doc__, ("--set", [], "table.key=value"))
+    job = load_job(JOB, (*SETTINGS, *options.set)).config
     reporter = CpuReporter()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run_job(job, create_run(job, Path(folder) / "run"), reporter, resume=False))
