@@ -5,7 +5,6 @@ The answers are those that the page shows, and its table has every operation of 
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +15,12 @@ from task_app.interactions.config_file import load_interactions
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
 from tests.house.pages import KINDS, Command, Reader, cut, has_status, play
+from tests.house.sources import ROOT
 from tests.task_app import counting
 from tests.task_app.counting import KEY, openapi, running_app
 from tests.trainer_backend.jobs import served
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/http.md").read_text(encoding="utf-8")
 READER = Reader("localhost:8001", {"X-API-Key": KEY, "Content-Type": "application/json"})
 # What an answer tells, and a later command names as `<env_id>` and so on.
 TOLD = (
@@ -49,7 +48,7 @@ async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, ht
 
 def plug_boards() -> PlugBoards:
     """Ours, and the interactions that the page names."""
-    found = load_interactions(DOCS.parent / "configs/interactions/gsm8k.yaml", Settings())
+    found = load_interactions(ROOT / "configs/interactions/gsm8k.yaml", Settings())
     return replace(default_plug_boards(), interactions=found)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.house.pages import Reader, cut, has_status, play
+from tests.house.sources import ROOT
 from tests.trainer_backend.jobs.served import Served, openapi, serving, settings_for
 from trainer_backend.errors import ApiError
 from trainer_backend.store.database import StoreError
 
-PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 CHAPTER = PAGE.split("\n## Jobs over HTTP\n")[1].split("\n## ")[0]
 KEY = "choose-one"
 READER = Reader("localhost:8100", {"X-API-Key": KEY, "Content-Type": "application/toml"})
