@@ -12,7 +12,6 @@ after one that is not counted.
 
 import asyncio
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -21,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -139,11 +137,10 @@ async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
                 print("answer", json.dumps(await stage.collect()), flush=True)
 
 
-def measured(player: str, sides: "dict[str, kit.Side]", rounds: int) -> dict[str, Any]:
+def measure(player: str, sides: "dict[str, kit.Side]", rounds: int) -> None:
     """Time a player on each tree in turns, and print what a decision takes."""
-    rows = kit.compare_sides(__file__, sides, rounds)
-    result: dict[str, Any] = {"player": player, "load_1min": os.getloadavg()[0]}
-    for name, sets in rows.items():
+    figures: dict[str, dict[str, list[float]]] = {}
+    for name, sets in kit.compare_sides(__file__, sides, rounds).items():
         micro = {
             key: [1e6 * row[f"{key}_s"] / row["decisions"] for row in sets] for key in ("children", "trainer")
         }
@@ -155,14 +152,12 @@ def measured(player: str, sides: "dict[str, kit.Side]", rounds: int) -> dict[str
             f"trainer {kit.spread(micro['trainer'], 0)}; {sets[0]['decisions']:.0f} decisions, "
             f"outcome {sets[0]['outcome']:.2f}"
         )
-        result[name] = {"rates": rates, "cpu_us": both, **micro}
-    if "other" in rows:
+        figures[name] = {"rates": rates, "cpu_us": both}
+    if "other" in figures:
         for figure, best in (("rates", 1), ("cpu_us", -1)):
-            pairs = zip(result["this"][figure], result["other"][figure], strict=True)
+            pairs = zip(figures["this"][figure], figures["other"][figure], strict=True)
             ratios = [(ours / theirs) ** best for ours, theirs in pairs]
             print(f"{player}: {figure} x{kit.spread(ratios)}, {rounds} rounds in turns")
-            result[f"{figure}_ratios"] = ratios
-    return result
 
 
 def main() -> int:
@@ -181,15 +176,13 @@ def main() -> int:
         return 0
     own = [word for text in options.set for word in ("--set", text)]
     models = {"teacher": None} | ({} if options.model is None else {"model": options.model.resolve()})
-    results = []
     for player in options.player or models:
         words = ["--work", "--games", str(options.games)]
         words += [] if models[player] is None else ["--model", str(models[player])]
         sides = {"this": kit.Side(kit.ROOT, [*words, *own])}
         if options.against is not None:
             sides["other"] = kit.Side(options.against.resolve(), words)
-        results.append(measured(player, sides, options.rounds))
-    print(json.dumps({"bench": "collect_rate", "cpus": os.cpu_count(), "results": results}))
+        measure(player, sides, options.rounds)
     return 0
 
 

@@ -1,18 +1,14 @@
 """The pictures of docs/dashboard.md, taken by Chromium from the runs of a data directory.
 
-    python -m bench.dashboard_pictures runs --run crafter_cpu --others crafter_gigpo crafter_gae
+    python -m bench.dashboard_pictures runs crafter_cpu --other crafter_gigpo --other crafter_gae
         [--talk documents_statelm] [--to docs/img]
 
 A trainer service is started on the directory, which takes up the jobs that are under way there: take a copy
-without its database. Of the run: its page, list of rollouts, and a decision that unlocked something;
-`--others` are laid over it; `--talk` is a run whose model deletes messages, without which that picture stays.
+without its database. Of the run: its page, list of rollouts, and a decision that unlocked something; each
+`--other` is laid over it; `--talk` is a run whose model deletes messages, without which that picture stays.
 """
 
-import argparse
 import io
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,21 +20,12 @@ import httpx
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from bench import kit
+from tests.browser.watched import CHROMIUM
+from tests.processes import service
+
 DESK, TALL, PHONE = (1280, 800), (1280, 1000), (390, 844)
-SAYS = "listening on "
 READ_S = 120.0  # for the service to read the runs
-
-
-@contextmanager
-def service(data_dir: Path) -> Iterator[str]:
-    """Start the service, and yield its address."""
-    command = [sys.executable, "-m", "trainer_backend", "trainer", "--data-dir", str(data_dir), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield next(line.split(SAYS)[1].strip() for line in process.stdout if SAYS in line)
-        finally:
-            process.terminate()
 
 
 class Camera:
@@ -127,23 +114,20 @@ def wait_for_runs(url: str, names: Sequence[str]) -> list[str]:
     raise SystemExit(f"not all of {', '.join(names)} are runs with metrics in that directory")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data_dir", type=Path)
-    parser.add_argument("--run", required=True, help="by its folder's name")
-    parser.add_argument("--others", nargs="+", required=True)
-    parser.add_argument("--talk")
-    parser.add_argument("--to", type=Path, default=Path("docs/img"))
-    options = parser.parse_args(arguments)
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    with service(options.data_dir) as url, sync_playwright() as started:
+def main() -> int:
+    options = kit.options(
+        __doc__, ("data_dir", str, "of the runs"), ("run", str, "by its folder's name"),
+        ("--other", [], "likewise; may be repeated"), ("--talk", "", "likewise"), ("--to", Path("docs/img")),
+    )  # fmt: skip
+    words = ("trainer", "--data-dir", options.data_dir, "--port", "0")
+    with service("trainer_backend", *words) as (_, url), sync_playwright() as started:
         talks = [options.talk] if options.talk else []
-        run, *others = wait_for_runs(url, [options.run, *options.others, *talks])
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        run, *others = wait_for_runs(url, [options.run, *options.other, *talks])
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         camera = Camera(browser, url, options.to)
-        run_pages(camera, run, others[: len(options.others)])
+        run_pages(camera, run, others[: len(options.other)])
         decision(camera, run)
-        for talk in others[len(options.others) :]:
+        for talk in others[len(options.other) :]:
             deleted(camera, talk)
     return 0
 

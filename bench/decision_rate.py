@@ -1,6 +1,6 @@
 """Decisions per second of the demo's collect + update, and where the time goes.
 
-    python -m bench.decision_rate [--quick] [--set table.key=value ...]
+    python -m bench.decision_rate [--set table.key=value ...]
 
 Two views, because they answer different questions:
 1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
@@ -16,12 +16,9 @@ names that the product gives them; one that is missing is an error, not 0 second
 """
 
 import asyncio
-import json
-import os
 import re
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +36,6 @@ JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 SETTINGS = (
     "training.iterations=4", "evaluation.instances=8", "evaluation.every_n_iters=1000",
     "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128", "training.critic_warmup=0",
-)  # fmt: skip
-QUICK = (
-    "training.iterations=2", "rollout.episodes_per_batch=16", "rollout.max_turns=10",
-    "warmup.episodes=40", "warmup.epochs=2", "training.checkpoint_every=1000",
 )  # fmt: skip
 WALL = (
     ("collect", "time/collect_s"), ("credit, store", "time/credit_s"),
@@ -100,53 +93,39 @@ def cpu_seconds() -> dict[str, float]:
     return clock
 
 
-def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any]:
-    """Means over the iterations given, in milliseconds a decision."""
+def report_shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> None:
+    """Print the means over the iterations, in milliseconds a decision."""
     decisions = sum(row["decision/count"] for row, _ in rows)
     wall = {label: 1e3 * sum(row[name] for row, _ in rows) / decisions for label, name in WALL}
     cpu = {who: 1e3 * sum(clock[who] for _, clock in rows) / decisions for who in WHO}
     environment = 1e3 * sum(row["time/environment_s"] for row, _ in rows) / decisions
-    return {
-        "decisions": decisions,
-        "decisions_per_s": round(1e3 / sum(wall.values()), 1),
-        "collect_decisions_per_s": round(1e3 / wall["collect"], 1),
-        "wall_ms": {name: round(value, 3) for name, value in wall.items()},
-        "collect_cpu_ms": {
-            "environment": round(environment, 3),
-            "HTTP etc., task app": round(max(cpu["task app"] - environment, 0.0), 3),
-            "HTTP etc., gateway": round(cpu["gateway"], 3),
-            "generation": round(cpu["engine"], 3),
-            "orchestrator": round(cpu["other threads"], 3),
-            "threads of libraries": round(cpu["threads of libraries"], 3),
+    views = {
+        "wall time of an iteration": wall,
+        "CPU time while collecting": {
+            "environment": environment,
+            "HTTP etc., task app": max(cpu["task app"] - environment, 0.0),
+            "HTTP etc., gateway": cpu["gateway"],
+            "generation": cpu["engine"],
+            "orchestrator": cpu["other threads"],
+            "threads of libraries": cpu["threads of libraries"],
         },
     }
-
-
-def _print(result: dict[str, Any]) -> None:
-    titles = {"wall_ms": "wall time of an iteration", "collect_cpu_ms": "CPU time while collecting"}
-    for key, title in titles.items():
-        total = sum(result[key].values())
+    for title, parts in views.items():
+        total = sum(parts.values())
         print(f"\n{title:<28}{'ms a decision':>14}{'share':>9}")
-        for name, value in result[key].items():
+        for name, value in parts.items():
             print(f"  {name:<26}{value:>14.3f}{value / total:>9.1%}")
-    rate, collecting = result["decisions_per_s"], result["collect_decisions_per_s"]
-    print(f"\n{rate} decisions a second ({collecting} while collecting)")
+    rate, collecting = 1e3 / sum(wall.values()), 1e3 / wall["collect"]
+    print(f"\n{rate:.1f} decisions a second ({collecting:.1f} while collecting)")
 
 
 def main() -> None:
-    options = kit.options(
-        __doc__, ("--quick", False, "seconds instead of minutes; rougher"), ("--set", [], "table.key=value")
-    )
-    settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
-    job = load_job(JOB, settings).config
+    options = kit.options(__doc__, ("--set", [], "table.key=value"))
+    job = load_job(JOB, (*SETTINGS, *options.set)).config
     reporter = CpuReporter()
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run_job(job, create_run(job, Path(folder) / "run"), reporter, resume=False))
-    result = shares(reporter.rows[1:])
-    _print(result)
-    told = {"bench": "decision_rate", "quick": options.quick, "cpus": os.cpu_count(), **result}
-    print(json.dumps(told | {"load_1min": os.getloadavg()[0], "run_s": round(time.monotonic() - started, 1)}))
+    report_shares(reporter.rows[1:])
 
 
 if __name__ == "__main__":

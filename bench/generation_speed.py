@@ -4,14 +4,12 @@
     python -m bench.generation_speed --folder MODEL [--vllm-python VENV/bin/python] [--repeats 5]
 
 1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
-2. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
-   comes makes a cache as large as the memory. With a cache of the right size it has a row of its own.
-3. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
+2. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
    of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
    engine whose rows hold a copy each. --full-text: this alone.
-4. --folder, alone: the batch of 2 by a larger model, such as SmolLM2-135M (tests/contract/test_real_model.py
-   makes its folder), against `generate` and vLLM (docs/vllm.md installs it), in float32 on one thread each.
-   `decoding` is what 64 new tokens take more than one.
+3. --folder, alone: 32 prompts of 150 tokens, 64 new ones each, by a larger model, such as SmolLM2-135M
+   (tests/contract/test_real_model.py makes its folder), against `generate` and vLLM (docs/vllm.md installs
+   it), in float32 on one thread each. `decoding` is what 64 new tokens take more than one.
 
 Another row is the same engine with forward passes by `transformers`, as for models that our decoder does not
 know. The exit code says whether the engine reaches TARGETS.
@@ -36,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from bench import kit
@@ -49,9 +47,8 @@ from trainer_backend.models import build_preset, load_model_folder, train_tokeni
 
 Prompts = list[list[int]]
 FALLBACK = "engine, passes by transformers"
-# Least ratios of CPU time, of decisions and of the batch.
+# Least ratios of CPU time.
 DECISION_TARGETS = {"generate": 1.8, FALLBACK: 1.3}
-BATCH_TARGETS = {"generate": 1.1, "generate_batch": 5.0}
 # Of decisions of the full text, 64 callers, against rows that share nothing.
 FULL_TEXT_TARGETS = {"without shared rows": 1.25}
 FOLDER_TARGETS = {"generate": 1.4, "vLLM": 1.0}
@@ -95,16 +92,6 @@ def by_generate(model: Any, prompts: Prompts, new_tokens: int, batch: int) -> No
         )  # fmt: skip
 
 
-def by_generate_batch(model: Any, prompts: Prompts, new_tokens: int, **settings: int) -> None:
-    """Generate with the continuous batching of `transformers`, by default with all free memory."""
-    config = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
-    )
-    batching = ContinuousBatchingConfig(**settings) if settings else None
-    done = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
-    assert all(len(output.generated_tokens) == new_tokens for output in done.values())
-
-
 def by_transformers(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a class that our decoder does not know, so that the engine runs it by `transformers`."""
     other = copy.deepcopy(model)
@@ -145,25 +132,11 @@ def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> di
     print(title)
     medians: dict[str, float] = {}
     for name, cpu in seconds.items():
-        ratios = [own / engine for own, engine in zip(cpu, seconds["engine"], strict=False)]
+        ratios = [own / engine for own, engine in zip(cpu, seconds["engine"], strict=True)]
         medians[name] = statistics.median(ratios)
         micro = 1e6 * statistics.median(cpu) / tokens
         print(f"  {name:32s} cpu {micro:8.0f} us a token  engine is x{kit.spread(ratios)}")
     return medians
-
-
-def batch_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
-    prompts, other = random_prompts(model, [PROMPT] * BATCH), by_transformers(model)
-    # Pages for exactly these rows, and the step size that was fastest on a CPU: as good as it gets.
-    fitted = {"num_blocks": 40, "max_batch_tokens": 256}
-    runs = {
-        "engine": lambda: by_engine(model, prompts, NEW, BATCH),
-        FALLBACK: lambda: by_engine(other, prompts, NEW, BATCH),
-        "generate": lambda: by_generate(model, prompts, NEW, BATCH),
-        "generate_batch, fitted by hand": lambda: by_generate_batch(model, prompts, NEW, **fitted),
-    }
-    once = cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, NEW)}, 1)
-    return ratios_of(TITLE, cpu_of(runs, repeats) | once, BATCH * NEW)
 
 
 def folder_ratios(folder: str, vllm_python: str, repeats: int) -> dict[str, float]:
@@ -252,7 +225,6 @@ def main() -> int:
     model = build_preset(options.preset, tokenizer)
     print(f"{options.preset}, torch {torch.__version__}, 1 thread")
     met &= targets_met(decision_ratios(model, options.repeats), DECISION_TARGETS)
-    met &= targets_met(batch_ratios(model, options.repeats), BATCH_TARGETS)
     return 0 if met else 1
 
 

@@ -4,7 +4,6 @@ Models are shapes of Qwen3, randomly initialised.
 """
 
 import gc
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -95,13 +94,9 @@ class Report:
             forget_memory()
 
     def _write(self) -> None:
-        if self.file is None:
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        written = {"machine": self.machine, "figures": self.figures, "missing": self.missing}
-        partial = self.file.with_suffix(".tmp")
-        partial.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.file)
+        if self.file is not None:
+            found = {"machine": self.machine, "figures": self.figures, "missing": self.missing}
+            kit.write_results(self.file, found)
 
 
 def forget_memory() -> None:

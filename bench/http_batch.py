@@ -6,14 +6,13 @@
     single   16 clients: steps/s of POST /env/step / 16 of OpenEnv's own, the same environment          >= 1.4
     batch    one client: steps/s of POST /env/step_many, 10 actions each in two decisions,
              / OpenEnv + stock crafter                                                                  >= 20
-    ones     the same, ten decisions of one action, each with an observation of its own; printed, no bound
 
 The peer needs a Python with openenv-core, crafter and structlog; without one its figures are skipped. They
 are judged where it also has uvloop and httptools, as our service has: without these it is served by asyncio
 and h11, which are slower, and each of its figures says so.
-Our clients are bare asyncio. Such clients on OpenEnv's sockets are printed too: they are faster than its own.
-Sides alternate, and the best round of either is compared: what else runs on the machine only ever adds. The
-server's CPU a step, from /proc (Linux only), is printed too.
+Our clients are bare asyncio, OpenEnv's are its own. Sides alternate, and the best round of either is
+compared: what else runs on the machine only ever adds. Our server's CPU a step, from /proc (Linux only), is
+printed too.
 Exit code 1 when a figure is missed.
 """
 
@@ -29,8 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import kit
-from bench.http_rates import HOST, Play, Rate, Server, running, timed
-from bench.raw_clients import HttpConnection, WebSocketConnection
+from bench.http_rates import Connection, Play, Rate, Server, running, timed
 
 HERE = Path(__file__).parent
 PEER = str(HERE / "peers/openenv_crafter.py")
@@ -50,7 +48,7 @@ async def requests(server: Server, path: str, body: object) -> Rate:
     """Send REQUESTS equal requests from CLIENTS connections at once."""
     async with AsyncExitStack() as stack:
 
-        def one(connection: HttpConnection) -> Play:
+        def one(connection: Connection) -> Play:
             async def play() -> int:
                 request = connection.encoded(path, body)
                 for _ in range(REQUESTS):
@@ -60,12 +58,12 @@ async def requests(server: Server, path: str, body: object) -> Rate:
 
             return play
 
-        opened = [HttpConnection(HOST, server.port, key=server.key) for _ in range(CLIENTS)]
+        opened = [Connection(server) for _ in range(CLIENTS)]
         return await timed(server, [one(await stack.enter_async_context(each)) for each in opened])
 
 
 async def null_ratio(ours: Server, rounds: int) -> float:
-    async with HttpConnection(HOST, ours.port, key=ours.key) as connection:
+    async with Connection(ours) as connection:
         env_id = (await connection.post("/env/create", {"env_name": "null"}))["env_id"]
     body = {"env_id": env_id, "tool_calls": [{"tool": "noop", "args": {}}]}
     mine, hers = [], []
@@ -86,7 +84,7 @@ async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Ra
     stops.
     """
 
-    def one(connection: HttpConnection, env_id: str) -> Play:
+    def one(connection: Connection, env_id: str) -> Play:
         async def play() -> int:
             done = 0
             for start in range(0, STEPS, a_request):
@@ -104,8 +102,7 @@ async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Ra
     async with AsyncExitStack() as stack:
         plays, made = [], []
         for seed in range(CLIENTS):
-            connection = HttpConnection(HOST, server.port, key=server.key)
-            await stack.enter_async_context(connection)
+            connection = await stack.enter_async_context(Connection(server))
             created = await connection.post("/env/create", {"env_name": "crafter", "seed": seed})
             made.append((connection, created["env_id"]))
             plays.append(one(connection, created["env_id"]))
@@ -119,34 +116,6 @@ async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Ra
         return rate
 
 
-async def openenv(server: Server, clients: int) -> Rate:
-    """Take STEPS steps over each of this many WebSockets."""
-
-    def one(connection: WebSocketConnection) -> Play:
-        async def play() -> int:
-            for index in range(STEPS):
-                action = {"actions": [ACTIONS[index % len(ACTIONS)]]}
-                reply = await connection.send(connection.encoded({"type": "step", "data": action}))
-                assert b'"error"' not in reply[:40], reply
-                if b'"done":true' in reply.replace(b" ", b""):
-                    return index + 1
-            return STEPS
-
-        return play
-
-    async with AsyncExitStack() as stack:
-        connections = []
-        for seed in range(clients):
-            connection = WebSocketConnection(HOST, server.port, path="/ws")
-            await stack.enter_async_context(connection)
-            await connection.send(connection.encoded({"type": "reset", "data": {"seed": seed}}))
-            connections.append(connection)
-        rate = await timed(server, [one(connection) for connection in connections])
-        for connection in connections:
-            await connection.last(connection.encoded({"type": "close"}))
-        return rate
-
-
 async def own_clients(python: str, server: Server, clients: int) -> float:
     """Steps per second of OpenEnv's own client library, in its own process."""
     process = await asyncio.create_subprocess_exec(
@@ -157,25 +126,19 @@ async def own_clients(python: str, server: Server, clients: int) -> float:
     return float(told)
 
 
-async def beside_openenv(
+async def openenv_ratio(
     python: str, kind: str, name: str, play: Callable[[], Awaitable[Rate]], clients: int, rounds: int
-) -> tuple[float, float, float]:
-    """Our steps per second over those of OpenEnv's own clients and of bare ones; its CPU a step over ours."""
-    mine, theirs, library = [], [], []
+) -> float:
+    """Our steps per second over those of OpenEnv's own clients."""
+    mine, theirs = [], []
     async with running(python, PEER, kind) as peer:
         for _ in range(rounds):
-            library.append(await own_clients(python, peer, clients))
-            theirs.append(await openenv(peer, clients))
+            theirs.append(await own_clients(python, peer, clients))
             mine.append(await play())
-    found = []
-    for side, rates in ((name, mine), (f"OpenEnv, {kind}", theirs)):
-        per_s = max(rate.per_s for rate in rates)
-        cpu_us = min(rate.cpu_us for rate in rates)
-        print(f"{side}: {per_s:.0f} steps/s, {cpu_us:.0f} us of CPU a step", flush=True)
-        found.append((per_s, cpu_us))
-    own = max(library)
-    print(f"OpenEnv, {kind}, its own clients: {own:.0f} steps/s", flush=True)
-    return found[0][0] / own, found[0][0] / found[1][0], found[1][1] / found[0][1]
+    per_s, cpu_us = max(rate.per_s for rate in mine), min(rate.cpu_us for rate in mine)
+    print(f"{name}: {per_s:.0f} steps/s, {cpu_us:.0f} us of CPU a step", flush=True)
+    print(f"OpenEnv, {kind}, its own clients: {max(theirs):.0f} steps/s", flush=True)
+    return per_s / max(theirs)
 
 
 async def measure(options: Namespace) -> int:
@@ -192,15 +155,12 @@ async def measure(options: Namespace) -> int:
             bounds = {
                 "single": (partial(ours, server), "ours", CLIENTS, 1.4),
                 "batch": (partial(ours, server, a_request=BATCH, a_decision=5), "stock", 1, 20.0),
-                "ones": (partial(ours, server, a_request=BATCH, a_decision=1), "stock", 1, 0.0),
             }
             for name, (play, kind, clients, least) in bounds.items():
-                found = await beside_openenv(options.peer_python, kind, name, play, clients, options.rounds)
-                ratio, bare, cpu = found
+                ratio = await openenv_ratio(options.peer_python, kind, name, play, clients, options.rounds)
                 equal = parts == OUR_PARTS
                 bound = f"at least {least:g}" if equal else f"NOT JUDGED: it has {parts}, we {OUR_PARTS}"
-                others = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
-                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({others})"
+                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({bound})"
                 code |= kit.report(told, ratio >= least or not equal)
     return code
 

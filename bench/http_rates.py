@@ -1,6 +1,11 @@
-"""A server in a process of its own, and how fast and at what cost of CPU it answers (bench/http_batch.py)."""
+"""A server in a process of its own, a light client, and how fast and at what cost of CPU the server answers.
+
+For bench/http_batch.py. A benchmark that is driven by a heavy client measures the client: this one takes 50
+microseconds a request, where httpx takes 1,000.
+"""
 
 import asyncio
+import json
 import os
 import subprocess
 import tempfile
@@ -9,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Self
 
 from bench.kit import ROOT, free_port
 
@@ -32,6 +37,43 @@ class Server:
             with suppress(FileNotFoundError, ProcessLookupError):
                 spent_ns += int(task.read_text().split()[0])
         return spent_ns / 1e9
+
+
+class Connection:
+    """One keep-alive connection to a server."""
+
+    def __init__(self, server: Server) -> None:
+        self._port = server.port
+        self._head = f"Host: {HOST}:{server.port}\r\nX-API-Key: {server.key}\r\n"
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection(HOST, self._port, limit=1 << 22)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._writer.close()
+
+    def encoded(self, path: str, body: Any) -> bytes:
+        """A request as bytes, to be sent often. A body of None makes it a GET."""
+        if body is None:
+            return f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode()
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\n{self._head}Content-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+    async def send(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the reply."""
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        lower = head.lower()
+        start = lower.index(b"content-length:") + 15
+        length = int(lower[start : lower.index(b"\r", start)])
+        return int(head[9:12]), await self._reader.readexactly(length)
+
+    async def post(self, path: str, body: Any) -> Any:
+        status, reply = await self.send(self.encoded(path, body))
+        assert status < 400, reply
+        return json.loads(reply)
 
 
 @dataclass(frozen=True)

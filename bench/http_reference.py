@@ -1,12 +1,8 @@
 """The HTTP reference of both services, as Markdown from their OpenAPI documents.
 
-    python -m bench.http_reference task-app
-    python -m bench.http_reference trainer
-
 `make site` puts both into the site; docs/http.md and docs/operations.md are the guides.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -126,7 +122,3 @@ def _meaning(schema: Schema, described: Schema) -> str:
 def _line(text: str | None) -> str:
     """Text for a cell."""
     return " ".join((text or "").split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(write_reference(DOCUMENTS[sys.argv[1]]()))

@@ -8,7 +8,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,11 +46,10 @@ ANSWER = "answer "  # begins a worker's line, among those of its log
 
 
 class Side(NamedTuple):
-    """One side of a comparison: a tree, and what else its worker gets."""
+    """One side of a comparison: a tree, and the arguments of its worker."""
 
     tree: Path
     arguments: Sequence[str] = ()
-    variables: Mapping[str, str] = {}
 
 
 @contextmanager
@@ -64,7 +62,7 @@ def worker(script: str, side: Side) -> Iterator[Callable[[], dict[str, float]]]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     process = subprocess.Popen(
         [sys.executable, str(Path(script).resolve()), *side.arguments], cwd=side.tree,
-        env={**inherited, "PYTHONPATH": str(side.tree), **side.variables},
+        env={**inherited, "PYTHONPATH": str(side.tree)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     stdin, stdout = process.stdin, process.stdout
@@ -138,8 +136,11 @@ def describe_machine(**more: Any) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
+    """Write JSON; a kill amid it leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def end_study(results: Mapping[str, Any], path: Path) -> int:
@@ -156,22 +157,3 @@ def peak_mib(*, reset: bool = False) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmRSS" if reset else "VmHWM"))
     return int(line.split()[1]) / 1024
-
-
-class Cost(NamedTuple):
-    """CPU seconds of this process, and seconds on the wall."""
-
-    cpu_s: float
-    wall_s: float
-
-
-def least(work: Callable[[], object], repeats: int = 7) -> Cost:
-    """The least CPU and wall time over some repeats."""
-
-    def once() -> Cost:
-        cpu, wall = time.process_time(), time.perf_counter()
-        work()
-        return Cost(time.process_time() - cpu, time.perf_counter() - wall)
-
-    costs = [once() for _ in range(repeats)]
-    return Cost(min(cost.cpu_s for cost in costs), min(cost.wall_s for cost in costs))

@@ -1,24 +1,20 @@
 """CPU time of an update: with shared prefixes computed once, without, and by `trl`'s GRPOTrainer.
 
-    python -m bench.shared_prefix [--quick] [--rounds 5] [--only "full text" --only demo …] [--out FILE]
+    python -m bench.shared_prefix [--rounds 5] [--only "full text" --only demo …] [--out FILE]
 
     full text    64 decisions of Crafter's full text, played by the demo's job with that text; by a shape of
                  12M parameters too
     dialogues    8 questions of 200 tokens, 8 siblings each with answers of 150, hand-made
     demo         an iteration of the demo's job, in its steps of 256 decisions
     crafter      1,024 random prompts and answers as long as the demo's, in four steps, against trl
-    mixed        128 prompts and answers of very different lengths, in four steps, against trl
 
 Float32, one thread, the same tokens and optimizer steps on all sides, which take turns; the ratio is of the
 least CPU times. The two ways of ours must agree: log-probs, and the gradient of a weighted sum of them. `trl`
-is a side of the full text, of crafter and of mixed, in the micro-batches that suit it best of 2 to 256;
-without trl and datasets in this interpreter (pip install trl datasets) it is left out. Exit code 1 where a
-ratio is below its limit or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, of its
-norm).
---quick: the full text by tiny-0.8m, without trl.
+is a side of the full text and of crafter, in the micro-batches that suit it best of 2 to 256; without trl and
+datasets in this interpreter (pip install trl datasets) it is left out. Exit code 1 where a ratio is below its
+limit or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm).
 """
 
-import argparse
 import importlib.util
 import os
 import random
@@ -117,13 +113,13 @@ def dialogues() -> list[Segment]:
     return found
 
 
-def random_samples(count: int, prompt: tuple[int, int], answer: tuple[int, int]) -> list[Segment]:
+def random_samples() -> list[Segment]:
     draw = random.Random(0)
 
-    def ids(bounds: tuple[int, int]) -> list[int]:
-        return [draw.randrange(10, 500) for _ in range(draw.randint(*bounds))]
+    def ids(least: int, most: int) -> list[int]:
+        return [draw.randrange(10, 500) for _ in range(draw.randint(least, most))]
 
-    return [_segment(f"r{number}", ids(prompt), ids(answer)) for number in range(count)]
+    return [_segment(f"r{number}", ids(35, 60), ids(4, 8)) for number in range(1024)]
 
 
 def _segment(name: str, prompt: list[int], answer: list[int]) -> Segment:
@@ -240,20 +236,9 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "dialogues": lambda: [Case("dialogues", dialogues(), "tiny-0.8m", 1.5)],
     "demo": lambda: [Case("demo", played_segments(()), "tiny-0.8m", 1.0, step=256)],
     "crafter": lambda: [
-        Case("crafter", random_samples(1024, (35, 60), (4, 8)), "tiny-0.3m", 1.5, "trl", 256, 192, micro=256)
-    ],
-    "mixed": lambda: [
-        Case("mixed", random_samples(128, (20, 400), (10, 100)), "tiny-0.3m", 1.5, "trl", 32, 512, micro=16)
+        Case("crafter", random_samples(), "tiny-0.3m", 1.5, "trl", step=256, row_tokens=192, micro=256)
     ],
 }
-
-
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    if options.quick:
-        yield full_text()[0]
-        return
-    for name in options.only or CASES:
-        yield from CASES[name]()
 
 
 def report(case: Case, found: Compared) -> int:
@@ -273,18 +258,18 @@ def report(case: Case, found: Compared) -> int:
 
 def main() -> int:
     options = kit.options(
-        __doc__, ("--quick", False), ("--rounds", 5), ("--out", "", "file for the results"),
+        __doc__, ("--rounds", 5), ("--out", "", "file for the results"),
         ("--only", [], f"one of {', '.join(CASES)}; may be repeated"),
     )  # fmt: skip
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    has_trl = not options.quick and importlib.util.find_spec("trl") is not None
+    has_trl = importlib.util.find_spec("trl") is not None
     results: dict[str, dict[str, Any]] = {"plain": {}, "trl": {}}
     code = 0
-    for case in cases(options):
+    for case in (case for name in options.only or CASES for case in CASES[name]()):
         with tempfile.TemporaryDirectory() as folder:
             peer = folder if has_trl and case.micro else None
-            found = compared(case, 2 if options.quick else options.rounds, peer)
+            found = compared(case, options.rounds, peer)
         code |= report(case, found)
         name = f"{case.name}, {case.shape}"
         results[case.against][name] = asdict(found) | {"cpu": found.ratio("plain")}

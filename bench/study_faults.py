@@ -1,6 +1,6 @@
 """Faults: short jobs of a trainer service in which each process is killed at random points, until all ended.
 
-    python -m bench.study_faults [--processes | --quick] [--seeds 0 1] [--out runs/faults] (make study-faults)
+    python -m bench.study_faults [--processes] [--seeds 0 1] [--out runs/faults] (make study-faults)
 
 Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. It is
 posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
@@ -29,7 +29,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,10 @@ from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
 from trainer_backend.job.load import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
+ITERATIONS, ITERATION_S = 6, 2.0  # an iteration takes about so long
 SETTINGS = (
-    "job.name=faults", "rollout.max_turns=12", "rollout.max_concurrent_rollouts=2",  # one after the other
+    "job.name=faults", f"training.iterations={ITERATIONS}", "rollout.episodes_per_batch=16",
+    "rollout.max_turns=12", "rollout.max_concurrent_rollouts=2",  # one after the other
     "warmup.episodes=8", "training.threads=1", "evaluation.instances=2", "evaluation.every_n_iters=1000",
     "services.task_app_wait_s=60.0",
 )  # fmt: skip
@@ -53,46 +54,29 @@ IN_PROCESSES = (
 RECOVERY_S = 20.0
 
 
-@dataclass(frozen=True)
-class Size:
-    """How long a job is, an iteration takes about, what is killed once, and how many of it once more."""
-
-    iterations: int
-    episodes: int
-    iteration_s: float
-    kinds: tuple[Kind, ...] = KINDS
-    more: int = 0
-    settings: tuple[str, ...] = ()
-
-    def faults(self, seed: int) -> list[Fault]:
-        draws = random.Random(seed)
-        kinds = (*self.kinds, *(draws.choice(self.kinds) for _ in range(self.more)))
-        return drawn_faults(draws, kinds, iterations=self.iterations, iteration_s=self.iteration_s)
+def choose_faults(kinds: Sequence[Kind], seed: int) -> list[Fault]:
+    """One of each kind, and one more of some kind."""
+    draws = random.Random(seed)
+    more = draws.choice(kinds)
+    return drawn_faults(draws, (*kinds, more), iterations=ITERATIONS, iteration_s=ITERATION_S)
 
 
-FULL = Size(iterations=6, episodes=16, iteration_s=2.0, more=1)
-PROCESSES = replace(FULL, kinds=(*KINDS, *OF_A_JOB), settings=IN_PROCESSES)
-QUICK = (
-    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=("service", "job")),
-    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=("task_app", "database")),
-    Size(iterations=2, episodes=8, iteration_s=1.0, kinds=tuple(OF_A_JOB), settings=IN_PROCESSES),
-)
-
-
-def run_job(folder: Path, size: Size, seed: int) -> dict[str, Any]:
+def run_job(folder: Path, seed: int, *, in_processes: bool) -> dict[str, Any]:
     """Run one job to its end with all its faults, and return its figures."""
+    kinds, settings = ((*KINDS, *OF_A_JOB), IN_PROCESSES) if in_processes else (KINDS, ())
     folder.mkdir(parents=True)
     begun_s, seen = time.monotonic(), Seen()
     with Installation(folder) as place, ThreadPoolExecutor(1) as posting:
-        toml = job_text(size, seed, place.task_url)
+        own = (*SETTINGS, *settings, f"job.seed={seed}", f'services.task_url="{place.task_url}"')
+        toml = dump_job(load_job(kit.ROOT / "configs" / "crafter_cpu.toml", own).config)
         posted = posting.submit(place.post, toml, f"faults-{seed}")
-        job = Watch(place, size.faults(seed), seen).until_it_ended()
+        job = Watch(place, choose_faults(kinds, seed), seen).until_it_ended()
         if job is None:
             seen.wrong.append("the job has not ended")
         else:
             posts = [posted.result(), place.post(toml, f"faults-{seed}")]
             seen.counts.update(posts=posts[0].times, attempts=job["attempt"])
-            judge(place, job, posts, size.iterations, seen)
+            judge(place, job, posts, ITERATIONS, seen)
     return {
         "seconds": round(time.monotonic() - begun_s, 1), "counts": dict(seen.counts), "kept": len(seen.kept),
         "kills": dict(seen.kills), "losses": dict(seen.losses), "recovery_s": dict(seen.recovery_s),
@@ -100,18 +84,7 @@ def run_job(folder: Path, size: Size, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def job_text(size: Size, seed: int, task_url: str) -> str:
-    """The TOML of the posted job."""
-    own = (
-        f"training.iterations={size.iterations}", f"rollout.episodes_per_batch={size.episodes}",
-        f"job.seed={seed}", f'services.task_url="{task_url}"',
-    )  # fmt: skip
-    return dump_job(
-        load_job(kit.ROOT / "configs" / "crafter_cpu.toml", (*SETTINGS, *size.settings, *own)).config
-    )
-
-
-def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Size]) -> dict[str, Any]:
+def study(folder: Path, results: Path, seeds: Sequence[int], *, in_processes: bool) -> dict[str, Any]:
     """Run missing jobs, and write the results after each."""
     jobs = json.loads(results.read_text())["jobs"] if results.exists() else {}
     outcome = summary(jobs)
@@ -119,7 +92,7 @@ def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Siz
         if str(seed) in jobs:
             continue
         shutil.rmtree(folder / f"seed_{seed}", ignore_errors=True)
-        jobs[str(seed)] = run_job(folder / f"seed_{seed}", sizes[seed % len(sizes)], seed)
+        jobs[str(seed)] = run_job(folder / f"seed_{seed}", seed, in_processes=in_processes)
         print(f"seed {seed}: {json.dumps(jobs[str(seed)])}", flush=True)
         outcome = summary(jobs)
         kit.write_results(results, outcome)
@@ -167,25 +140,16 @@ def times(found: Iterable[Sequence[float]]) -> dict[str, float] | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = kit.options(
         __doc__,
-        ("--quick", False, "three jobs, one in processes, with two kills each"),
         ("--processes", False, "jobs in processes of their own, collecting ahead"),
         ("--seeds", (), "default: 0 to 19"),
         ("--out", Path, "folder of the runs"),
         ("--results", Path, "JSON file to write"),
         arguments=arguments,
     )
-    if options.quick and options.processes:
-        raise SystemExit("--quick and --processes: one of them")
-    name, sizes, count = "faults", (FULL,), 20
-    if options.quick:
-        name, sizes, count = "faults_quick", QUICK, len(QUICK)
-    elif options.processes:
-        name, sizes = "faults_processes", (PROCESSES,)
+    name = "faults_processes" if options.processes else "faults"
     folder = (options.out or kit.ROOT / "runs" / name).resolve()
-    results = (
-        options.results or (folder if options.quick else kit.ROOT / "bench" / "results") / f"{name}.json"
-    )
-    outcome = study(folder, results, options.seeds or range(count), sizes)
+    results = options.results or kit.ROOT / "bench" / "results" / f"{name}.json"
+    outcome = study(folder, results, options.seeds or range(20), in_processes=options.processes)
     print(json.dumps({key: value for key, value in outcome.items() if key != "jobs"}, indent=1))
     return 0 if all(outcome["holds"].values()) else 1
 

@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from rich.table import Table
 
 from bench import kit
 from trainer_backend.core.statistics import mean_interval
@@ -267,22 +268,18 @@ def _reached(run: Mapping[str, Any], base: Mapping[str, Any] | None, measure: st
     return next((row["iteration"] for row in run["evaluations"] if row[measure] >= level), None)
 
 
-def table(study: Study, outcome: Mapping[str, Any]) -> str:
+def table(study: Study, outcome: Mapping[str, Any]) -> Table:
     """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
     told = outcome["summary"]
-    heads = ("before", "after", "gain", f"minus {study.against}")
-    widths = (24, 24, 24, 24, 16, 12, 8)
-    rows = {study.measured: (*heads, "reached after", "decisions", "steps an iteration")}
+    heads = ("before", "after", "gain", f"minus {study.against}", "reached after", "decisions", "steps")
+    lines = Table(study.measured, *heads)
     for arm in outcome["arms"]:
         found = told[arm]
         cells = (found["before"], found["final"], found["gain"], told.get(f"{arm}_minus_{study.against}"))
         reached = ", ".join("-" if one is None else str(one) for one in found["reached"])
         counts = (_figure(found[f"{name}_an_iteration"]) for name in ("decisions", "steps"))
-        rows[study.arms[arm].label] = (*map(_cell, cells), reached, *counts)
-    return "\n".join(
-        f"{name:30s}" + "".join(f"{cell:>{width}s}" for cell, width in zip(row, widths, strict=True))
-        for name, row in rows.items()
-    )
+        lines.add_row(study.arms[arm].label, *map(_cell, cells), reached, *counts)
+    return lines
 
 
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
@@ -321,9 +318,9 @@ def _draw_curves(study: Study, outcome: Mapping[str, Any], figure: Figure) -> No
             _thin(axes, found["evaluations"], colour, study.measure)
         x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
         if x:
-            steps = outcome["summary"][arm].get("steps_an_iteration")  # older results have none
-            told = f"mean of {len(by_seed)}" + ("" if steps is None else f"; {steps:.1f} steps an iteration")
-            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{made.label} ({told})")
+            steps = _figure(outcome["summary"][arm]["steps_an_iteration"])
+            label = f"{made.label} (mean of {len(by_seed)}; {steps} steps an iteration)"
+            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
     axes.set_xlabel("iterations")
     axes.set_ylabel(study.measured)
     axes.xaxis.set_major_locator(whole_numbers())

@@ -105,7 +105,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         print(f"stopped: {stopped}; the same command goes on from there")
         return 130
-    print(table(study, outcome))
+    Console().print(table(study, outcome))
     print(json.dumps({"study": name, "results": str(results), **outcome["summary"]}))
     return 0
 

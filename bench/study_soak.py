@@ -1,6 +1,6 @@
 """Soak: a task app under mixed load for a long time, its clients killed at random, and at the end itself.
 
-    python -m bench.study_soak [--quick] [--seconds 600]        (make study-soak)
+    python -m bench.study_soak [--seconds 600]        (make study-soak)
 
 Client processes play Crafter sessions against a model of their own, snapshot and
 restore them, run rollouts, hang up in the middle of requests and send them twice; one of them is killed every
@@ -26,7 +26,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,11 +118,11 @@ class Expired(Exception):
 class Player:
     """Plays an environment over HTTP and an equal one in this process, which must never differ.
 
-    After `idle_s` its session may be gone.
+    After `IDLE_S` its session may be gone.
     """
 
-    def __init__(self, call: Caller, chance: random.Random, tally: Tally, idle_s: float) -> None:
-        self._call, self._chance, self._tally, self._idle_s = call, chance, tally, idle_s
+    def __init__(self, call: Caller, chance: random.Random, tally: Tally) -> None:
+        self._call, self._chance, self._tally = call, chance, tally
         self._used_s = time.monotonic()
         self._model = CrafterEnvironment(CrafterConfig(text=TEXT))
         self._calls: list[Any] = []
@@ -138,7 +138,7 @@ class Player:
         asked_s, before_s = time.monotonic(), self._used_s
         status, answer = await self._call.post(path, body)
         self._used_s = asked_s
-        if status == 404 and time.monotonic() - before_s > self._idle_s:
+        if status == 404 and time.monotonic() - before_s > IDLE_S:
             raise Expired
         return status, answer
 
@@ -241,7 +241,7 @@ async def play_sessions(options: argparse.Namespace) -> Tally:
                 if number == 0:
                     await rollouts(session, chance, tally)
                 else:
-                    await Player(call, chance, tally, options.idle_s).play()
+                    await Player(call, chance, tally).play()
 
         await asyncio.gather(*(loop(number) for number in range(PLAYERS)))
     return tally
@@ -254,25 +254,14 @@ STEADY = 0.8
 FLAT = 1.1
 
 
-@dataclass(frozen=True)
-class Size:
-    """The duration and bounds of a study."""
-
-    seconds: float
-    idle_s: float
-    max_sessions: int
-
-    def settings(self) -> dict[str, str]:
-        return {
-            "TURNWISE_SESSION_IDLE_S": str(self.idle_s),
-            "TURNWISE_SWEEP_EVERY_S": "0.5",
-            "TURNWISE_MAX_SESSIONS": str(self.max_sessions),
-            "TURNWISE_IDEMPOTENCY_S": "20",
-            "TURNWISE_LOG_LEVEL": "warning",
-        }
-
-
-QUICK = Size(seconds=15.0, idle_s=3.0, max_sessions=60)
+IDLE_S, MAX_SESSIONS = 5.0, 400
+SETTINGS = {
+    "TURNWISE_SESSION_IDLE_S": str(IDLE_S),
+    "TURNWISE_SWEEP_EVERY_S": "0.5",
+    "TURNWISE_MAX_SESSIONS": str(MAX_SESSIONS),
+    "TURNWISE_IDEMPOTENCY_S": "20",
+    "TURNWISE_LOG_LEVEL": "warning",
+}
 
 
 @dataclass
@@ -296,10 +285,10 @@ class Found(Tally):
 class App(Server):
     """The task app as a process that may be killed and started again at the same address, with its state."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.environ = {"ENVIRONMENT_API_KEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT), **settings}
+        self.environ = {"ENVIRONMENT_API_KEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT), **SETTINGS}
         command = [sys.executable, "-m", "task_app", "--port", str(self.port), "--exit-with-parent"]
         super().__init__([*command, "--state-dir", str(folder / "state")], self.environ, folder / "app.log")
 
@@ -314,19 +303,19 @@ class App(Server):
             time.sleep(0.02)
 
 
-def study(size: Size, *, seed: int) -> dict[str, Any]:
+def study(seconds: float, *, seed: int) -> dict[str, Any]:
     """Run the study, and return the results."""
     chance, found = random.Random(seed), Found()
     with tempfile.TemporaryDirectory() as folder:
-        app = App(Path(folder), size.settings())
+        app = App(Path(folder))
         try:
-            load(app, found, chance, seconds=STEADY * size.seconds, restarts=False)
+            load(app, found, chance, seconds=STEADY * seconds, restarts=False)
             steady_ms = sorted(found.steps_ms)
-            load(app, found, chance, seconds=(1 - STEADY) * size.seconds, restarts=True)
-            left = abandoned(app, size)
+            load(app, found, chance, seconds=(1 - STEADY) * seconds, restarts=True)
+            left = abandoned(app)
         finally:
             app.kill()
-    return results(size, found, steady_ms, left)
+    return results(seconds, found, steady_ms, left)
 
 
 def load(app: App, found: Found, chance: random.Random, *, seconds: float, restarts: bool) -> None:
@@ -355,22 +344,21 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
     seconds = max(0.5, until_s - time.monotonic())
     command = [sys.executable, "-m", "bench.study_soak", "--client", app.url]
     command += ["--seed", str(chance.getrandbits(32)), "--seconds", str(seconds)]
-    command += ["--idle-s", app.environ["TURNWISE_SESSION_IDLE_S"]]
     environ = {**os.environ, **app.environ}
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
 
 
-def abandoned(app: App, size: Size) -> dict[str, Any]:
+def abandoned(app: App) -> dict[str, Any]:
     """The sessions that are left after the idle time."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     body = {"env_name": "crafter", "config": {"text": "compact"}}
     with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:
         before = now = open_sessions(http)
-        until_s = time.monotonic() + 4 * size.idle_s + 10.0
+        until_s = time.monotonic() + 4 * IDLE_S + 10.0
         while now and time.monotonic() < until_s:
             time.sleep(0.5)
             now = open_sessions(http)
-        fits = sum(http.post("/env/create", json=body).status_code == 200 for _ in range(size.max_sessions))
+        fits = sum(http.post("/env/create", json=body).status_code == 200 for _ in range(MAX_SESSIONS))
     return {"at_the_end": before, "after_idle_expiry": now, "new_sessions_that_fit": fits}
 
 
@@ -381,7 +369,7 @@ def open_sessions(http: httpx.Client) -> int:
     return int(float(line[1]))
 
 
-def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
+def results(seconds: float, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
     """The figures, and whether all required bounds hold."""
     begun_s = found.memory[0][0]
     third = (found.memory[-1][0] - begun_s) / 3
@@ -390,7 +378,7 @@ def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, An
     growth = statistics.median(last) / statistics.median(middle)
     return {
         "study": "soak",
-        "seconds": size.seconds,
+        "seconds": seconds,
         "machine": kit.describe_machine(python=platform.python_version()),
         "counts": dict(found.counts),
         "step_ms": {f"p{n}": quantile(steady_ms, n / 100) for n in (50, 99)} | {"steps": len(steady_ms)},
@@ -401,7 +389,7 @@ def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, An
         "holds": {
             "no step lost or doubled, no answer differs": not found.wrong,
             "no session leaked": left["after_idle_expiry"] == 0
-            and left["new_sessions_that_fit"] == size.max_sessions,
+            and left["new_sessions_that_fit"] == MAX_SESSIONS,
             "memory flat": growth <= FLAT,
         },
     }
@@ -415,10 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = kit.options(
         __doc__,
         ("--seconds", 600.0, "of load"),
-        ("--quick", False, "15 seconds of load; memory is not judged"),
         ("--seed", 0),
         ("--client", "", "be a client of the task app at this address; used by the script itself"),
-        ("--idle-s", 5.0, "the task app's session_idle_s, for a client"),
         ("--results", ROOT / "bench" / "results" / "soak.json"),
         arguments=arguments,
     )
@@ -426,12 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tally = asyncio.run(play_sessions(options))
         print(json.dumps({"counts": tally.counts, "wrong": tally.wrong[:10], "steps_ms": tally.steps_ms}))
         return 1 if tally.wrong else 0
-    full = Size(seconds=options.seconds, idle_s=5.0, max_sessions=400)
-    found = study(QUICK if options.quick else full, seed=options.seed)
-    if options.quick:
-        # So few seconds are all warm-up.
-        del found["holds"]["memory flat"]
-    return kit.end_study(found, options.results)
+    return kit.end_study(study(options.seconds, seed=options.seed), options.results)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Time of an update at the demo's shape, of this tree against another one: the same episodes and weights.
 
-    python -m bench.update_speed [--against ../other/tree | --spin 0] [--rounds 7] [--run RUN] [--profile]
+    python -m bench.update_speed [--against ../other/tree] [--rounds 7] [--run RUN]
 
 The demo's job plays an iteration (bench/demo_iteration.py), or RUN holds it already. Then a process for each
 tree takes its checkpoint and its rollouts and makes the update, of the policy and of its critic, from the
 same weights each time, in turns with the other one. Printed are the medians of CPU seconds and of the
-clock's, the median of the ratios of two that follow each other, and their spread. --spin compares this tree
-with itself, whose idle threads look for work that many times before they sleep (GOMP_SPINCOUNT). Without
-either it is timed alone. --profile adds where its time goes.
+clock's, the median of the ratios of two that follow each other, and their spread. Without another tree this
+one is timed alone.
 """
 
 import json
@@ -50,26 +49,11 @@ def work(run: Path) -> None:
         print("answer", json.dumps({name: metrics[name] for name in ("cpu_s", "clock_s")}), flush=True)
 
 
-def profiled(run: Path) -> str:
-    """Where the CPU time of an update goes, by operator."""
-    from torch.profiler import ProfilerActivity, profile
-
-    update = make_update(run)
-    update()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        update()
-    return str(
-        profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=50)
-    )
-
-
-def compared(run: Path, against: Path | None, spin: int | None, rounds: int) -> None:
+def compared(run: Path, against: Path | None, rounds: int) -> None:
     work = ("--work", str(run))
     sides = {"this": kit.Side(kit.ROOT, work)}
     if against is not None:
         sides["other"] = kit.Side(against.resolve(), work)
-    if spin is not None:
-        sides["other"] = kit.Side(kit.ROOT, work, {"GOMP_SPINCOUNT": str(spin)})
     rows = kit.compare_sides(__file__, sides, rounds)
     for what in ("cpu", "clock"):
         columns = {name: [row[f"{what}_s"] for row in found] for name, found in rows.items()}
@@ -84,17 +68,13 @@ def main() -> int:
     options = kit.options(
         __doc__,
         ("--against", Path, "the root of another tree"),
-        ("--spin", int, "GOMP_SPINCOUNT of the other side"),
         ("--rounds", 7),
         ("--run", Path, "a run that bench.demo_iteration has played"),
-        ("--profile", False, "where the time of this tree goes"),
         ("--work", Path, "used by the script itself"),
     )
     if options.work is not None:
         work(options.work)
         return 0
-    if options.against is not None and options.spin is not None:
-        sys.exit("--against and --spin: one of them")
     with tempfile.TemporaryDirectory() as folder:
         run = options.run
         if run is None:
@@ -102,9 +82,7 @@ def main() -> int:
 
             run = Path(folder) / "run"
             played_in(run)
-        compared(run.resolve(), options.against, options.spin, options.rounds)
-        if options.profile:
-            print(profiled(run))
+        compared(run.resolve(), options.against, options.rounds)
     return 0
 
 

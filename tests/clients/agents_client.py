@@ -11,22 +11,10 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-from script import CALL, main, on, script
+from script import CALL, CITY, ULM, City, add, main, on, script
 
 set_tracing_disabled(True)
-CITY = '{"name": "Ulm", "people": 130}'
-
-
-class City(BaseModel):
-    name: str
-    people: int
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Adds."""
-    return a + b
+ADD = function_tool(add)
 
 
 def _agents(server, **options):
@@ -43,23 +31,23 @@ def _output(agent, *answers):
 def tools(server):
     settings = ModelSettings(temperature=0.1, parallel_tool_calls=False)
     for options in ({}, {"model_settings": settings}):
-        for agent in _agents(server, instructions="Be short.", tools=[add], **options):
+        for agent in _agents(server, instructions="Be short.", tools=[ADD], **options):
             assert _output(agent, CALL, "5") == "5"
 
 
 def forced_tool(server):
     for choice in ("required", "add"):
-        for agent in _agents(server, tools=[add], model_settings=ModelSettings(tool_choice=choice)):
+        for agent in _agents(server, tools=[ADD], model_settings=ModelSettings(tool_choice=choice)):
             assert _output(agent, CALL, "5") == "5"
 
 
 def structured_after_tools(server):
-    for agent in _agents(server, tools=[add], output_type=City):
-        assert _output(agent, CALL, CITY) == City(name="Ulm", people=130)
+    for agent in _agents(server, tools=[ADD], output_type=City):
+        assert _output(agent, CALL, CITY) == ULM
 
 
 async def streaming(server):
-    for agent in _agents(server, tools=[add]):
+    for agent in _agents(server, tools=[ADD]):
         run = Runner.run_streamed(agent, script(CALL, "It is 5."))
         deltas = [
             event.data.delta
@@ -80,7 +68,7 @@ def handoff(server):
 def by_variables(server):
     """The library's own default: Responses, and the settings that it has for the model's name."""
     for model in (server.model, "gpt-5"):
-        agent = Agent(name="adder", instructions="Be short.", model=model, tools=[add])
+        agent = Agent(name="adder", instructions="Be short.", model=model, tools=[ADD])
         assert _output(agent, CALL, "5") == "5"
 
 

@@ -4,17 +4,9 @@ import asyncio
 
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
-from pydantic import BaseModel
-from script import CALL, SCHEMA, main, on, script
+from script import CALL, CITY, LONG, SCHEMA, ULM, City, main, on, refused, script
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
-LONG = "word " * 30_000
-CITY = '{"name": "Ulm", "people": 130}'
-
-
-class City(BaseModel):
-    name: str
-    people: int
 
 
 def _client(**options):
@@ -70,12 +62,7 @@ def tools(server):
 def tool_runner(server):
     @anthropic.beta_tool
     def add(a: int, b: int) -> str:
-        """Adds.
-
-        Args:
-            a: one
-            b: other
-        """
+        """Adds."""
         return str(a + b)
 
     runner = _client().beta.messages.tool_runner(**_asked(server, CALL, "5"), tools=[add])
@@ -92,7 +79,7 @@ def forced_tool(server):
 @on("capture")
 def structured(server):
     reply = _client().messages.parse(**_asked(server, CITY), output_format=City)
-    assert reply.parsed_output == City(name="Ulm", people=130)
+    assert reply.parsed_output == ULM
 
 
 @on("capture")
@@ -104,7 +91,7 @@ def effort(server):
 @on("capture")
 def structured_beta(server):
     reply = _client().beta.messages.parse(**_asked(server, CITY), output_format=City)
-    assert reply.parsed_output == City(name="Ulm", people=130)
+    assert reply.parsed_output == ULM
 
 
 @on("capture")
@@ -136,7 +123,7 @@ def streaming_of_calls(server):
 @on("capture")
 def streaming_structured(server):
     with _client().messages.stream(**_asked(server, CITY), output_format=City) as stream:
-        assert stream.get_final_message().parsed_output == City(name="Ulm", people=130)
+        assert stream.get_final_message().parsed_output == ULM
 
 
 @on("capture")
@@ -169,26 +156,26 @@ def models(server):
     model = client.models.retrieve(server.claude)
     assert (model.id, model.type) == (server.claude, "model")
     assert model.display_name and model.created_at
-    _refused(anthropic.NotFoundError, lambda: client.models.retrieve("no-such"))
+    refused(anthropic.NotFoundError, lambda: client.models.retrieve("no-such"))
 
 
 @on("capture")
 def errors(server):
     client = _client()
-    long = _refused(
+    long = refused(
         anthropic.BadRequestError, lambda: client.messages.create(**_asked(server, "x", text=LONG))
     )
-    unknown = _refused(
+    unknown = refused(
         anthropic.NotFoundError, lambda: client.messages.create(**_asked(server, "x") | {"model": "no-such"})
     )
-    route = _refused(anthropic.NotFoundError, lambda: client.messages.batches.list())
+    route = refused(anthropic.NotFoundError, lambda: client.messages.batches.list())
     kinds = [error.body["error"]["type"] for error in (long, unknown, route)]
     assert kinds == ["invalid_request_error", "not_found_error", "not_found_error"], kinds
 
 
 def wrong_key(server):
     """At `serve`, which does not speak Messages, the key is asked first."""
-    error = _refused(
+    error = refused(
         anthropic.AuthenticationError, lambda: _client(api_key="wrong").messages.create(**_asked(server, "x"))
     )
     assert server.kind == "serve" or error.body["error"]["type"] == "authentication_error", error.body
@@ -203,16 +190,8 @@ def auth_token(server):
 
 @on("serve")
 def messages_absent(server):
-    error = _refused(anthropic.NotFoundError, lambda: _client().messages.create(**_asked(server, "x")))
+    error = refused(anthropic.NotFoundError, lambda: _client().messages.create(**_asked(server, "x")))
     assert error.body and error.message, error.response.text
-
-
-def _refused(kind, call):
-    try:
-        value = call()
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was expected, and not {value!r:.300}")
 
 
 if __name__ == "__main__":

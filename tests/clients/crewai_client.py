@@ -11,22 +11,9 @@ os.environ |= {
 
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
-from pydantic import BaseModel
-from script import CALL, main, script
+from script import CALL, CITY, ULM, City, add, main, script
 
-CITY = '{"name": "Ulm", "people": 130}'
-ANSWER = "Thought: I know.\nFinal Answer: Two."
-
-
-class City(BaseModel):
-    name: str
-    people: int
-
-
-@tool("add")
-def add(a: int, b: int) -> int:
-    """Adds."""
-    return a + b
+ADD = tool("add")(add)
 
 
 def _models(server, **options):
@@ -59,14 +46,12 @@ def plain(server):
 
 def tools(server):
     for model in _models(server):
-        assert "5" in _crew(model, CALL, "It is 5.", tools=[add]).kickoff().raw
+        assert "5" in _crew(model, CALL, "It is 5.", tools=[ADD]).kickoff().raw
 
 
 def structured(server):
     for model in _models(server):
-        assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == City(
-            name="Ulm", people=130
-        )
+        assert _crew(model, CITY, CITY, output_pydantic=City).kickoff().pydantic == ULM
 
 
 def structured_call(server):
@@ -78,8 +63,8 @@ def structured_call(server):
 
 def structured_after_tools(server):
     for model in _models(server):
-        result = _crew(model, CALL, CITY, CITY, tools=[add], output_pydantic=City).kickoff()
-        assert result.pydantic == City(name="Ulm", people=130)
+        result = _crew(model, CALL, CITY, CITY, tools=[ADD], output_pydantic=City).kickoff()
+        assert result.pydantic == ULM
 
 
 def stop_words(server):

@@ -2,7 +2,7 @@
 
 import dspy
 import litellm
-from script import CALL, main, script
+from script import CALL, add, main, script
 
 litellm.suppress_debug_info = True
 dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=False)
@@ -13,11 +13,6 @@ class Sum(dspy.Signature):
 
     question: str = dspy.InputField()
     total: int = dspy.OutputField()
-
-
-def add(a: int, b: int) -> int:
-    """Adds."""
-    return a + b
 
 
 MARKED = "[[ ## total ## ]]\n5\n\n[[ ## completed ## ]]"

@@ -6,12 +6,10 @@ import instructor
 from anthropic import Anthropic
 from openai import OpenAI
 from pydantic import BaseModel, field_validator
-from script import main, on, script
+from script import CITY, CITY_CALL, main, on, script
 
 warnings.simplefilter("ignore")
-CITY = '{"name": "Ulm", "people": 130}'
 VALUES = {"name": "Ulm", "people": 130}
-CITY_CALL = {"calls": [["City", VALUES]]}
 ULM = [("name", "Ulm"), ("people", 130)]
 
 

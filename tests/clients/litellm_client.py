@@ -1,18 +1,11 @@
 """The package `litellm`: the server as `openai/…`, `hosted_vllm/…` and `anthropic/…`."""
 
+from functools import partial
+
 import litellm
-from pydantic import BaseModel
-from script import CALL, SCHEMA, main, on, script
+from script import CALL, CITY, LONG, TOOL, City, main, on, refused, script
 
 litellm.suppress_debug_info = True
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
-CITY = '{"name": "Ulm", "people": 130}'
-LONG = "word " * 30_000
-
-
-class City(BaseModel):
-    name: str
-    people: int
 
 
 def _ways(server):
@@ -31,8 +24,9 @@ def _user(*answers, text=""):
     ]
 
 
-def _completion(way, *answers, **more):
-    return litellm.completion(**way, messages=_user(*answers), **{"num_retries": 0, "max_retries": 0, **more})
+def _completion(way, *answers, text="", **more):
+    options = {"num_retries": 0, "max_retries": 0, **more}
+    return litellm.completion(**way, messages=_user(*answers, text=text), **options)
 
 
 def plain(server):
@@ -102,22 +96,14 @@ async def anthropic_messages(server):
 
 def errors(server):
     for way in _ways(server):
-        _refused(litellm.ContextWindowExceededError, way, _user("x", text=LONG))
-        prefix = way["model"].partition("/")[0]
-        _refused(litellm.NotFoundError, way | {"model": f"{prefix}/no-such"}, _user("x"))
+        unknown = way | {"model": f"{way['model'].partition('/')[0]}/no-such"}
+        refused(litellm.ContextWindowExceededError, partial(_completion, way, "x", text=LONG))
+        refused(litellm.NotFoundError, partial(_completion, unknown, "x"))
 
 
 def retries(server):
     for way in _ways(server):
         assert _completion(way, "ok", max_retries=1, num_retries=1).choices[0].message.content == "ok"
-
-
-def _refused(kind, way, messages):
-    try:
-        value = litellm.completion(**way, messages=messages, max_retries=0)
-    except kind:
-        return
-    raise AssertionError(f"{kind.__name__} was expected, and not {value!r:.300}")
 
 
 if __name__ == "__main__":

@@ -4,19 +4,9 @@ import asyncio
 
 import openai
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
-from script import CALL, SCHEMA, main, on, script
+from script import CALL, CITY, LONG, TOOL, ULM, City, main, on, refused, script
 
-FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
-TOOL = {"type": "function", "function": FUNCTION}
-FLAT_TOOL = {"type": "function", **FUNCTION, "strict": False}
-LONG = "word " * 30_000
-CITY = '{"name": "Ulm", "people": 130}'
-
-
-class City(BaseModel):
-    name: str
-    people: int
+FLAT_TOOL = {"type": "function", **TOOL["function"], "strict": False}
 
 
 def _client(**options):
@@ -60,7 +50,7 @@ def forced_tool(server):
 
 def structured(server):
     reply = _client().chat.completions.parse(model=server.model, messages=_user(CITY), response_format=City)
-    assert reply.choices[0].message.parsed == City(name="Ulm", people=130)
+    assert reply.choices[0].message.parsed == ULM
 
 
 def json_mode(server):
@@ -79,7 +69,7 @@ def strict_tool(server):
         messages=_user({"calls": [["city", {"name": "Ulm", "people": 130}]]}),
         tools=[tool],
     )
-    assert reply.choices[0].message.tool_calls[0].function.parsed_arguments == City(name="Ulm", people=130)
+    assert reply.choices[0].message.tool_calls[0].function.parsed_arguments == ULM
 
 
 def streaming(server):
@@ -132,14 +122,14 @@ def errors(server):
     def asks(model=server.model, text="", **options):
         return _client(**options).chat.completions.create(model=model, messages=_user("x", text=text))
 
-    assert _refused(openai.NotFoundError, lambda: asks("no-such")).code == "model_not_found"
-    assert _refused(openai.BadRequestError, lambda: asks(text=LONG)).code == "context_length_exceeded"
+    assert refused(openai.NotFoundError, lambda: asks("no-such")).code == "model_not_found"
+    assert refused(openai.BadRequestError, lambda: asks(text=LONG)).code == "context_length_exceeded"
     for kind, call in (
         (openai.AuthenticationError, lambda: asks(api_key="wrong")),
         (openai.NotFoundError, lambda: _client().embeddings.create(model=server.model, input="x")),
         (openai.APIStatusError, lambda: _client().models.delete(server.model)),
     ):
-        error = _refused(kind, call)
+        error = refused(kind, call)
         assert error.body and error.body["message"], error.response.text
 
 
@@ -147,7 +137,7 @@ def models(server):
     client = _client()
     assert server.model in [model.id for model in client.models.list()]
     assert client.models.retrieve(server.model).id == server.model
-    error = _refused(openai.NotFoundError, lambda: client.models.retrieve("no-such"))
+    error = refused(openai.NotFoundError, lambda: client.models.retrieve("no-such"))
     assert error.code == "model_not_found", error.body
 
 
@@ -164,7 +154,7 @@ def logprobs(server):
 def several_choices(server):
     """A capture answers once a call, and says so."""
     if server.kind == "capture":
-        _refused(
+        refused(
             openai.BadRequestError,
             lambda: _client().chat.completions.create(model=server.model, messages=_user("x"), n=2),
         )
@@ -212,7 +202,7 @@ def responses_forced_tool(server):
 @on("capture")
 def responses_structured(server):
     reply = _client().responses.parse(model=server.model, input=script(CITY), text_format=City)
-    assert reply.output_parsed == City(name="Ulm", people=130)
+    assert reply.output_parsed == ULM
 
 
 @on("capture")
@@ -242,9 +232,9 @@ def responses_streaming_of_calls(server):
 @on("capture")
 def responses_errors(server):
     client = _client()
-    _refused(openai.NotFoundError, lambda: client.responses.create(model="no-such", input="x"))
-    _refused(openai.BadRequestError, lambda: client.responses.create(model=server.model, input=LONG))
-    error = _refused(openai.NotFoundError, lambda: client.responses.retrieve("resp_1"))
+    refused(openai.NotFoundError, lambda: client.responses.create(model="no-such", input="x"))
+    refused(openai.BadRequestError, lambda: client.responses.create(model=server.model, input=LONG))
+    error = refused(openai.NotFoundError, lambda: client.responses.retrieve("resp_1"))
     assert error.body and error.body["message"], error.response.text
 
 
@@ -256,16 +246,8 @@ def responses_input_tokens(server):
 @on("serve")
 def responses_absent(server):
     """`serve` speaks Chat Completions, and says so in OpenAI's form."""
-    error = _refused(openai.NotFoundError, lambda: _client().responses.create(model=server.model, input="x"))
+    error = refused(openai.NotFoundError, lambda: _client().responses.create(model=server.model, input="x"))
     assert error.body and error.body["message"], error.response.text
-
-
-def _refused(kind, call):
-    try:
-        value = call()
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was expected, and not {value!r:.300}")
 
 
 if __name__ == "__main__":

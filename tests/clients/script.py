@@ -1,4 +1,4 @@
-"""What every client's file shares: it runs in the client's own environment, with the standard library alone.
+"""What every client's file shares: it runs in the client's own environment, of which it needs pydantic alone.
 
     python FILE '{"kind": "capture" or "serve", "url": ..., "key": ..., "model": ..., "results": PATH, ...}'
 
@@ -17,6 +17,8 @@ import urllib.request
 from dataclasses import dataclass
 from itertools import count
 
+from pydantic import BaseModel
+
 _NUMBERS = count(1)
 # One for all scenarios: some libraries keep their connections, which belong to a loop.
 _LOOP = asyncio.new_event_loop()
@@ -26,7 +28,27 @@ SCHEMA = {
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
     "required": ["a", "b"],
 }
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
 CALL = {"calls": [["add", {"a": 2, "b": 3}]]}
+# More than a model takes.
+LONG = "word " * 30_000
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    people: int
+
+
+ULM = City(name="Ulm", people=130)
+CITY = '{"name": "Ulm", "people": 130}'
+CITY_CALL = {"calls": [["City", ULM.model_dump()]]}
 
 
 @dataclass(frozen=True)
@@ -82,6 +104,15 @@ def on(*kinds):
         return function
 
     return mark
+
+
+def refused(kind, call):
+    """The error of this kind that a call raises."""
+    try:
+        value = call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was expected, and not {value!r:.300}")
 
 
 def main(home):

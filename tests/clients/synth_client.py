@@ -2,13 +2,11 @@
 
 import os
 
-from script import CALL, SCHEMA, main, on, script
+from script import CALL, TOOL, main, on, script
 from synth_ai.task.client import TaskAppClient
 from synth_ai.task.contracts import RolloutEnvSpec, RolloutMode, RolloutPolicySpec, RolloutRequest
 from synth_ai.task.validators import validate_rollout_response_for_rl, validate_task_app_endpoint
 from synth_ai.v0.lm.vendors.synth_client import AsyncOpenAI, OpenAI
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
 
 
 def _user(*answers):

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from bench.kit import Reporter
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
@@ -24,7 +25,7 @@ def kill(module: bytes) -> None:
             os.kill(int(child), signal.SIGKILL)
 
 
-class Killing:
+class Killing(Reporter):
     """Prints the lines of a run."""
 
     def __init__(self, stage: str) -> None:
@@ -33,15 +34,10 @@ class Killing:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def note(self, text: str) -> None:
-        self.say(text)
-
     def stage(self, name: str, done: int, total: int) -> None:
         self.say(f"stage: {name}, torch: {'torch' in sys.modules}")
         if name in self._stages and done < total and (done or name.startswith("update")):
             kill(self._stages.pop(name))
-
-    def metrics(self, row: dict[str, object], line: str) -> None: ...
 
     def process(self, name: str, *, role: str, state: str, **others: object) -> None:
         if role == "learner":

@@ -1,6 +1,5 @@
 """Model folders as the hub has them: their own templates and calls, and a config's adapters."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
+from tests.model_folders import edit_json
 from tests.tiny_families import tiny_model
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.loading import load_checkpoint
@@ -38,13 +38,12 @@ def short_job(folder: Path, warmup: Mapping[str, object] | None, **overrides: ob
     return job.model_copy(update={"warmup": table})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_model_that_knows_nothing_runs_through_an_iteration(
-    family: str, model_folders: Mapping[str, Path], tmp_path: Path
+    model_folders: Mapping[str, Path], tmp_path: Path
 ):
-    directory, reporter, progress = train_job(short_job(model_folders[family], None), tmp_path / "run")
+    directory, reporter, progress = train_job(short_job(model_folders["llama"], None), tmp_path / "run")
     assert (progress.iteration, progress.policy_version) == (1, 1)
-    assert f"model: {model_folders[family]}" in reporter.lines
+    assert f"model: {model_folders['llama']}" in reporter.lines
     (row,) = rows_of(directory, "iteration")
     assert row["decision/count"] == 12 and row["episode/invalid_frac"] == 1
     assert row["mismatch/logprob_max"] < 1e-4
@@ -114,7 +113,9 @@ SMALLER = [
 def test_it_trains_adapters_on_a_folder_with_full_prompts_and_a_checkpoint_loads_as_the_whole_model(
     model_folders: Mapping[str, Path], tmp_path: Path
 ):
-    folder = with_positions(model_folders["qwen3"], 4096, tmp_path / "Qwen3-tiny")
+    folder = tmp_path / "Qwen3-tiny"
+    shutil.copytree(model_folders["qwen3"], folder)
+    edit_json(folder / "config.json", max_position_embeddings=4096)  # rotary positions have no weights
     overrides = [f'model.path="{folder}"', *SMALLER]
     job = load_new_job([ROOT / "configs/crafter_online.toml"], overrides).config
     directory, reporter, _ = train_job(job, tmp_path / "run")
@@ -126,11 +127,3 @@ def test_it_trains_adapters_on_a_folder_with_full_prompts_and_a_checkpoint_loads
     assert not (directory.checkpoints / "iteration_1/model.safetensors").exists()
     model, _ = load_checkpoint(job.model, directory.checkpoints / "iteration_1")
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
-
-
-def with_positions(folder: Path, positions: int, copy: Path) -> Path:
-    """The same model, made for longer sequences: rotary positions have no weights."""
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
-    return copy

@@ -34,9 +34,9 @@ def run(tmp_path_factory):
         training__iterations=1, evaluation__instances=2,
     )  # fmt: skip
     with with_its_plugins(job) as there:
-        directory, reporter, progress = train_job(there, folder / "run")
+        directory, _, progress = train_job(there, folder / "run")
     assert progress.iteration == 1
-    return directory, reporter
+    return directory
 
 
 def trajectories(directory, name="iteration_1"):
@@ -46,8 +46,7 @@ def trajectories(directory, name="iteration_1"):
 
 
 def test_the_score_is_what_the_last_decision_earned(run):
-    directory, _ = run
-    for row in finished_rows(directory.rollouts_file("iteration_1"), ["env_steps", "decisions"]):
+    for row in finished_rows(run.rollouts_file("iteration_1"), ["env_steps", "decisions"]):
         rewards_T = [decision["reward"] for decision in row["decisions"]]
         assert rewards_T == [0.0] * (len(rewards_T) - 1) + [100.0 + row["env_steps"]]
 
@@ -60,8 +59,7 @@ def test_no_mode_counts_anything_twice(run):
         refuse_lost_reward(trajectory, rewards_T, config, rollout_id="r")
         return sum(rewards_T)
 
-    directory, _ = run
-    for trajectory in trajectories(directory):
+    for trajectory in trajectories(run):
         counted = sum(len(step.env_rewards) for step in trajectory.steps[:-1]) / 2
         paid = sum(sum(step.env_rewards) for step in trajectory.steps)
         assert total(trajectory, "off") == 100.0 + trajectory.env_steps
@@ -69,9 +67,8 @@ def test_no_mode_counts_anything_twice(run):
 
 
 def test_every_episode_of_the_job_is_judged_and_keeps_its_environments_outcome(run):
-    directory, _ = run
     for name in ("warmup", "iteration_1", "evaluation_0", "evaluation_1"):
-        for trajectory in trajectories(directory, name):
+        for trajectory in trajectories(run, name):
             said = trajectory.user_reward
             assert said is not None
             assert said.environment_outcome_reward == sum(map(bool, trajectory.achievements_counts.values()))
@@ -79,15 +76,14 @@ def test_every_episode_of_the_job_is_judged_and_keeps_its_environments_outcome(r
 
 
 def test_the_metrics_tell_both_outcomes_and_count_the_warnings(run):
-    directory, _ = run
-    (row,) = rows_of(directory, "iteration")
-    found = trajectories(directory)
+    (row,) = rows_of(run, "iteration")
+    found = trajectories(run)
     assert row["episode/outcome_reward"] == row["user_reward/score"] == 100.0 + row["episode/env_steps"]
     assert row["episode/environment_outcome_reward"] == row["episode/unique_achievements"]
     assert row["user_reward/warnings"] == len(found) == 8
     base = sum(step.base_reward or 0.0 for item in found for step in item.steps)
     assert row["user_reward/base_sum"] == pytest.approx(base / 8)
-    for evaluation in rows_of(directory, "evaluation"):
+    for evaluation in rows_of(run, "evaluation"):
         assert evaluation["eval/outcome_reward"] > 100.0
         assert evaluation["eval/environment_outcome_reward"] == evaluation["eval/unique_achievements"]
 
@@ -95,8 +91,7 @@ def test_the_metrics_tell_both_outcomes_and_count_the_warnings(run):
 def test_inspect_shows_what_was_said_and_what_did_not_fit(run, capsys):
     from rich.console import Console
 
-    directory, _ = run
-    rollout, credits = find_rollout([directory], "/train/1/0/0")
+    rollout, credits = find_rollout([run], "/train/1/0/0")
     Console(width=200).print(episode_view(rollout, credits, full=False))
     shown = capsys.readouterr().out
     assert "judged by lively: counted; by its environment" in shown

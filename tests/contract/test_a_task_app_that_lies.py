@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from tests.conftest import ListReporter, at_the_task_app, rows_of, task_app, tiny_job
+from tests.conftest import ListReporter, at_the_task_app, rows_of, task_app, tiny_job, warmed_up
 from trainer_backend.errors import SegmentError, TooManyLost, TrainerError
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
 
 JOB: dict[str, Any] = {
     "training__iterations": 1,
-    "warmup__episodes": 4,
-    "warmup__epochs": 1,
     "evaluation__instances": 1,
     "rollout__max_turns": 2,
 }
@@ -78,11 +76,15 @@ class Proxy:
     ],
 )
 async def test_what_no_honest_task_app_sends_ends_the_run_and_an_honest_one_takes_it_to_its_end(
-    tmp_path: Path, spoil: Callable[[dict[str, Any]], None], error: type[TrainerError], told: str
+    trained: Any,
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Any]], None],
+    error: type[TrainerError],
+    told: str,
 ):
     proxy, reporter = Proxy(), ListReporter()
     async with proxy.served() as url:
-        job = at_the_task_app(tiny_job(**JOB), url)
+        job = at_the_task_app(tiny_job(**JOB, **warmed_up(trained)), url)
         run = create_run(job, tmp_path / "run")
         proxy.spoil = spoil
         with pytest.raises(error, match=told):

@@ -1,12 +1,11 @@
 """A whole job for real: child process, HTTP, engine, gradients, checkpoints. And again after stops."""
 
-import asyncio
 import json
 import math
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
+from tests.processes import wait_until
 from trainer_backend import job_parts
 from trainer_backend.errors import JobTeachesNothing
 from trainer_backend.job.load import dump_job
@@ -225,29 +225,14 @@ def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
         assert process.stdout.readline().strip() == STOPPING
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    _wait_until_gone(url)
-
-
-def _wait_until_gone(url: str) -> None:
-    """The child notices that its stdin closed; no one tells us when."""
-    deadline = time.monotonic() + 60
-    while _listening(url):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not _listening(url), within_s=60)  # the child notices that its stdin closed
 
 
 def _listening(url: str) -> bool:
     host, _, port = url.removeprefix("http://").partition(":")
-
-    async def connect() -> bool:
-        try:
-            _, writer = await asyncio.open_connection(host, int(port))
-        except OSError:
-            return False
-        writer.close()
-        await writer.wait_closed()
+    with suppress(OSError), socket.create_connection((host, int(port))):
         return True
-
-    return asyncio.run(connect())
+    return False
 
 
 def test_prompts_that_are_too_long_are_no_outage(tmp_path: Path):

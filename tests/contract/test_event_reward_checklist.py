@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shared_schemas.rewards import StepRewards, reward_vector
-from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import at_the_task_app, rows_of, tiny_job
 from trainer_backend import job_parts
@@ -42,12 +41,8 @@ async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
             ]
             batch = await dispatcher.collect(requests)
             assert not batch.failed
-            found[switches] = _trajectories(batch.rollouts)
+            found[switches] = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
     return found
-
-
-def _trajectories(rollouts: Sequence[Rollout]) -> list[Trajectory]:
-    return [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
 
 
 def credited(trajectory: Trajectory, **switches: Any) -> list[float]:

@@ -35,6 +35,11 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 KEY = "sk-very-secret-0123456789abcdef"
 
 
+@pytest.fixture(autouse=True)
+def their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", KEY)
+
+
 @pytest.fixture(scope="module")
 def folders(
     trained: tuple[RunDirectory, Any, Any], tmp_path_factory: pytest.TempPathFactory
@@ -149,6 +154,12 @@ def test_what_is_drawn_from_a_part_of_the_vocabulary_has_its_probability_there(
         assert sampled(rollout) == pytest.approx([0.0] * len(sampled(rollout)), abs=1e-6)
 
 
+def assert_key_is_nowhere(directory: RunDirectory, reporter: ListReporter) -> None:
+    for path in directory.path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+    assert not any(KEY in line for line in reporter.lines)
+
+
 def remote_job(folders: Mapping[str, Path], url: str, *, alpha: float = 0.5, **keys: Any) -> JobConfig:
     """`keys` of [rollout_only], or of another table as `table__key`."""
     remote = {"inference_url": url, "model": "their/model-1", "api_key_env": "THEIR_KEY", **keys}
@@ -157,9 +168,8 @@ def remote_job(folders: Mapping[str, Path], url: str, *, alpha: float = 0.5, **k
 
 
 def test_a_foreign_server_samples_under_the_policys_name_and_its_key_is_stored_nowhere(
-    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Mapping[str, Path], tmp_path: Path
 ):
-    monkeypatch.setenv("THEIR_KEY", KEY)
     with exact_server(folders["warm"], key=KEY) as server:
         job = remote_job(folders, server.url)
         directory, reporter, progress = train_job(job, tmp_path / "run")
@@ -179,15 +189,12 @@ def test_a_foreign_server_samples_under_the_policys_name_and_its_key_is_stored_n
     )
     recorded = json.loads((directory.path / FIXED_RECORD).read_text())
     assert recorded == {"fixed": {"model": "their/model-1", "url": server.url}}
-    for path in directory.path.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    assert not any(KEY in line for line in reporter.lines)
+    assert_key_is_nowhere(directory, reporter)
 
 
 def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
-    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Mapping[str, Path], tmp_path: Path
 ):
-    monkeypatch.setenv("THEIR_KEY", KEY)
     with exact_server(folders["warm"], key=KEY) as server:
         there = remote_job(folders, server.url, alpha=0.0)
         learner = LocalLearner.fresh(learner_parts.learner_config(there), [])
@@ -233,9 +240,8 @@ async def _probed(
 
 @pytest.mark.parametrize("case", REFUSED)
 async def test_a_server_whose_samples_could_not_be_weighed_is_refused_with_the_reason(
-    folders: Mapping[str, Path], case: str, monkeypatch: pytest.MonkeyPatch
+    folders: Mapping[str, Path], case: str
 ):
-    monkeypatch.setenv("THEIR_KEY", KEY)
     habits, keys, reason = REFUSED[case]
     told, url, answers = await _probed(folders, habits, keys)
     assert told.startswith(f"[rollout_only] 'fixed', their/model-1 at {url}: ")
@@ -248,21 +254,16 @@ async def test_a_server_whose_samples_could_not_be_weighed_is_refused_with_the_r
     [({}, {}), ({"processed": True}, {"logprobs": "processed", "temperature": 0.7, "top_k": 3})],
 )
 async def test_a_server_that_can_be_mixed_is_told_after_two_answers_or_three(
-    folders: Mapping[str, Path],
-    habits: Mapping[str, Any],
-    keys: Mapping[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Mapping[str, Path], habits: Mapping[str, Any], keys: Mapping[str, Any]
 ):
-    monkeypatch.setenv("THEIR_KEY", KEY)
     told, url, answers = await _probed(folders, habits, keys)
     exact = f"their/model-1 at {url} returns exact tokens, which are the actor's"
     assert told == f"fixed policy 'fixed': {exact}" and answers == 2 + len(habits)
 
 
 def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_name_and_what_was_learned_stays(
-    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Mapping[str, Path], tmp_path: Path
 ):
-    monkeypatch.setenv("THEIR_KEY", KEY)
     quick = {"rollout__policy_config": {"retry_budget_s": 0.2}, "training__iterations": 3}
     with exact_server(folders["warm"], key=KEY, answers=20) as server:
         job = remote_job(folders, server.url, **quick)
@@ -326,9 +327,6 @@ def test_what_was_learned_is_played_without_the_fixed_policy(
     assert found.models == ("tiny/actor",)
 
 
-KEY = "sk-very-secret-0123456789abcdef"
-
-
 def job_with_teacher(url):
     return tiny_job(
         warmup__policy_name="openai",
@@ -341,8 +339,7 @@ def job_with_teacher(url):
     )
 
 
-def test_a_model_is_imitated_without_token_ids_and_its_key_is_stored_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("THEIR_KEY", KEY)
+def test_a_model_is_imitated_without_token_ids_and_its_key_is_stored_nowhere(tmp_path):
     with foreign_server(key=KEY) as server:
         directory, reporter, _ = train_job(job_with_teacher(server.url), tmp_path / "run")
     (teacher,) = rows_of(directory, "teacher")
@@ -352,13 +349,10 @@ def test_a_model_is_imitated_without_token_ids_and_its_key_is_stored_nowhere(tmp
     assert len({body["seed"] for body in server.bodies}) == 6 * 8
     stored = read_rollouts(directory.rollouts_file("warmup"))
     assert all(rollout.trajectory.seed < 2**30 for rollout in stored)  # worlds of training
-    for path in directory.path.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    assert not any(KEY in line for line in reporter.lines)
+    assert_key_is_nowhere(directory, reporter)
 
 
-def test_the_teacher_is_evaluated_as_the_job_configures_it_with_its_key(monkeypatch):
-    monkeypatch.setenv("THEIR_KEY", KEY)
+def test_the_teacher_is_evaluated_as_the_job_configures_it_with_its_key():
     with foreign_server(key=KEY) as server:
         found = asyncio.run(evaluate(at_the_task_app(job_with_teacher(server.url)), TaskAppPolicy("openai")))
     assert (found.unique.count, found.models) == (1, ("their-model-2026-01-01",))

@@ -27,11 +27,10 @@ def forked(trained, path, **overrides):
 
 @pytest.fixture(scope="module")
 def run(trained, tmp_path_factory):
-    directory, reporter, progress = forked(
-        trained, tmp_path_factory.mktemp("runs") / "forks", algorithm__fork_rule="surprise"
-    )
+    folder = tmp_path_factory.mktemp("runs") / "forks"
+    directory, _, progress = forked(trained, folder, algorithm__fork_rule="surprise")
     assert progress.iteration == 1
-    return directory, reporter
+    return directory
 
 
 def stored(directory, name):
@@ -39,9 +38,8 @@ def stored(directory, name):
 
 
 def test_continuations_are_trained_with_leave_one_out_at_the_fork(run):
-    directory, _ = run
-    branches = stored(directory, "branches_1")
-    credits = decisions_by_turn(directory.rollouts_file("branches_1"))
+    branches = stored(run, "branches_1")
+    credits = decisions_by_turn(run.rollouts_file("branches_1"))
     assert branches
     for one, other in list(pairwise(branches))[::2]:
         assert one.group_id == other.group_id and one.trajectory.parent_turn >= 1
@@ -55,10 +53,10 @@ def test_continuations_are_trained_with_leave_one_out_at_the_fork(run):
         assert one.trajectory.steps[0].observation_data.messages == (
             other.trajectory.steps[0].observation_data.messages
         )
-    (line,) = read_ledger(directory.path)
-    whole = stored(directory, "iteration_1")
+    (line,) = read_ledger(run.path)
+    whole = stored(run, "iteration_1")
     assert set(line.rollout_ids) == {item.rollout_id for item in (*whole, *branches)}
-    [row] = rows_of(directory, "iteration")
+    [row] = rows_of(run, "iteration")
     after = sum(len(item.trajectory.steps) for item in branches)
     before = sum(len(item.trajectory.steps) for item in whole)
     assert row["forks/rollouts"] == len(branches) == row["branch/rollouts"]
@@ -68,12 +66,11 @@ def test_continuations_are_trained_with_leave_one_out_at_the_fork(run):
 
 
 def test_recredit_gives_the_same_advantages_to_what_was_trained(run, tmp_path):
-    directory, _ = run
     names = ["stepwise", "branch", "rloo"]
-    recredit_run(directory.path, names, [], None, tmp_path, (), reporter=ListReporter())
+    recredit_run(run.path, names, [], None, tmp_path, (), reporter=ListReporter())
     again = decisions_by_turn(tmp_path / "stepwise.parquet")
-    first = decisions_by_turn(directory.rollouts_file("iteration_1"))
-    first |= decisions_by_turn(directory.rollouts_file("branches_1"))
+    first = decisions_by_turn(run.rollouts_file("iteration_1"))
+    first |= decisions_by_turn(run.rollouts_file("branches_1"))
     assert {place: item["advantage"] for place, item in again.items()} == {
         place: item["advantage"] for place, item in first.items()
     }
@@ -81,21 +78,16 @@ def test_recredit_gives_the_same_advantages_to_what_was_trained(run, tmp_path):
     assert not (tmp_path / "branch.parquet").exists(), "its baselines would be chosen by their own samples"
 
 
-def test_a_critic_s_values_choose_and_train_forks_too(trained, tmp_path):
-    critic = {"algorithm__advantage": "gae", "algorithm__fork_rule": "critic"}
-    directory, _, progress = forked(trained, tmp_path / "run", **critic)
-    assert progress.iteration == 1
-    [row] = rows_of(directory, "iteration")
-    assert row["forks/rollouts"] > 0 and row["optim/steps"] > 0
-    decisions = decisions_by_turn(directory.rollouts_file("branches_1")).values()
-    assert all(item["advantage"] is not None for item in decisions)
-
-
-def test_an_iteration_that_is_collected_ahead_is_forked_when_it_is_waited_for(trained, tmp_path):
+def test_a_critic_s_values_choose_and_train_forks_of_iterations_that_are_collected_ahead_too(
+    trained, tmp_path
+):
+    """These are forked when they are waited for."""
     directory, _, progress = forked(
         trained, tmp_path / "run", training__iterations=2, training__max_staleness=1,
-        algorithm__fork_rule="surprise",
+        algorithm__advantage="gae", algorithm__fork_rule="critic",
     )  # fmt: skip
     assert progress.iteration == 2
-    rows = rows_of(directory, "iteration")
-    assert all(row["forks/rollouts"] > 0 and row["policy/staleness_max"] <= 1 for row in rows)
+    for row in rows_of(directory, "iteration"):
+        assert row["forks/rollouts"] > 0 and row["optim/steps"] > 0 and row["policy/staleness_max"] <= 1
+        decisions = decisions_by_turn(directory.rollouts_file(f"branches_{row['iteration']}")).values()
+        assert all(item["advantage"] is not None for item in decisions)

@@ -1,24 +1,22 @@
 """Real jobs through a real `turnwise trainer`: posted, watched, killed with it, finished after it."""
 
-import json
 import os
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import TASK_APP_KEY, task_app, tiny_job
+from tests.conftest import TASK_APP_KEY, rows_of, task_app, tiny_job
 from tests.processes import ROOT, service, wait_until
 from trainer_backend.__main__ import app
 from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows
+from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import read_status
 from trainer_backend.terminal.jobs_client import JobsClient
 
@@ -54,10 +52,6 @@ def moved(command: str, folder: Path, data_dir: str) -> None:
     assert (folder / "backup.tar").stat().st_mode & 0o77 == 0
 
 
-def metrics_rows(run_dir: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.timeout(600)
 def test_a_job_survives_the_service_that_runs_it(tmp_path: Path):
     """It goes on from a backup of what the kill left, in another folder under the same id."""
@@ -91,11 +85,10 @@ def test_a_job_survives_the_service_that_runs_it(tmp_path: Path):
         process.terminate()
         assert process.wait() == 0
     assert KEY not in (tmp_path / "trainer.log").read_text()
-    stored = finished_rows(open_run(Path(found["run_dir"])).iterations()[4], ["estimator"])
+    run = open_run(Path(found["run_dir"]))
+    stored = finished_rows(run.iterations()[4], ["estimator"])
     assert stored and all(row["estimator"] == "median_return" for row in stored)
-    rows = metrics_rows(found["run_dir"])
-    assert [row["iteration"] for row in rows if row["kind"] == "iteration"] == [1, 2, 3, 4]
-    ledger = [json.loads(line) for line in Path(found["run_dir"], "ledger.jsonl").read_text().splitlines()]
-    trained = Counter(name for line in ledger for name in line["rollout_ids"])
-    assert sum(trained.values()) == len(trained) == 4 * 8, "each rollout once"
-    assert Path(found["run_dir"]).parent == tmp_path / "elsewhere"
+    assert [row["iteration"] for row in rows_of(run, "iteration")] == [1, 2, 3, 4]
+    trained = [name for line in read_ledger(run.path) for name in line.rollout_ids]
+    assert len(trained) == len(set(trained)) == 4 * 8, "each rollout once"
+    assert run.path.parent == tmp_path / "elsewhere"

@@ -95,27 +95,28 @@ def advantages_of(run: RunDirectory, iteration: int) -> dict[tuple[Any, ...], fl
     return {(path.partition("/")[2], turn): item["advantage"] for (path, turn), item in found.items()}
 
 
-def paths(names: Any) -> list[str]:
-    return sorted(name.partition("/")[2] for name in names)
+def learned_from(run: RunDirectory) -> list[tuple[int, list[str]]]:
+    """The iterations of the ledger, each with the paths of its rollouts."""
+    return [
+        (line.iteration, sorted(name.partition("/")[2] for name in line.rollout_ids))
+        for line in read_ledger(run.path)
+    ]
 
 
-def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -> None:
-    for iteration in (1, 2, 3):
+def assert_equal_runs(run: RunDirectory, whole: RunDirectory, weights: str = "model.safetensors") -> None:
+    """Plans, actions, advantages of continuations, ledger, and the last checkpoint bit for bit."""
+    assert learned_from(run) == learned_from(whole)
+    iterations = [iteration for iteration, _ in learned_from(whole)]
+    for iteration in iterations:
         assert plan_of(run, iteration) == plan_of(whole, iteration)
         assert actions_of(run, iteration) == actions_of(whole, iteration)
         assert advantages_of(run, iteration) == advantages_of(whole, iteration) != {}
-    of_training = [f"training_state/{name}.safetensors" for name in ("optimizer", "rng")]
-    for name in ("adapter/adapter_model.safetensors", *of_training):
-        found, expected = (load_file(item.checkpoints / "iteration_3" / name) for item in (run, whole))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected), name
-    lines, others = read_ledger(run.path), read_ledger(whole.path)
-    assert [line.iteration for line in lines] == [1, 2, 3]
-    assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
-    names = [name for line in lines for name in line.rollout_ids]
-    assert len(names) == len(set(names)) > 12
-    kept = [path.name for path in sorted(run.checkpoints.glob("iteration_*"))]
-    assert kept == ["iteration_0", "iteration_3"]  # 1 and 2 were the newest, once
+    for name in (weights, "training_state/optimizer.safetensors", "training_state/rng.safetensors"):
+        ours, expected = (
+            load_file(item.checkpoints / f"iteration_{iterations[-1]}" / name) for item in (run, whole)
+        )
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[key], expected[key]) for key in expected), name
 
 
 class KillsTheTaskApp(ListReporter):
@@ -154,7 +155,11 @@ def test_a_kill_amid_forks_and_then_of_the_task_app_change_no_bit_of_three_itera
     assert [row["recovery/resumes"] for row in rows] == [0.0, 1.0, 2.0]
     none, some, rest = (row["recovery/rollouts_reused"] for row in rows)
     assert none == 0.0 and some >= 5.0 and rest >= done
-    is_the_run_that_it_would_have_been(resumed, unbroken)
+    assert_equal_runs(resumed, unbroken, "adapter/adapter_model.safetensors")
+    names = [name for line in read_ledger(resumed.path) for name in line.rollout_ids]
+    assert len(names) == len(set(names)) > 12
+    kept = [path.name for path in sorted(resumed.checkpoints.glob("iteration_*"))]
+    assert kept == ["iteration_0", "iteration_3"]  # 1 and 2 were the newest, once
 
 
 def test_a_second_trainer_on_a_run_directory_is_refused_and_changes_nothing_in_it(tmp_path: Path):

@@ -16,74 +16,62 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
 
-HERE = "http://127.0.0.1:9"
-GATEWAY = Inference(HERE, "tiny/actor", SecretStr(""))
+GATEWAY = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
 FAULTY = Path(__file__).parents[1] / "faulty_environment.py"
 SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"
+FORBIDDEN = "a gateway that the operator does not allow"
 NO_TEACHER = {"warmup__policy_name": "crafter_techer"}
 
-# Overrides of the tiny job, the gateway's address, and what is told.
-MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+# Overrides of the tiny job, and what is told.
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "environment": (
         {"rollout__env_name": "craftr"},
-        HERE,
         "rollout.env_name: unknown environment 'craftr'. Did you mean 'crafter'?",
     ),
     "key of the environment": (
         {"rollout__env_config": {"txt": "compact"}},
-        HERE,
         "rollout.env_config.txt: unknown key 'txt'. Did you mean 'text'?",
     ),
     "value of the environment": (
         {"rollout__env_config": {"max_actions": 99}},
-        HERE,
         "rollout.env_config.max_actions: Input should be less than or equal to 8; found 99",
     ),
     "conversation in an environment without one": (
         {"multi_turn__enable": True, "multi_turn__statelm_enabled": True},
-        HERE,
         "multi_turn.statelm_enabled: it has no effect in 'crafter', whose prompts are fresh for each",
     ),
     "policy": (
         {"rollout__policy_name": "opnai"},
-        HERE,
         "rollout.policy_name: unknown policy 'opnai'. Did you mean 'openai'?",
     ),
     "key of the policy": (
         {"rollout__policy_config": {"max_attempt": 2}},
-        HERE,
         "rollout.policy_config.max_attempt: unknown key 'max_attempt'",
     ),
     "a policy that is no model": (
         {"rollout__policy_name": "crafter_teacher"},
-        HERE,
         f"{SENT} 'crafter_teacher' as 'inference_url': unknown key 'inference_url'",
     ),
-    "a gateway that the operator does not allow": (
+    FORBIDDEN: (
         {},
-        "http://10.1.2.3:5",
         f"{SENT} 'openai' as 'inference_url': inference host 10.1.2.3:5 is not on this task app's list",
     ),
     "temperature of the evaluation": (
         {"evaluation__temperature": 1000.0},
-        HERE,
         "evaluation.temperature, sent to rollout.policy_name 'openai' as 'temperature': "
         "Input should be less than or equal to 100; found 1000.0",
     ),
     "reward function": (
         {"rollout__reward_function": "fair"},
-        HERE,
         "rollout.reward_function: unknown reward function 'fair'; it has none",
     ),
-    "teacher": (NO_TEACHER, HERE, "warmup.policy_name: unknown policy 'crafter_techer'"),
+    "teacher": (NO_TEACHER, "warmup.policy_name: unknown policy 'crafter_techer'"),
     "key of the teacher": (
         {"warmup__policy_config": {"memry": False}},
-        HERE,
         "warmup.policy_config.memry: unknown key 'memry'",
     ),
     "seed of the teacher": (
         {"warmup__policy_config": {"seed": -1}},
-        HERE,
         "warmup.policy_config.seed: Input should be greater than or equal to 0; found -1",
     ),
     "a teacher that asks a model of its own": (
@@ -91,7 +79,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
             "warmup__policy_name": "openai",
             "warmup__policy_config": {"inference_url": "http://gpu:1", "model": "m"},
         },
-        HERE,
         "warmup.policy_config.inference_url: inference host gpu:1 is not on this task app's list",
     ),
 }
@@ -108,8 +95,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 async def _ask(log_file: Path) -> dict[str, str]:
     async with job_parts.task_apps(tiny_job(), log_file) as apps:
 
-        async def answer(job: JobConfig, url: str, *, from_scratch: bool = True) -> str:
-            gateway = Inference(url, "tiny/actor", SecretStr(""))
+        async def answer(job: JobConfig, gateway: Inference = GATEWAY, *, from_scratch: bool = True) -> str:
             planner = job_parts.planner(job, "run.1", gateway)
             try:
                 await try_job(planner, apps, from_scratch=from_scratch)
@@ -117,11 +103,14 @@ async def _ask(log_file: Path) -> dict[str, str]:
                 return str(error)
             return ""
 
-        found = {name: await answer(tiny_job(**keys), url) for name, (keys, url, _) in MISTAKES.items()}
-        found["good"] = await answer(tiny_job(), HERE)
-        found["good, without warm-up"] = await answer(tiny_job().model_copy(update={"warmup": None}), HERE)
-        found["good, the teacher is done"] = await answer(tiny_job(**NO_TEACHER), HERE, from_scratch=False)
-        found["good, mixed"] = await answer(mixed_with(RolloutOnlyTable(model_path=Path("m"))), HERE)
+        found = {name: await answer(tiny_job(**keys)) for name, (keys, _) in MISTAKES.items()}
+        elsewhere = Inference("http://10.1.2.3:5", "tiny/actor", SecretStr(""))
+        found[FORBIDDEN] = await answer(tiny_job(), elsewhere)
+        found["good"] = await answer(tiny_job())
+        found["good, without warm-up"] = await answer(tiny_job().model_copy(update={"warmup": None}))
+        found["good, the teacher is done"] = await answer(tiny_job(**NO_TEACHER), from_scratch=False)
+        mixed = {"rollout_only": (RolloutOnlyTable(model_path=Path("m")),)}
+        found["good, mixed"] = await answer(tiny_job().model_copy(update=mixed))
         found["url"] = apps.serving[0].url
         return found
 
@@ -153,13 +142,9 @@ async def test_an_environment_that_raises_is_told_with_file_and_line_before_anyt
                     await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
 
 
-def mixed_with(table: RolloutOnlyTable) -> JobConfig:
-    return tiny_job().model_copy(update={"rollout_only": (table,)})
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_by_its_key(told: dict[str, str], mistake: str):
-    *_, expected = MISTAKES[mistake]
+    _, expected = MISTAKES[mistake]
     assert told[mistake].startswith(expected)
     assert f"(says the task app at {told['url']})" in told[mistake]
 

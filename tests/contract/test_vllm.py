@@ -35,6 +35,13 @@ def vllm_job(folder: Path, *urls: str, **keys):
     return job.model_copy(update={"inference": inference, "training": training})
 
 
+def assert_newest_weights_sampled(directory: RunDirectory) -> None:
+    for number in (1, 2):
+        for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
+            for step in rollout.trajectory.steps:
+                assert step.policy_logprobs.versions == ((0, number - 1),)
+
+
 def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_folders, tmp_path):
     folder = model_folders["qwen3"]
     with (
@@ -48,10 +55,7 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     for row in rows:
         assert row["mismatch/logprob_max"] < 1e-4
         assert (row["rollout/finished"], row["inference/requests"]) == (4, 12)
-    for number in (1, 2):
-        for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
-            for step in rollout.trajectory.steps:
-                assert step.policy_logprobs.versions == ((0, number - 1),)
+    assert_newest_weights_sampled(directory)
     assert any("is lost" in line for line in reporter.lines)
     state = read_state(directory.path)
     assert state is not None
@@ -104,10 +108,7 @@ def test_a_server_that_the_run_starts_loses_no_rollout_when_it_dies_or_fails_and
     for row in rows_of(directory, "iteration"):
         assert row["mismatch/logprob_max"] < 1e-4
         assert (row["rollout/finished"], row["rollout/failed"]) == (4, 0)
-    for number in (1, 2):
-        for rollout in read_rollouts(directory.rollouts_file(f"iteration_{number}")):
-            for step in rollout.trajectory.steps:
-                assert step.policy_logprobs.versions == ((0, number - 1),)
+    assert_newest_weights_sampled(directory)
     state = read_state(directory.path)
     assert state is not None
     replicas = [(one.state, one.version) for one in state.processes if one.role == "replica"]

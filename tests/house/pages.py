@@ -3,10 +3,12 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 KINDS = {".html": "text/html", ".png": "image/png", ".gif": "image/gif"}
 
@@ -77,6 +79,40 @@ class Reader:
         return found
 
 
+async def play(
+    client: httpx.AsyncClient, commands: Collection[Command], names: Collection[str], *, key: str = ""
+) -> list[tuple[Command, httpx.Response, Any]]:
+    """Each command with its answer, and what the page shows of it.
+
+    Args:
+        names: what an answer tells, for a later command or answer that has it as `<name>`.
+        key: stands for `$ENVIRONMENT_API_KEY`.
+    """
+    told: dict[str, Any] = {}
+    found = []
+    for one in commands:
+        answer = await client.request(
+            one.method,
+            _filled(one.path, told),
+            headers=one.headers,
+            auth=tuple(one.user.replace("$ENVIRONMENT_API_KEY", key).split(":")) if one.user else None,
+            content=_filled(one.body, told) if one.body is not None else None,
+        )
+        if "json" in answer.headers["content-type"] and isinstance(answer.json(), dict):
+            known = answer.json() | (answer.json().get("metadata") or {})
+            told |= {name: known[name] for name in names if name in known}
+        found.append((one, answer, json.loads(_filled(json.dumps(one.shown), told))))
+    return found
+
+
+def has_status(answer: httpx.Response, shown: Any) -> bool:
+    """Whether its status is the one shown: any of an error in a library's form, else that of a success."""
+    words = shown if isinstance(shown, dict) else {}
+    if isinstance(words.get("status"), int):
+        return bool(answer.status_code == words["status"])
+    return answer.is_client_error if "error" in words else answer.is_success
+
+
 def documents(block: str) -> Iterator[Any]:
     """A block may hold several answers, one after the other."""
     text = block.strip()
@@ -86,8 +122,7 @@ def documents(block: str) -> Iterator[Any]:
         text = text[end:].strip()
 
 
-def filled(text: str, told: Mapping[str, Any]) -> str:
-    """`<name>` is what an earlier answer told under that name."""
+def _filled(text: str, told: Mapping[str, Any]) -> str:
     for name, value in told.items():
         text = text.replace(f"<{name}>", value if isinstance(value, str) else json.dumps(value))
     return text

@@ -1,18 +1,17 @@
 """The recipes of docs/cluster.md, as far as they can be held without a cluster: names, ports, flags."""
 
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from tests.house.sources import ROOT
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 
-ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "docker" / "kubernetes"
 EXTERNAL = list(yaml.safe_load_all((KUBERNETES / "external.yaml").read_text()))
 RANKS = yaml.safe_load((ROOT / "docker-compose.ranks.yml").read_text())["services"]

@@ -16,13 +16,12 @@ from service_kit.server import Listener, ServerThread
 from service_kit.settings import read_settings
 from task_app.app import create_app
 from task_app.settings import Settings
-from tests.house.sources import PACKAGES
+from tests.house.sources import PACKAGES, ROOT
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
 from trainer_backend.jobs.settings import Settings as TrainerSettings
 from trainer_backend.processes.vllm_servers import arguments
 
-ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
 COMPOSE = yaml.safe_load(COMPOSE_TEXT)
 GPU = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())

@@ -2,9 +2,9 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.house.sources import ROOT
+
 PAGE = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
 NAME = "DESIGN" + ".md"  # so that this file cites nothing
 NUMBER = r"\d+(?:\.\d+)?"
@@ -34,16 +34,12 @@ def numbers(cited: str) -> list[str]:
     return found
 
 
-def headings() -> set[str]:
-    return set(re.findall(rf"^###? ({NUMBER})\.? ", PAGE, re.M))
-
-
 def test_a_list_and_a_range_of_numbers_are_read():
     assert numbers("4.2 to 4.4, 6 and 7") == ["4.2", "4.3", "4.4", "6", "7"]
 
 
 def test_every_decision_that_code_cites_is_on_the_page():
-    known = headings()
+    known = set(re.findall(rf"^###? ({NUMBER})\.? ", PAGE, re.M))
     cited = 0
     for name, text in files():
         matches = CITED.findall(text)

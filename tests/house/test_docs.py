@@ -15,6 +15,7 @@ from task_app.__main__ import app as task_app
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from task_app.settings import Settings as TaskAppSettings
 from tests import families_table
+from tests.house.sources import ROOT
 from trainer_backend.__main__ import app
 from trainer_backend.job.docs import configuration_markdown
 from trainer_backend.job.load import dump_job, load_job
@@ -26,7 +27,6 @@ from trainer_backend.terminal.jobs_client import URL_VARIABLE
 from trainer_backend.terminal.output import TRAINER_COMMANDS
 from trainer_backend.terminal.trainer_commands import commands as trainer_commands
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 

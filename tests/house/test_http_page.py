@@ -3,10 +3,8 @@
 The answers are those that the page shows, and its table has every operation of /openapi.json.
 """
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +14,13 @@ from openapi_spec_validator import validate
 from task_app.interactions.config_file import load_interactions
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
-from tests.house.pages import KINDS, Command, Reader, cut, filled
+from tests.house.pages import KINDS, Command, Reader, cut, has_status, play
+from tests.house.sources import ROOT
 from tests.task_app import counting
 from tests.task_app.counting import KEY, openapi, running_app
 from tests.trainer_backend.jobs import served
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/http.md").read_text(encoding="utf-8")
 READER = Reader("localhost:8001", {"X-API-Key": KEY, "Content-Type": "application/json"})
 # What an answer tells, and a later command names as `<env_id>` and so on.
 TOLD = (
@@ -45,26 +43,12 @@ def sections() -> dict[str, str]:
 async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, httpx.Response, Any]]:
     """Every command of a section with its answer, and what the page says of it, ids filled in."""
     del client.headers["X-API-Key"]
-    told, found = {}, []
-    for one in READER.commands(text):
-        answer = await client.request(
-            one.method,
-            filled(one.path, told),
-            headers=one.headers,
-            auth=tuple(one.user.replace("$ENVIRONMENT_API_KEY", KEY).split(":")) if one.user else None,
-            content=filled(one.body, told) if one.body is not None else None,
-        )
-        if "json" in answer.headers["content-type"] and isinstance(answer.json(), dict):
-            known = answer.json() | (answer.json().get("metadata") or {})
-            told |= {name: known[name] for name in TOLD if name in known}
-        shown = json.loads(filled(json.dumps(one.shown), told)) if one.shown is not None else None
-        found.append((one, answer, shown))
-    return found
+    return await play(client, READER.commands(text), TOLD, key=KEY)
 
 
 def plug_boards() -> PlugBoards:
     """Ours, and the interactions that the page names."""
-    found = load_interactions(DOCS.parent / "configs/interactions/gsm8k.yaml", Settings())
+    found = load_interactions(ROOT / "configs/interactions/gsm8k.yaml", Settings())
     return replace(default_plug_boards(), interactions=found)
 
 
@@ -79,10 +63,7 @@ async def test_the_answers_are_those_that_the_page_shows(title):
                 assert set(shown) <= set(answer.text.splitlines())
             elif shown is not None:
                 assert cut(shown, answer.json()) == shown, (one.method, one.path)
-            refusal = isinstance(shown, dict) and isinstance(shown.get("status"), int)
-            by_library = isinstance(shown, dict) and "error" in shown  # without the status
-            expected = answer.is_client_error if by_library else answer.is_success
-            assert answer.status_code == shown["status"] if refusal else expected, answer.text
+            assert has_status(answer, shown), answer.text
 
 
 def test_the_table_has_every_operation():

@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,11 @@ from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
 from task_app.testing import EnvironmentContract
+from tests.house.sources import ROOT
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.playing import post
 from tests.task_app.rollout_client import accept, wait_for_all
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
 EXAMPLES = sorted((ROOT / "examples/plugins").glob("*.py"))
 BLOCKS = [
