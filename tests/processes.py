@@ -39,7 +39,7 @@ def service(
 def runs(pid: int) -> bool:
     """Whether the process runs; an orphan that has ended may wait as a zombie for its new parent."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Any
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
@@ -15,23 +16,29 @@ class Watched:
     question that a newer one replaced.
     """
 
-    def __init__(self, browser, base: str, *, refused: tuple[int, ...] = (), **options) -> None:
-        self.base, self.complaints, self.elsewhere = base, [], []
+    def __init__(self, browser: Any, base: str, *, refused: tuple[int, ...] = (), **options: Any) -> None:
+        self.base = base
+        self.complaints: list[str] = []
+        self.elsewhere: list[str] = []
         self.page = browser.new_context(**options).new_page()
         self.page.set_default_timeout(60_000)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message) or dialog.accept())
+        self.page.on("dialog", self._interrupted)
         self.page.on("console", self._heard)
         self.page.on("request", self._asked)
         self._refused = refused
 
-    def _heard(self, line) -> None:
+    def _interrupted(self, dialog: Any) -> None:
+        self.complaints.append(dialog.message)
+        dialog.accept()
+
+    def _heard(self, line: Any) -> None:
         meant = any(f"status of {status}" in line.text for status in self._refused)
         meant = meant or line.text.startswith(("htmx:afterRequest", "htmx:sendAbort"))
         if line.type in ("error", "warning") and not meant:
             self.complaints.append(line.text)
 
-    def _asked(self, request) -> None:
+    def _asked(self, request: Any) -> None:
         if not request.url.startswith(self.base):
             self.elsewhere.append(request.url)
 
