@@ -134,7 +134,8 @@ def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
 
 def show_found(value: Any) -> str:
     """Return the clipped text of a value and its type; the whole text is never built."""
-    return f"{_clip.repr(value)} ({type(value).__name__})"
+    shown = value[:61] if isinstance(value, bytes) else value  # of bytes, `reprlib` builds the whole text
+    return f"{_clip.repr(shown)} ({type(value).__name__})"
 
 
 def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -> "aiohttp.ClientSession":

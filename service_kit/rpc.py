@@ -256,7 +256,7 @@ class Reply:
                     self.unwelcome = error
             return False
         if kind not in (b"result", b"error") or self._end is not None:
-            words = show_found(line[:60])
+            words = show_found(line)
             raise self._table.failure(f"the reply to {self.name!r} does not fit: it has the line {words}")
         self._end = line
         return True

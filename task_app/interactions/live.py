@@ -264,12 +264,23 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     An interaction uses one loop for all calls, because a client session, lock or task that a class creates
     is bound to the loop of that call.
     """
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-    loop = runner.get_loop()
+    loop = asyncio.new_event_loop()
+
+    async def cancel_tasks() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
 
     def run() -> None:
-        with runner:  # cancels the tasks that are left, and closes the loop
+        asyncio.set_event_loop(loop)
+        try:
             loop.run_forever()
+            loop.run_until_complete(cancel_tasks())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return loop

@@ -22,6 +22,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.truth import Departures, TrueAdvantage, measure_noise
 from trainer_backend.job.load import load_job
+from trainer_backend.plugins import ESTIMATORS
 
 STUDIES = tuple(studies.NAMES.values())
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
@@ -157,6 +158,8 @@ def test_a_level_is_reached_where_an_evaluation_is_as_good_as_the_last_of_the_ar
 
 def test_all_estimators_may_sample_about_as_many_decisions_and_take_as_many_steps():
     study = studies.CREDIT
+    # `dr_grpo` is `grpo_no_std` with another aggregation.
+    assert {*ESTIMATORS} - {*study.arms} == {"dr_grpo"}
     for arm, table in study.arms.items():
         job = load_job(ROOT / study.job, [*study.settings, *table.switches]).config
         requests = job_parts.planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)

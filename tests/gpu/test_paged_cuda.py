@@ -212,7 +212,7 @@ async def test_a_device_that_is_nearly_full_makes_requests_wait_and_loses_none(m
     occupied = torch.empty(free_memory(CUDA) - RESERVE_BYTES, dtype=torch.uint8, device=CUDA)
     engine.start()
     results = await sampled(engine, [([i] * 10, Sampling(max_tokens=200, seed=i)) for i in range(24)])
-    slabs = len(engine._worker.batch._cache.memory.slabs)
+    slabs = len(engine._worker.batch.cache.memory.slabs)
     engine.stop()
     del occupied
     torch.cuda.empty_cache()

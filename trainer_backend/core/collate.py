@@ -95,7 +95,7 @@ def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
     item: Any = given
     if isinstance(item, Tensor):
         item = of(item)
-    elif isinstance(item, tuple):
+    elif type(item) is tuple:  # no named one, which has another way to be built
         item = tuple(map_tensors(part, of) for part in item)
     elif is_dataclass(item) and not isinstance(item, type):
         item = replace(item, **{f.name: map_tensors(getattr(item, f.name), of) for f in fields(item)})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-KlKind = Literal["k2", "k3"]
+LossKind = Literal["k2", "k3"]
 
 
 class KlKeys(Table):
@@ -34,7 +34,7 @@ class KlKeys(Table):
 
     kl_coef: float = Field(default=0.0, ge=0)
     """weight of the KL to the model that RL started from"""
-    kl_kind: KlKind = "k3"
+    kl_kind: LossKind = "k3"
     """estimator of that KL"""
 
 
@@ -43,13 +43,13 @@ def k3(log_ratios: Tensor) -> Tensor:
     return (-log_ratios).expm1() + log_ratios
 
 
-KL_ESTIMATORS: dict[KlKind, Callable[[Tensor], Tensor]] = {
+KL_ESTIMATORS: dict[LossKind, Callable[[Tensor], Tensor]] = {
     "k2": lambda log_ratios: log_ratios.square() / 2.0,
     "k3": k3,
 }
 
 
-def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, kind: KlKind) -> Tensor:
+def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, kind: LossKind) -> Tensor:
     """Compute sum(w * k(d)), in nats, which keeps the policy near the reference.
 
     All three tensors have one shape, log-probs in nats; tokens of weight 0 are not read.

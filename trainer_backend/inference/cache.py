@@ -41,15 +41,19 @@ class RowCache:
 
     def open_row(self, row: int, *, room: int) -> None:
         """Open a row without tokens."""
+        raise NotImplementedError
 
     def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
         """Open a row that begins with `ids`, the first tokens of an open row."""
+        raise NotImplementedError
 
     def copy_in(self, copy: Any, target: int, ids: Sequence[int], *, room: int) -> None:
         """Open a row that begins with `ids`, the first tokens of a copy."""
+        raise NotImplementedError
 
     def copy_out(self, row: int, length: int) -> Any:
         """Copy a row's first `length` tokens, so that they outlive the row; return the copy."""
+        raise NotImplementedError
 
     def drop_copy(self, copy: Any) -> None:
         """Forget a copy; without this call, a copy is freed with the last reference to it."""
@@ -59,9 +63,11 @@ class RowCache:
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Move the row `source`, of `length` tokens, to the closed row `target`."""
+        raise NotImplementedError
 
     def close_row(self, row: int) -> None:
         """Free a row, if it is open."""
+        raise NotImplementedError
 
     def clear_row(self, row: int) -> None:
         """Make a row with numbers that are not finite harmless for the next row in its place."""

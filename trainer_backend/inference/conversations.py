@@ -163,7 +163,7 @@ def next_prompt(
     text, plain, answers = _render(turn, hashes, messages, tools)
     text += opening
     refuse_too_long(text)
-    cut_count = len(turn.cuts)  # of those in the common beginning
+    cut_count = len(turn.cuts)  # the cuts in the common beginning
     if not text.startswith(turn.text):
         cut_count = bisect_left(turn.cuts, True, key=lambda cut: not text.startswith(turn.text[: cut[0]]))
     text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)

@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 
 class Held:
-    """The part of a stack that belongs to one layer; by itself, of a layer that keeps nothing.
+    """The part of a stack that belongs to one layer. The class itself is that of a layer that keeps nothing.
 
     Such a layer may read the keys and values of another layer.
     """

@@ -96,7 +96,7 @@ class LayerRunner:
     def _compute(
         self, ids: Mapping[int, Sequence[int]], start: int, stop: int
     ) -> list[NDArray[np.uint16] | None]:
-        """Compute tokens `start` to `stop` of rows, by number, which have `start`; return their experts."""
+        """Compute tokens `start` to `stop` of rows that have `start` tokens; return their experts."""
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
         experts: list[NDArray[np.uint16] | None] = []

@@ -141,7 +141,7 @@ class TransformersRunner:
         self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
     ) -> None:
         self._pass = Pass(model, routers)
-        self.experts = self._pass.experts  # a row's may end with those of padding
+        self.experts = self._pass.experts  # a row's experts may end with those of padding
         self._device, self._dtype = self._pass.device, self._pass.dtype
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
 

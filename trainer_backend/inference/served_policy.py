@@ -63,8 +63,8 @@ class PolicyFacts:
 class CallOpening:
     """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
 
-    The prompt of a request that forces a call ends with this opening. The rest is sampled freely, and may be
-    no whole call: a grammar would change the distribution that is trained (DESIGN.md 4.9).
+    The prompt of a request that forces a call ends with this opening. The rest is sampled freely, since a
+    grammar would change the distribution that is trained (DESIGN.md 4.9); so it may be no whole call.
     """
 
     lead: str

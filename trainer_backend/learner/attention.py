@@ -127,7 +127,7 @@ class OneRow:
         return _keywords(row, device, attend)
 
 
-Reads = tuple[Tensor, Tensor]
+ReadOnce = tuple[Tensor, Tensor]
 
 
 def _keywords(
@@ -135,7 +135,7 @@ def _keywords(
     device: torch.device,
     attend: Attend,
     attend_read: Attend | None = None,
-    reads: Reads | None = None,
+    reads: ReadOnce | None = None,
 ) -> Arranged:
     """Return one row on the device, and the keywords of its attention (`PackedAttention.arranged`)."""
     return to_device(row, device), {
@@ -210,7 +210,7 @@ class ByLength:
         return _keywords(row, device, partial(attend_by_length, groups), of_some)
 
 
-def reads_once(row: Packed) -> Reads:
+def reads_once(row: Packed) -> ReadOnce:
     """Return the distinct positions that predict a row's sampled tokens, and each token's index in them."""
     read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
     return read_N, which_N

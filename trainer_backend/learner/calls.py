@@ -80,7 +80,7 @@ _STEPS = tuple[int, int]  # done, and in total
 _tokens = partial(Call, most_argument_bytes=_MOST_BYTES, encode=columns.encoded, decode=columns.decoded)
 # Calls that return two numbers per token, of at most 25 digits each.
 _numbers = partial(_tokens, reply_growth=16)
-# By name. `open` comes first, then `fresh` or `resumed`, then the methods of `protocols.Learner`;
+# By name. `open` comes first, then `fresh` or `resumed`, then the methods of `parts.Learner`;
 # `gradient_cosines` needs only `open`. Calls with progress can be stopped.
 CALLS = Table(
     {

@@ -32,7 +32,7 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `protocols.LearnerFactory` in this process; JobError: the job's device is not available."""
+    """Implements `parts.LearnerFactory` in this process; JobError: the job's device is not available."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE

@@ -393,7 +393,7 @@ class LocalLearner:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
 
     def offer(self, peer: str) -> tuple[str, int]:
-        """Offer the weights to servers; see `protocols.Learner`."""
+        """Offer the weights to servers; see `parts.Learner`."""
         with self._weights_rest:
             self._ranks.first_alone(lambda: self._open_sender(own_address(peer)))
             self._is_on_offer = True
@@ -406,7 +406,7 @@ class LocalLearner:
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
-        """Send the weights to servers; see `protocols.Learner`. Waits for the end of an update.
+        """Send the weights to servers; see `parts.Learner`. Waits for the end of an update.
 
         The first rank decides when servers are ready, and sends; all ranks gather each tensor.
         """

@@ -103,7 +103,7 @@ class PolicyUpdate:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
         With `target_kl`, the first step that finds the policy farther away is not taken, nor any later step.
-        `policy_version` is as in `protocols.Learner.update`.
+        `policy_version` is as in `parts.Learner.update`.
 
         Raises:
             SamplerMismatch: log-probs of sampler and learner differ by more than `mismatch_limit` for the

@@ -107,7 +107,8 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     """Return the routers whose choices the engine records; None if it records none.
 
     Args:
-        wanted: the job's setting; None: only in a low precision, since float32 makes all choose alike.
+        wanted: the job's setting; None: only in a low precision, since in float32 sampler and learner choose
+            alike.
 
     Raises:
         ModelFolderError: recording is wanted, but the choices cannot be recorded.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer_backend.errors import ModelFolderError
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
-# Key of tokenizer_config.json that names the tool-call format; `inference.chat_check` reads it.
+# Key of tokenizer_config.json that names the tool-call format; `inference.tool_format` reads it.
 TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
 # Its key for further variables of the chat template; `inference.rendering` reads it.
 CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"

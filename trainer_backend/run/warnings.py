@@ -43,7 +43,7 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
     0, so with a critic an iteration in which no decision earned anything has no signal either.
 
     Args:
-        rows: one that lacks the counts had a signal.
+        rows: a row without the counts had a signal.
         compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
     """
     unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))

@@ -34,7 +34,7 @@ class Being(Interactive):
         raise NotImplementedError
 
     def extra(self) -> tuple[int, ...]:
-        """Return the hidden state except position and health, for fingerprints and snapshots."""
+        """Return the hidden state except position and health, for snapshots."""
         return (getattr(self, self.counter),) if self.counter else ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Converts a game to plain values and back, for fingerprints, copies and snapshots.
+"""Converts a game to plain values and back, for snapshots.
 
 The values are the ground, things in order of creation, order of the chunks, generator (624 words and
 position), and the player with hidden counters. Material counts, chunk membership and daylight follow from

@@ -123,8 +123,8 @@ def xsb_rows(board: Board, state: State) -> list[str]:
 def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
     """Read board and state from rows of text.
 
-    Raises ValueError for an unknown letter, a board that is not a square with a rim of walls, and another
-    number of players than one, or of goals than of boxes.
+    Raises ValueError for an unknown letter, a board that is not a square with a rim of walls, more or fewer
+    than one player, and unequal numbers of goals and boxes.
     """
     text, width = "".join(rows), len(rows)
     if not width or any(len(row) != width for row in rows):

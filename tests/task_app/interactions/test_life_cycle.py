@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ from structlog.testing import capture_logs
 from service_kit.logs import configure_logs
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.errors import CapacityReached, InteractionFailed, InvalidRequest, UnknownName
-from task_app.interactions.live import Calls, InteractionReply, read_instance_id, read_reply, read_score
+from task_app.interactions.live import (
+    Calls,
+    InteractionReply,
+    loop_in_thread,
+    read_instance_id,
+    read_reply,
+    read_score,
+)
 from task_app.plugins import InteractionEntry
 from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import entered, interactions, said
@@ -323,3 +332,20 @@ def test_an_instance_id_may_be_the_classs_own():
     assert read_instance_id(None, "given", name="x") == "given"
     with pytest.raises(InteractionFailed, match="start_interaction returned 7"):
         read_instance_id(7, "given", name="x")
+
+
+def test_a_task_that_ignores_its_cancellation_keeps_no_thread():
+    loop, begun = loop_in_thread("stubborn"), threading.Event()
+
+    async def stay() -> None:
+        begun.set()
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    asyncio.run_coroutine_threadsafe(stay(), loop)
+    begun.wait()
+    (thread,) = (one for one in threading.enumerate() if one.name == "stubborn")
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    assert loop.is_closed()

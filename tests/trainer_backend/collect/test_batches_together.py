@@ -35,6 +35,7 @@ async def test_a_batch_that_begins_later_is_sent_at_once_and_one_that_is_cancell
         with pytest.raises(asyncio.CancelledError):
             await first
         await task_app.until_cancelled(ids(*range(4)))
+        assert sorted(task_app.cancelled) == ids(*range(4)), "each once"
         task_app.gate.set()
         assert siblings(await second) == [4, 5, 6, 7, 8]
     assert sorted(task_app.acked) == ids(*range(4))

@@ -316,7 +316,8 @@ UP_LEFT = (ParsedCall("act", '{"direction": "turn left"}'), ParsedCall("act", '{
 def test_a_call_of_a_preset_is_the_only_argument_or_names_the_tool_and_gives_json(
     text: str, tools: list[dict[str, object]], reply: tuple[ParsedCall, ...]
 ):
-    assert parse_turnwise(f"so<|call|> {text}", tools) == ParsedReply("so", reply)
+    for lead in ("", "so"):
+        assert parse_turnwise(f"{lead}<|call|> {text}", tools) == ParsedReply(lead, reply)
 
 
 @pytest.mark.parametrize(
