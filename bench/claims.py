@@ -506,6 +506,8 @@ def task_claims() -> Iterator[Claim]:
     """A corridor, BabyAI, Sokoban, Orders, FrozenLake, and scripted players of Crafter."""
     starts = Arms("starts", "unique_achievements")
     sokoban, orders, lake = (Arms(name, "outcome_reward") for name in ("sokoban", "orders", "frozen_lake"))
+    scratch = "crafter_from_scratch"
+    alone, scores = Arms(scratch, "unique_achievements"), Arms(scratch, "crafter_score").after(scratch)
     for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the")):
         ends = starts.after(arm)  # by the most probable calls
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
@@ -529,6 +531,10 @@ def task_claims() -> Iterator[Claim]:
             "**FrozenLake** by gymnasium": change_columns(
                 lake.before("frozen_lake"), lake.after("frozen_lake")
             ),
+            "**Without a teacher**": (
+                f"| {statistics.median(scores):.1f} % | {min(scores):.1f} to {max(scores):.1f} |"
+            ),
+            "without a teacher: unique": change_columns(alone.before(scratch), alone.after(scratch)),
             "whole games after half the imitation": f"| +{_with_bounds(half, 'mean')} |",
             "better choices at uncertain decisions": f"| +{_with_bounds(chosen, 'mean')} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
