@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -161,6 +162,8 @@ def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_and_leaves_n
     with subprocess.Popen(
         [sys.executable, "-m", "trainer_backend", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # The tests may run under nohup, whose children would stay on.
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout is not None
         urls = {"task app": "", "dashboard": ""}
