@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from trainer_backend.rundir.files import replace_text
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -138,9 +140,7 @@ def describe_machine(**more: Any) -> dict[str, Any]:
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
     """Write JSON; a kill amid it leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, json.dumps(results, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def end_study(results: Mapping[str, Any], path: Path) -> int:

@@ -27,8 +27,8 @@ class RowCache:
     """The cache interface of the running batch and its prefixes.
 
     If memory runs out, a method raises a RuntimeError that says so. The batch opens a row, with room for
-    `room` tokens, before it writes to the row. If opening raises, the row is not open. A cache
-    whose copies lie outside the rows' memory needs neither `drop_copy` nor `on_shortage`.
+    `room` tokens, before it writes to the row. If opening raises, the row is not open. A cache whose copies
+    lie outside the rows' memory needs neither `drop_copy` nor `on_shortage`.
     """
 
     slots: int

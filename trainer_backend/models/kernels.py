@@ -284,8 +284,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `rms_norm`: of the states, of `added_TW` in dtype `added`, and of the weight.
 
-    `by_sums_TW` is the gradient of the sums from other uses, if any; `weighs`: the
-    weight's gradient is needed.
+    `by_sums_TW` is the gradient of the sums from other uses, if any; `weighs`: the weight's gradient is
+    needed.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
