@@ -227,6 +227,15 @@ _HALF = (
     "warmup.episodes=800", "training.learning_rate=5e-4", "training.target_kl=0.01", "algorithm.gamma=0.97",
     "algorithm.gae_lambda=0.8",
 )  # fmt: skip
+# A call is one token, as in crafter_from_scratch; 64 games have as many decisions as 256 of four actions.
+_ONE_ACTION = (
+    "model.only_tool_words=true", "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1",
+    "rollout.policy_config.tool_choice=required", "rollout.max_tokens=1", "rollout.episodes_per_batch=64",
+    "warmup.episodes=500", "training.iterations=60", "training.learning_rate=5e-4", "training.target_kl=0.03",
+    "training.clip_dual=3.0", "training.batch_decisions=512", "training.entropy_coef=0.001",
+    "algorithm.gamma=0.98", "curriculum.share=0.25", "curriculum.rule=frontier", "curriculum.pool=256",
+    "evaluation.every_n_iters=60",
+)  # fmt: skip
 JOBS = (
     Study(
         name="demo",
@@ -238,13 +247,14 @@ JOBS = (
     ),
     Study(
         name="laptop",
-        title="whole games of Crafter, from the view, after half the imitation, or from everything seen",
+        title="whole games of Crafter, from the view, with one action a decision, or from everything seen",
         against="view",
         job="configs/crafter_laptop.toml",
         settings=(),
         arms={
             "view": Arm("the view alone", ()),
             "half": Arm("half the imitation, larger steps", _HALF),
+            "one_action": Arm("one action a decision, larger steps", _ONE_ACTION),
             "memory": Arm("with a memory", _REMEMBERS),
         },
         from_the_start=True,
