@@ -20,6 +20,7 @@ from trainer_backend.rundir.state import ProcessRole
 
 _ROWS_A_HEAD = 20  # rows between two prints of the titles
 _LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
+_SILENT_S = 60.0  # after that a log names the stage, since it has no live line
 
 
 class ConsoleReporter:
@@ -29,7 +30,7 @@ class ConsoleReporter:
         self, console: Console, iterations: int | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._iterations, self._clock = console, iterations, clock
-        self._start_s = clock()
+        self._start_s = self._printed_s = clock()
         self._pace = Pace(clock)  # for the live line; lines come in words
         self._titles: list[str] = []
         self._widths: list[int] = []  # of the columns, which grow with their numbers
@@ -60,6 +61,8 @@ class ConsoleReporter:
 
     def stage(self, name: str, done: int, total: int) -> None:
         self._stage = (name, done, total)
+        if self._live is None and self._clock() - self._printed_s >= _SILENT_S:
+            self.say(self._stage_text())
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         if row["kind"] == "iteration":
@@ -79,6 +82,7 @@ class ConsoleReporter:
         """Show nothing, since `say` also reports lost processes."""
 
     def _print(self, line: Text) -> None:
+        self._printed_s = self._clock()
         # Text instead of a string, because rich would read brackets as markup, drop them or raise.
         self._console.print(
             Text.assemble((self._elapsed_text(), "dim"), " ", line), soft_wrap=self._live is None
@@ -103,11 +107,14 @@ class ConsoleReporter:
         self._console.print(table)
 
     def _render(self) -> Group:
-        name, done, total = self._stage
-        stage = f"{name}  {done}/{total}" if name else ""
-        parts = (self._elapsed_text(), self._pace.count(), stage, self._pace.left())
+        _, done, total = self._stage
+        parts = (self._elapsed_text(), self._pace.count(), self._stage_text(), self._pace.left())
         line = Text("  ".join(filter(None, parts)))
         return Group(line, ProgressBar(total=max(total, 1), completed=done, width=60))
+
+    def _stage_text(self) -> str:
+        name, done, total = self._stage
+        return f"{name}  {done}/{total}" if name else ""
 
     def _elapsed_text(self) -> str:
         minutes, seconds = divmod(int(self._clock() - self._start_s), 60)

@@ -35,6 +35,17 @@ def test_what_stands_in_brackets_is_told_as_it_is_and_a_long_line_stays_a_line_i
     assert said(terminal=False, line="x" * 200).count("\n") == 1
 
 
+def test_a_log_names_the_stage_after_a_silent_minute_and_a_live_table_prints_no_line_of_it():
+    for terminal, lines in ((False, ["01:00 warm-up  2/9", "02:01 warm-up  5/9"]), (True, [])):
+        now = [0.0]
+        out = io.StringIO()
+        reporter = ConsoleReporter(Console(file=out, force_terminal=terminal), clock=lambda now=now: now[0])
+        for done, second in enumerate((0, 59, 60, 61, 119, 121)):
+            now[0] = float(second)
+            reporter.stage("warm-up", done, 9)
+        assert out.getvalue().splitlines() == lines
+
+
 def test_an_evaluation_is_told_with_its_achievements():
     out = io.StringIO()
     row = evaluation_row(3, LAST, 1.0, 3.0)
