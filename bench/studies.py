@@ -231,10 +231,9 @@ _HALF = (
 _ONE_ACTION = (
     "model.only_tool_words=true", "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1",
     "rollout.policy_config.tool_choice=required", "rollout.max_tokens=1", "rollout.episodes_per_batch=64",
-    "warmup.episodes=500", "training.iterations=60", "training.learning_rate=5e-4", "training.target_kl=0.03",
+    "warmup.episodes=500", "training.learning_rate=5e-4", "training.target_kl=0.03",
     "training.clip_dual=3.0", "training.batch_decisions=512", "training.entropy_coef=0.001",
     "algorithm.gamma=0.98", "curriculum.share=0.25", "curriculum.rule=frontier", "curriculum.pool=256",
-    "evaluation.every_n_iters=60",
 )  # fmt: skip
 JOBS = (
     Study(
