@@ -86,6 +86,8 @@ class Gateways:
             gateway.reporter = reporter
 
     async def verify(self) -> list[str]:
+        if not self._keepers:  # a stop came before the first publish, so no gateway will ever answer
+            return []
         lines = await self.while_serving(_all(gateway.verify() for gateway in self.gateways))
         return [line for own in lines for line in own]
 

@@ -241,7 +241,16 @@ class Unplaced:
         await self.ready.wait()
         raise AssertionError("it is never ready")
 
+    async def verify(self) -> list[str]:
+        await self.ready.wait()
+        raise AssertionError("it is never ready")
+
     async def close(self) -> None: ...
+
+
+async def test_a_run_that_is_stopped_before_its_first_publish_does_not_wait_for_gateways_that_never_start():
+    unplaced: Any = Unplaced()
+    assert await Gateways(unplaced, [unplaced], unplaced).verify() == []
 
 
 async def test_gateways_without_a_place_end_the_run_with_the_launchers_error():
