@@ -388,7 +388,9 @@ def _list_models(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
 
 
 def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
-    """Describe a critic that differs between the job and the checkpoint; None if it is the same."""
+    """Describe a critic that differs between the job and the checkpoint; None if no critic is lost."""
+    if checkpoint.name == STARTED_FROM:  # before RL, so no critic has learned yet
+        return None
     needed = estimator(advantage).needs_values
     there, has_own = (
         (checkpoint / TRAINING_FOLDER / name).exists() for name in (VALUE_HEAD_FILE, CRITIC_FILE)

@@ -158,6 +158,7 @@ def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_s
     for learner in (whole, again):
         learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
     assert scored(again, states(4)) == scored(whole, states(4))
+    assert told_on_resume("gae", tmp_path / "iteration_0", critic="own") is None, "no critic has learned"
 
 
 def test_the_model_folder_of_a_checkpoint_is_a_plain_one_and_the_head_has_its_own_file(
