@@ -54,7 +54,7 @@ class InteractionRespondReply(Reply):
 
     should_terminate: bool
     response: str
-    score: float
+    score: float | None
     metadata: dict[str, Any]
     turn: int
 

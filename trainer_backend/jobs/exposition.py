@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' format: the service's counts, and the last numbers of the running jobs."""
+"""Metrics in Prometheus' format: counts of the service, last numbers of jobs that run or have just ended."""
 
 import re
 from collections import Counter
@@ -35,9 +35,9 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     with suppress(StoreUnavailable):
         counts = jobs.counts(store, home)
         running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
-        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
         since = store.clock() - _SHOWN_FOR
-        for job in (*running, *(job for job in ended if job.ended is not None and job.ended >= since)):
+        ended = jobs.find(store, states=ENDED, home=home, ended_since=since, limit=_MOST_JOBS).items
+        for job in (*running, *ended):
             with suppress(UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
                 lines = reads.last_lines(store, [job.id], _KINDS)[job.id]
                 rows.append((job, {kind: line.whole for kind, line in lines.items()}))
@@ -71,7 +71,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
-    """Yield every number of the last rows as turnwise_trainer_ROOM_WHAT, and under its common names."""
+    """Yield each number `a/b` of the last rows as turnwise_trainer_a_b, and under other systems' names."""
     families = _Families()
     for job, rows in jobs:
         for kind, row in rows.items():
@@ -92,7 +92,7 @@ def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) ->
 
 
 class _Families:
-    """Gauges by name, with unique samples: Prometheus would drop one of two with equal name and labels."""
+    """Gauges by name. Samples are unique: Prometheus drops one of two samples with equal name and labels."""
 
     def __init__(self) -> None:
         self.all: dict[str, GaugeMetricFamily] = {}
@@ -108,7 +108,7 @@ class _Families:
 
 
 def _translate_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield the other name, our name and the value; a `*` at the end of both names matches any ending."""
+    """Yield another system's name, our name and the value; a `*` that ends both names matches any ending."""
     numbers = dict(list_numbers(row)) | {name: row[name] for name in ("iteration",) if name in row}
     for name, ours in names.items():
         if not ours.endswith("*"):

@@ -90,12 +90,13 @@ def find(
     states: Iterable[JobState] = (),
     home: str | None = None,
     origin: Origin | None = None,
+    ended_since: datetime | None = None,
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
     """Return a page of at most `limit` jobs, newest first: the one after the previous page's `cursor`.
 
-    The filters `states`, `home` and `origin` let all jobs through where they are empty or None.
+    A filter (`states`, `home`, `origin`, `ended_since`) that is empty or None lets all jobs through.
     """
     query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit + 1)
     if allowed := tuple(states):
@@ -104,6 +105,8 @@ def find(
         query = query.where(JOBS.c.home == home)
     if origin is not None:
         query = query.where(JOBS.c.origin == origin)
+    if ended_since is not None:
+        query = query.where(JOBS.c.ended >= ended_since)
     if cursor is not None:
         query = query.where(JOBS.c.number < read_cursor(cursor))
     with store.read() as connection:
@@ -250,7 +253,7 @@ def refuse_leap(job: Job, state: JobState) -> None:
 
 
 def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
-    """Read the jobs of a service in their order as JSON for a backup, without their place in this store."""
+    """Read the jobs of a service, in order, as JSON for a backup; their number and service are left out."""
     with store.read() as connection:
         rows = connection.execute(select(JOBS).where(JOBS.c.home == home).order_by(JOBS.c.number))
         return [job_row(row).model_dump(mode="json", exclude={"number", "home", "progress"}) for row in rows]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 SYSTEM = """\
-You carry out a mission in a grid. You see 7 cells ahead and 3 to each side, not through walls and doors.
+You carry out a mission in a grid. You see 6 cells ahead and 3 to each side, not through walls and doors.
 left and right turn you by 90 degrees, forward goes one cell. pickup takes the object in the cell ahead, drop
 puts it there, toggle opens or closes the door or box there. To go to an object is to stand before it, facing
 it.

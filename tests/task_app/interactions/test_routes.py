@@ -127,9 +127,10 @@ async def test_the_history_of_a_loop_with_tools_is_answered():
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages = [SAID, called, {"role": "tool", "content": "", "tool_call_id": "c1"}, MESSAGES[1]]
-    async with app_with(users.Noted) as client:
+    async with app_with(users.Unscored) as client:
         one = {"interaction_id": (await post(client, "/interaction/start"))["interaction_id"]}
-        assert (await post(client, "/interaction/respond", **one, messages=messages))["turn"] == 1
+        answer = await post(client, "/interaction/respond", **one, messages=messages)
+        assert (answer["turn"], answer["score"]) == (1, None)
 
 
 async def test_a_retry_with_its_key_gets_the_same_answer_and_asks_once():

@@ -49,6 +49,13 @@ class ReadOnly(Noted):
         BOOK.append(("finalise", "?"))
 
 
+class Unscored(Noted):
+    """Gives no score."""
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, "Go on.", None, {}
+
+
 class StartsLate(Noted):
     """Blocks its thread in the start, until the test lets it go."""
 

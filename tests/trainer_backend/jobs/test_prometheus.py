@@ -6,10 +6,14 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from sqlalchemy import update
+
 from tests.conftest import is_declared
 from tests.exposition import shape
+from trainer_backend.jobs import exposition
 from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
 from trainer_backend.rundir.state import ProcessRecord, read_state, write_state
+from trainer_backend.store.tables import JOBS
 
 
 async def samples(served) -> dict[str, float]:
@@ -100,7 +104,8 @@ async def test_the_processes_of_a_run_are_counted_by_role_and_state_while_it_run
     assert found[f"turnwise_trainer_perf_overlap{of_iteration}"] == 0.75
 
 
-async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served):
+async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served, monkeypatch):
+    monkeypatch.setattr(exposition, "_MOST_JOBS", 1)
     job_id = await served.post("quick")
     await served.until(job_id, "succeeded", iteration=2)
     await served.service.line.ask(served.service.watcher.look, everything=True)
@@ -111,6 +116,12 @@ async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end
         body = page(replace(served.service, store=store), version="1", accept="").body.decode()
         return f'critic_score_mean{{job_id="{job_id}",run="quick"}} 2.5' in body
 
+    assert told(timedelta(minutes=5))
+    later = await served.post("quick")  # is listed first, and ended longer ago
+    await served.until(later, "succeeded", iteration=2)
+    with served.service.store.write() as connection:
+        long_ago = ended - timedelta(days=1)
+        connection.execute(update(JOBS).where(JOBS.c.id == later).values(ended=long_ago))
     assert told(timedelta(minutes=5))
     assert not told(timedelta(minutes=5, seconds=1))
 
