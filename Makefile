@@ -18,8 +18,8 @@ PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist lo
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
 
-demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; ends with a report
-	$(BIN)/turnwise train configs/crafter_cpu.toml --dashboard
+demo: $(VENV)/.ready ## a small language model learns Crafter on this machine, without a teacher; ends with a report
+	$(BIN)/turnwise train configs/crafter_demo.toml --dashboard
 
 test: $(VENV)/.ready ## the whole test suite
 	$(PYTEST)

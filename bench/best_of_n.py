@@ -1,12 +1,12 @@
-"""What could better choices at its uncertain decisions bring a trained policy? Whole games of Crafter.
+"""How much could a trained policy of Crafter gain from better choices at its uncertain decisions?
 
     python -m bench.best_of_n RUN [--checkpoint iteration_0] [--games 40] [--continuations 4]
 
-A game is played to its end. At its first decision that the policy was not sure of, it is played on several
-times from the snapshot before that decision, and the best end stays; then comes the next such decision of the
-game that stayed. The continuations share the world's random numbers only as far as their actions agree, so
-the choice knows some luck that no policy can know: the result is an upper bound of what choices, one at a
-time, can bring. RUN is of a job whose environment is Crafter.
+A game is played to its end. At its first decision of which the policy was not sure, it is continued several
+times from the snapshot before that decision. If the best continuation ends better, it replaces the game. The
+next such decision of that game follows. The continuations share the world's random numbers only as long as
+their actions agree, so the best may owe to luck that no policy can know: the result is an upper bound of what
+such choices, one at a time, can bring. RUN is a run of a job in Crafter.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ UNSURE = 0.5
 
 
 class Turn(NamedTuple):
-    """A decision: the game before it, and the probability of what was sampled."""
+    """A decision: the state of the game before it, and the probability of the sampled answer."""
 
     state: bytes
     probability: float
@@ -47,7 +47,7 @@ class Game:
     unique: float
 
     def unsure_from(self, start: int) -> int | None:
-        """The first uncertain decision from `start` on."""
+        """Return the index of the first uncertain decision from `start` on; None if there is none."""
         rest = enumerate(self.turns[start:], start)
         return next((place for place, turn in rest if turn.probability < UNSURE), None)
 
@@ -61,7 +61,7 @@ class Player:
     sampling: Sampling
 
     async def play(self, environment: CrafterEnvironment, observation: Observation, *key: object) -> Game:
-        """Play on to the end; `key` seeds the samples."""
+        """Play from the observation to the end of the game; `key` seeds the samples."""
         turns: list[Turn] = []
         over = False
         while not over:
@@ -79,7 +79,7 @@ class Player:
     async def _decide(
         self, environment: CrafterEnvironment, observation: Observation, key: Sequence[object]
     ) -> tuple[list[ToolRequest], str | None, float]:
-        """Return the calls, or why there are none, and the probability of the sampled answer."""
+        """Return the calls (or the reason why there are none), and the probability of the sampled answer."""
         messages = [item.model_dump(exclude_none=True) for item in environment.messages(observation, ())]
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         sampling = self.sampling.model_copy(update={"seed": derived_seed("best-of-n", *map(str, key))})
@@ -92,7 +92,7 @@ class Player:
 
 
 async def improve(player: Player, world: int, continuations: int) -> dict[str, float]:
-    """The unique achievements of a game, and of the best one that choices at its decisions lead to."""
+    """Play a game and improve it; return the unique achievements of both (`first` and `best`)."""
     environment = CrafterEnvironment(player.config)
     game = first = await player.play(environment, environment.reset(FIRST_WORLD + world), world)
     place, choices = game.unsure_from(0), 0

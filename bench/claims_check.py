@@ -35,7 +35,7 @@ REPEATED = (
 )
 # Columns of the table in docs/truth.md, by words of their heads.
 TRUTH_COLUMNS = {
-    "the demo's environment": "crafter", "one action a decision": "one_action", "a corridor": "rooms",
+    "short games": "crafter", "one action a decision": "one_action", "a corridor": "rooms",
     "sokoban": "sokoban",
 }  # fmt: skip
 # Rows of several estimators: the least and the greatest of all their seeds.

@@ -1,13 +1,13 @@
-"""Decisions a second of collecting whole games of Crafter, of this tree and of another one in turns.
+"""Measures how many decisions of whole games of Crafter are collected a second, also against another tree.
 
     python -m bench.collect_rate [--model FOLDER] [--games 64] [--rounds 3] [--against TREE]
 
-Two players of the demo's job, from a new world until death: the scripted
-teacher, and with --model the model of a folder (a run's checkpoint), asked at the gateway of this process,
-or with --set 'cluster.launcher="local"' at one of its own. What is timed is a stage of a run: requests,
-episodes, answers, spool, Parquet file. The CPU time is that of the process that collects, and that of its
-children: the task app, and a gateway of its own. Rounds alternate between the trees, with the same seeds,
-after one that is not counted.
+Games of configs/crafter_cpu.toml go from a new world until death. They are played by the scripted teacher
+and, with --model, by the model of a folder (a run's checkpoint). A gateway in this process serves the model,
+or one in its own process with --set 'cluster.launcher="local"'. The measured stage of a run consists of
+requests, episodes, answers, spool and Parquet file. Its CPU time is that of the collecting process and of its
+children: the task app, and a gateway of its own. Rounds alternate between the trees and have the same seeds;
+the first round is not counted.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ SETTINGS = (
 
 
 def children_seconds() -> float:
-    """CPU seconds so far of the children of this process: the job's own task apps and gateways."""
+    """Return the CPU seconds so far of this process's children: the job's own task apps and gateways."""
     total = 0.0
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended
@@ -53,7 +53,7 @@ def children_seconds() -> float:
 
 
 class Stage:
-    """A stage of a run that can be collected again and again, each time as another start of it."""
+    """A stage of a run that can be collected again and again, each time under a new run id."""
 
     def __init__(
         self, folder: Path, dispatcher: Dispatcher, plan: Callable[[str], list[RolloutRequest]]
@@ -62,7 +62,7 @@ class Stage:
         self._count = 0
 
     async def collect(self) -> dict[str, float]:
-        """Play all games; return the decisions, and the seconds of both processes and of the clock."""
+        """Play all games; return the number of decisions, the mean outcome, CPU seconds and wall seconds."""
         self._count += 1
         requests = self._plan(f"bench.{self._count}")
         ours_s, apps_s, wall_s = time.process_time(), children_seconds(), time.monotonic()
@@ -87,7 +87,7 @@ class Stage:
 
 
 class Published:
-    """What gateways of their own ask of a learner; its policy lies in a folder already."""
+    """Stands in for a learner that publishes weights to separate gateways; a folder has the weights."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class Published:
 
 @asynccontextmanager
 async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIterator[Stage]:
-    """The stage of the teacher, or of the model, with a task app and what else it needs."""
+    """Yield a stage that the model plays, or without one the teacher, with its task app and gateway."""
     async with job_parts.task_apps(job, folder / "task_app.log") as apps:
         dispatcher = Dispatcher(apps, timeout_s=job.services.iteration_timeout_s)
         if model is None:
@@ -128,7 +128,7 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
 
 
 async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
-    """In a process of a tree: a stage for each line of stdin, a line of JSON for each."""
+    """Be a tree's worker: for each line of stdin, collect a stage and print its figures as JSON."""
     with tempfile.TemporaryDirectory() as name:
         every = (f"rollout.episodes_per_batch={games}", f"warmup.episodes={games}")
         job = load_job(JOB, (*SETTINGS, *every, *settings)).config

@@ -1,13 +1,14 @@
-"""What credit costs of an iteration of the demo, in CPU time and memory.
+"""Measures which share of an iteration credit takes, in CPU time, and how much memory.
 
     python -m bench.credit_cost [--quick]
 
 An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then all
-that the loop calls is done again with its rollouts: tokens, rewards with their guards, advantages, and what
-the logs say, with the critic's values that the iteration was credited by. The least time of some repeats is
-held against that iteration: CPU time of the trainer's process, which leaves out the task app's, so the shares
-are rather too large. Also rewards and advantages alone, and the peak of memory for all decisions against that
-for a quarter of them. Exit code 1 where the share is above its limit, or memory grows faster than decisions.
+of credit that the training loop calls is repeated with its rollouts: tokens, rewards with their guards,
+advantages, and the figures for the log, with the critic's values that credited the iteration. The least CPU
+time of some repeats is divided by the iteration's CPU time in the trainer's process, without the task app's
+process, so the shares are rather too large. The time of rewards and advantages alone is measured too, and the
+peak memory per decision, for all decisions and for a quarter of them. The exit code is 1 if the share, or the
+growth of that memory, is above its limit.
 """
 
 import sys
@@ -16,12 +17,12 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 
 from bench import kit
-from bench.demo_iteration import QUICK, Played, played
+from bench.played_iteration import QUICK, Played, played
 from shared_schemas.rollouts import Rollout
 from trainer_backend import job_parts
 
 LIMIT = 0.0015
-# Peak bytes a decision of the whole batch against a quarter of it.
+# Largest ratio of the peak bytes per decision: of the whole batch to a quarter of it.
 GROWTH_LIMIT = 1.2
 
 
@@ -30,7 +31,7 @@ def decisions(rollouts: Sequence[Rollout]) -> int:
 
 
 def least_cpu_s(work: Callable[[], object], repeats: int = 7) -> float:
-    """The least CPU seconds of a call over some repeats."""
+    """Return the least CPU seconds of a call over some repeats."""
 
     def once() -> float:
         begun_s = time.process_time()
@@ -64,7 +65,7 @@ def report_credit(found: Played, limit: float) -> int:
 def memory_growth(
     credit: Callable[[Sequence[Rollout]], object], rollouts: Sequence[Rollout]
 ) -> tuple[float, float]:
-    """Peak bytes per decision of the whole batch, also as a multiple of a quarter's."""
+    """Return the peak bytes per decision of the whole batch, also as a multiple of those of a quarter."""
     groups = sorted({rollout.group_id for rollout in rollouts})
     some = set(groups[: max(1, len(groups) // 4)])
 

@@ -1,11 +1,11 @@
-"""The pictures of docs/dashboard.md, taken by Chromium from the runs of a data directory.
+"""Takes the pictures of docs/dashboard.md with Chromium, from the runs of a data directory.
 
     python -m bench.dashboard_pictures runs crafter_cpu --other crafter_gigpo --other crafter_gae
         [--talk documents_statelm] [--to docs/img]
 
-A trainer service is started on the directory, which takes up the jobs that are under way there: take a copy
-without its database. Of the run: its page, list of rollouts, and a decision that unlocked something; each
-`--other` is laid over it; `--talk` is a run whose model deletes messages, without which that picture stays.
+A trainer service is started on the directory. It would continue unfinished jobs, so pass a copy without its
+database. Pictured are the run's page, its list of rollouts, a decision that unlocked something, and a
+comparison with each `--other`. `--talk` is a run whose model deletes messages, for one more picture.
 """
 
 import io
@@ -74,7 +74,7 @@ def run_pages(camera: Camera, run: str, others: Sequence[str]) -> None:
 
 
 def decision(camera: Camera, run: str) -> None:
-    """The last decision of the best episode that unlocked something; on a desk, and on a phone."""
+    """Picture the last decision of the best episode that unlocked something, for a desk and a phone."""
     with camera.at(f"/runs/{run}/rollouts?stage=train&sort=outcome_reward", TALL) as page:
         page.locator("tbody .name a").first.click()
         page.locator(".decisions tr", has=page.locator(".won")).last.locator("a").click()
@@ -87,7 +87,7 @@ def decision(camera: Camera, run: str) -> None:
 
 
 def deleted(camera: Camera, run: str) -> None:
-    """The first decision of the newest rollouts whose prompt shows what was deleted before it."""
+    """Picture the first decision, from the newest rollouts on, whose prompt shows a deleted message."""
     with camera.at(f"/runs/{run}/rollouts", (1280, 900)) as page:
         found = page.locator("tbody .name a").evaluate_all("all => all.map(one => one.pathname)")
     for path in found:
@@ -101,7 +101,7 @@ def deleted(camera: Camera, run: str) -> None:
 
 
 def wait_for_runs(url: str, names: Sequence[str]) -> list[str]:
-    """Ids of runs by their folders' names, once the service has read them with their metrics."""
+    """Return the ids of runs by their folders' names, once the service has read their metrics."""
     until = time.monotonic() + READ_S
     while time.monotonic() < until:
         jobs = httpx.get(f"{url}/jobs", params={"limit": 200}).raise_for_status().json()["jobs"]

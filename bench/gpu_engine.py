@@ -1,4 +1,4 @@
-"""The engine's figures of bench/gpu.py: agreement, and decode and prefill against the device's bounds."""
+"""The engine's figures of bench/gpu.py: agreement with the learner, decode and prefill, shared pages."""
 
 import asyncio
 import random
@@ -26,17 +26,17 @@ from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import ModelShape, model_shape
 
-# Of the bandwidth limit, by shape, rows and tokens of context.
+# Least share of the bandwidth limit, by shape, rows and tokens of context.
 LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}
-# Between the learner's log-probs and the engine's, in nats.
+# Largest differences of the learner's log-probs from the engine's, in nats.
 MOST_RMS_LOW, MOST_FLOAT32 = 2e-2, 1e-4
 PREFILL_TOKENS = 16384
-# Rows, tokens that they share, tokens of each; and the most time of a step, of one that reads row by row.
+# Rows, tokens that they share, tokens of each; longest step, relative to one that reads row by row.
 SHARED_CELL, MOST_SHARED = (64, 700, 1000), 0.7
 
 
 async def sampled(engine: LocalEngine, prompts: Sequence[Sequence[int]], new: int) -> list[Generation]:
-    """Sample so many tokens behind each prompt, all at once."""
+    """Sample `new` tokens after each prompt, all prompts at once."""
     calls = (
         engine.generate(ids, Sampling(max_tokens=new, seed=i), request_id=str(i))
         for i, ids in enumerate(prompts)
@@ -51,7 +51,7 @@ def random_prompts(rows: int, length: int, vocabulary: int, *, seed: int = 0) ->
 
 @contextmanager
 def started_engine(model: PreTrainedModel, placement: Placement, **keys: int) -> Iterator[LocalEngine]:
-    """An engine of the model; a task that fails leaves the device to those after it."""
+    """Yield an engine of the model; stop it even after an error, so that later tasks have the device."""
     served, turn = copy_to_serve(model, placement.held), keys.pop("prefill_tokens", 2048)
     engine = LocalEngine(served, stop_ids=[], keys=EngineKeys(**keys), prefill_tokens=turn)
     engine.start()
@@ -62,9 +62,9 @@ def started_engine(model: PreTrainedModel, placement: Placement, **keys: int) ->
 
 
 def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
-    """Decode and prefill of every number of rows and length of context, and the peak of memory.
+    """Measure decode and prefill for every number of rows and length of context, and the peak memory.
 
-    The first timed call computes its prompts, and is the prefill. Later calls find them in the cache.
+    The first timed call computes its prompts, which is the prefill. Later calls find them in the cache.
     """
     config = make_config(name)
     shape = model_shape(config, None)
@@ -94,14 +94,14 @@ def decode_figure(
     cell: tuple[int, int],
 ) -> None:
     rows, context = cell
-    # The steps that are timed have a row hold as many tokens as `context` says, in their mean.
+    # A row holds `context` tokens in the mean over the timed steps.
     prompts = random_prompts(rows, context - 3 * plan.new // 2, shape.vocabulary)
-    cpu = torch.device("cpu")  # an answer is there when its numbers are
+    cpu = torch.device("cpu")  # no wait for the GPU: an answer has its numbers already
 
     def run(new: int) -> float:
         return timed(lambda: asyncio.run(sampled(engine, prompts, new)), cpu)
 
-    # What is compiled or captured once, by other prompts, so that the first call after it computes its own.
+    # Other prompts first, for what is compiled or captured once: the next call then computes its own prompts.
     asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), plan.new))
     cold, first = run(1), run(1)
     before = engine.counters.prompt_tokens_reused
@@ -129,16 +129,16 @@ def decode_figure(
 
 
 def step_seconds(run: Callable[[int], float], plan: Plan) -> float:
-    """Of a decode step, where `run` samples so many tokens and returns the seconds it took.
+    """Return the seconds of a decode step; `run(n)` samples n tokens and returns the seconds it took.
 
-    By calls of which one is longer by so many steps: what they begin and end with is in both.
+    The difference of a longer and a shorter call leaves out what both begin and end with.
     """
     short, long = ([run(1 + count * plan.new) for _ in range(plan.rounds)] for count in (1, 2))
     return (statistics.median(long) - statistics.median(short)) / plan.new
 
 
 def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
-    """A decode step of rows that begin with the same pages, which are read once, and row by row."""
+    """Time a decode step of rows that begin with the same pages, which are read once, and row by row."""
     rows, shared, context = SHARED_CELL
     config = make_config(name)
     keys = {"max_running": rows, "max_model_len": context + 2 * plan.new, "prefill_tokens": PREFILL_TOKENS}
@@ -172,7 +172,7 @@ def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placem
 
 
 def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> None:
-    """Log-probs of what an engine samples from the scorer's model, by the scorer."""
+    """Compare log-probs of an engine's samples with those of the scorer, both with the scorer's model."""
     placement, vocabulary = scorer.placement, make_config(name).vocab_size
     longest = plan.contexts[0]
     prompts = [ids[: longest - 7 * i] for i, ids in enumerate(random_prompts(8, longest, vocabulary))]

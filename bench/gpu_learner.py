@@ -1,4 +1,4 @@
-"""The learner's figures of bench/gpu.py: packed attention against masked, the update's MFU, and memory."""
+"""The learner's figures of bench/gpu.py: attention kernel against mask, MFU of an update, and memory."""
 
 import statistics
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ LONG_LORA = {"lora": {"rank": 32}, "gradient_checkpointing": True}
 
 
 def attention_figures(report: Report, name: str, plan: Plan, placement: Placement) -> None:
-    """The device's attention is as near to float32 under a mask as the mask is in its precision, and faster.
+    """Compare the device's attention with attention under a mask, on up to 4 of the shape's layers.
 
-    On 4 of the shape's layers.
+    Its log-probs and gradients may be at most 1.5 times as far from float32, plus 1e-5. Speed is not judged.
     """
     config = make_config(name, layers=min(4, make_config(name).num_hidden_layers))
     model = make_model(config, placement.device)
@@ -70,7 +70,7 @@ def attention_figures(report: Report, name: str, plan: Plan, placement: Placemen
 def computed(
     model: PreTrainedModel, placement: Placement, attention: PackedAttention, segments: Sequence[Segment]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] log-probs, and the gradient of their mean."""
+    """Return the [N] log-probs of the segments, and the gradient of the mean log-prob."""
     model.set_attn_implementation(attention.implementation)
     model.zero_grad()
     packed = pack_segments(segments, row_tokens=sum(map(len, segments)))
@@ -82,14 +82,14 @@ def computed(
 
 
 def apart(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-    """Root mean square difference, relative to the second argument."""
+    """Return the root mean square difference of each pair of tensors, relative to that of `other`."""
     return [float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True)]
 
 
 def learner_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
-    """Agreement with an engine, MFU of the update, and its memory against the plan.
+    """Measure the learner: agreement with an engine, MFU of the update, memory against the plan.
 
-    All weights are trained where the memory plan fits; else with layers checkpointed; else adapters.
+    The first of `WAYS` that fits the memory plan is trained.
     """
     config = make_config(name)
     way, job, memory = fitting(config, plan, placement.device.type)
@@ -116,7 +116,7 @@ def learner_figures(report: Report, name: str, plan: Plan, placement: Placement,
 
 
 def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, peak: Peak) -> None:
-    """Scoring so many packed tokens, a quarter of them sampled, and one optimizer step."""
+    """Time an update: it scores packed tokens, a quarter of them sampled, and makes an optimizer step."""
     shape = model_shape(make_config(name), learner.config.lora)
     segments = make_segments(plan.tokens, shape.vocabulary, longest=min(2048, plan.tokens // 4))
     episodes = [
@@ -141,7 +141,7 @@ def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, 
 
 
 def memory_figure(report: Report, name: str, memory: MemoryPlan) -> None:
-    """The peak memory of tensors, which must not exceed the plan."""
+    """Report the peak memory of tensors, which must not exceed the plan."""
     if memory.placement.device.type != "cuda":
         report.add("memory", name, "is counted on CUDA alone")
         return
@@ -158,7 +158,7 @@ def memory_figure(report: Report, name: str, memory: MemoryPlan) -> None:
 
 
 def long_lora_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
-    """Whether adapters of rank 32 fit with 64 requests of up to 8192 tokens, by the memory plan."""
+    """Report whether adapters of rank 32 fit with 64 requests of up to 8192 tokens, by the memory plan."""
     job = make_job(replace(plan, served=(64, 8192)), LONG_LORA, placement.device.type)
     memory = plan_memory(make_config(name), job)
     shortage = memory.shortage()

@@ -1,6 +1,6 @@
-"""What the figures of bench/gpu.py share: a report that no timeout loses, and models, batches and jobs.
+"""Shared by the figures of bench/gpu.py: a report that survives a timeout, models, batches and jobs.
 
-Models are shapes of Qwen3, randomly initialised.
+Models are shapes of Qwen3 with random weights.
 """
 
 import gc
@@ -28,7 +28,7 @@ from trainer_backend.learner.shapes import model_shape
 class Task(NamedTuple):
     """Something to measure.
 
-    least_s: it is not begun with less time than this left.
+    least_s: with fewer seconds left, the task is not begun.
     """
 
     kind: str
@@ -42,9 +42,9 @@ class Report:
     """Figures, and what could not be measured.
 
     Attributes:
-        file: the JSON file; None for none.
-        machine: what was measured on.
-        end: of the time allowed, by `time.monotonic`.
+        file: the JSON file; None writes none.
+        machine: facts about the measured machine.
+        end: end of the allowed time, by `time.monotonic`.
     """
 
     file: Path | None
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def met(self) -> bool:
-        """Whether no figure misses its bound. What was not measured says nothing."""
+        """Whether no measured figure misses its bound."""
         return all(figure["met"] is not False for figure in self.figures)
 
     def add(
@@ -69,7 +69,7 @@ class Report:
         """Print a figure, and write all figures.
 
         Args:
-            met: whether it meets its bound; None if it has none.
+            met: whether the figure meets its bound; None if it has none.
         """
         said = "" if met is None else f" {kit.verdict(met, missed)}"
         print(f"  {shape:5s} {kind:10s} {line}{said}", flush=True)
@@ -82,7 +82,7 @@ class Report:
         self._write()
 
     def measure(self, tasks: Sequence[Task]) -> None:
-        """Run the tasks in order; one that fails, or has no time left, costs no other."""
+        """Run the tasks in order. If one fails or too little time is left for it, note that and go on."""
         for task in tasks:
             if self.left_s < task.least_s:
                 self.miss(task.kind, task.shape, f"{max(0, self.left_s):.0f} s are left")
@@ -100,7 +100,7 @@ class Report:
 
 
 def forget_memory() -> None:
-    """Free what the last task has left, and begin a new peak."""
+    """Free the memory that the last task used, and reset the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -108,7 +108,7 @@ def forget_memory() -> None:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, with all that it has started on the device."""
+    """Return the seconds of a call, including all work that it has started on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -135,12 +135,12 @@ WAYS: dict[str, dict[str, Any]] = {
 class Plan:
     """The amount of measurement.
 
-    tokens: of an update.
-    rows, contexts: of decode steps: every number of rows with every length of context.
+    tokens: number of tokens in an update.
+    rows, contexts: decode steps are measured for every number of rows with every length of context.
     new: timed decode steps.
-    rounds: timed calls of decoding, and timed updates, after one that is not.
-    least_mfu: of an update.
-    reserve_s: seconds that decode leaves to what comes after it.
+    rounds: timed calls of decoding, and timed updates, after one that is not timed.
+    least_mfu: bound of an update.
+    reserve_s: seconds that decode leaves to later tasks.
     served: requests, and tokens of each, of the engine that shares the device with the learner.
     """
 
@@ -186,7 +186,7 @@ def make_model(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
 
 
 def make_segments(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
-    """This many tokens in segments of up to `longest`, the last quarter of each sampled."""
+    """Return segments of up to `longest` tokens, `tokens` in all; the last quarter of each is sampled."""
     draw, left, made = random.Random(0), tokens, []
     while left:
         length = min(left, draw.randint(longest // 4, longest))
@@ -217,7 +217,7 @@ def make_job(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
 
 
 def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfig, MemoryPlan]:
-    """The first layout that fits the device, or else the last one, with its memory plan."""
+    """Return the first of WAYS that fits the device, or else the last, with its job and memory plan."""
     for name, way in WAYS.items():
         job = make_job(plan, way, device)
         found = name, job, plan_memory(config, job)
@@ -227,7 +227,7 @@ def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfi
 
 
 def plan_memory(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
-    """As `learner.memory_plan.memory_plan` has it, of a model without a folder."""
+    """Return the plan that `learner.memory_plan.memory_plan` would make, for a model without a folder."""
     placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(

@@ -1,19 +1,18 @@
-"""Requests per CPU and steps per second over HTTP, compared with FastAPI's hello and OpenEnv's server.
+"""Compares CPU time and steps per second over HTTP with FastAPI's hello and with OpenEnv's server.
 
     python -m bench.http_batch [--peer-python /path/to/venv/bin/python] [--rounds 5]
 
-    null     CPU of the server for POST /env/step, an environment that does nothing / a FastAPI hello   <= 1.6
+    null     CPU of a POST /env/step of an environment that does nothing / CPU of FastAPI's hello       <= 1.6
     single   16 clients: steps/s of POST /env/step / 16 of OpenEnv's own, the same environment          >= 1.4
     batch    one client: steps/s of POST /env/step_many, 10 actions each in two decisions,
-             / OpenEnv + stock crafter                                                                  >= 20
+             / OpenEnv + the original crafter                                                           >= 20
 
-The peer needs a Python with openenv-core, crafter and structlog; without one its figures are skipped. They
-are judged where it also has uvloop and httptools, as our service has: without these it is served by asyncio
-and h11, which are slower, and each of its figures says so.
-Our clients are bare asyncio, OpenEnv's are its own. Sides alternate, and the best round of either is
-compared: what else runs on the machine only ever adds. Our server's CPU a step, from /proc (Linux only), is
-printed too.
-Exit code 1 when a figure is missed.
+The peer is OpenEnv's server. It needs a Python with openenv-core, crafter and structlog; without one,
+`single` and `batch` are skipped. They are judged only if that Python also has uvloop and httptools, as our
+service has. Otherwise the slower asyncio and h11 serve the peer, and each figure says so. Our clients are
+bare asyncio, OpenEnv's are its own. The sides take turns, and the best rounds are compared, because other
+load on the machine only adds time. Our server's CPU time a step, from /proc (Linux only), is printed too. The
+exit code is 1 if a figure is missed.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ ACTIONS = ("move_left", "do", "move_up", "noop", "move_right", "do", "move_down"
 
 
 def step(env_id: str, index: int, actions: int = 1) -> dict[str, object]:
-    """A decision of this many actions, beginning at this index."""
+    """Return the body of a request: a decision of this many actions, beginning at this index of ACTIONS."""
     named = [ACTIONS[number % len(ACTIONS)] for number in range(index, index + actions)]
     return {"env_id": env_id, "tool_calls": [{"tool": "interact_many", "args": {"actions": named}}]}
 
@@ -77,11 +76,11 @@ async def null_ratio(ours: Server, rounds: int) -> float:
 
 
 async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Rate:
-    """STEPS actions in each of CLIENTS sessions on connections of their own.
+    """Play STEPS actions in each of CLIENTS sessions on connections of their own.
 
-    One decision of one action a request, all sessions at once; or `a_request` actions in decisions of
-    `a_decision`, one session after the other. Worlds are made before the clock starts, and forgotten after it
-    stops.
+    By default, a request is one decision of one action, and all sessions play at once. Otherwise a request
+    has `a_request` actions, in decisions of `a_decision`, and the sessions play one after the other. Sessions
+    are created before the clock starts and terminated after it stops.
     """
 
     def one(connection: Connection, env_id: str) -> Play:
@@ -117,7 +116,7 @@ async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Ra
 
 
 async def own_clients(python: str, server: Server, clients: int) -> float:
-    """Steps per second of OpenEnv's own client library, in its own process."""
+    """Return the steps per second of OpenEnv's own client library, which runs in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         python, str(HERE / "peers/openenv_clients.py"), str(server.port), str(clients), str(STEPS),
         ",".join(ACTIONS), stdout=subprocess.PIPE,
@@ -129,7 +128,7 @@ async def own_clients(python: str, server: Server, clients: int) -> float:
 async def openenv_ratio(
     python: str, kind: str, name: str, play: Callable[[], Awaitable[Rate]], clients: int, rounds: int
 ) -> float:
-    """Our steps per second over those of OpenEnv's own clients."""
+    """Return our steps per second, divided by those of OpenEnv's own clients."""
     mine, theirs = [], []
     async with running(python, PEER, kind) as peer:
         for _ in range(rounds):
@@ -166,14 +165,14 @@ async def measure(options: Namespace) -> int:
 
 
 class NoPeer(Exception):
-    """Why a Python cannot run the peer."""
+    """A Python cannot run the peer; the text says why."""
 
 
 def peer_parts(python: str) -> str:
-    """The event loop and the HTTP parser that serve the peer in that Python.
+    """Return the event loop and the HTTP parser with which that Python would serve the peer.
 
     Raises:
-        NoPeer: it lacks what the peer imports, or is no Python.
+        NoPeer: `python` is no Python, or lacks a package that the peer imports.
     """
     try:
         done = subprocess.run(

@@ -1,7 +1,6 @@
-"""A server in a process of its own, a light client, and how fast and at what cost of CPU the server answers.
+"""For bench/http_batch.py: a server in a process of its own, a light client, the server's rate and CPU time.
 
-For bench/http_batch.py. A benchmark that is driven by a heavy client measures the client: this one takes 50
-microseconds a request, where httpx takes 1,000.
+A benchmark with a slow client measures the client. This one takes 50 microseconds a request, httpx 1,000.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ class Server:
     key: str = ""
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads, in nanosecond resolution where the system has it."""
+        """Return the CPU seconds of the server's threads, in nanosecond resolution if the system has it."""
         spent_ns = 0
         for task in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
             # A thread that made a world may end at any moment.
@@ -54,7 +53,7 @@ class Connection:
         self._writer.close()
 
     def encoded(self, path: str, body: Any) -> bytes:
-        """A request as bytes, to be sent often. A body of None makes it a GET."""
+        """Return a request as bytes, which can be sent often; a body of None makes it a GET."""
         if body is None:
             return f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode()
         data = json.dumps(body).encode()
@@ -62,7 +61,7 @@ class Connection:
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     async def send(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of the reply."""
+        """Send a request; return status and body of the reply."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         lower = head.lower()
@@ -94,7 +93,7 @@ class Rate:
 
 
 async def timed(server: Server, plays: Sequence[Play]) -> Rate:
-    """Run all at once, and add up their counts."""
+    """Run all plays at once; return their total count, the wall time, and the server's CPU time."""
     cpu_s, wall_s = server.cpu_s(), time.perf_counter()
     counts = await asyncio.gather(*(play() for play in plays))
     return Rate(sum(counts), time.perf_counter() - wall_s, server.cpu_s() - cpu_s)
@@ -104,8 +103,7 @@ async def timed(server: Server, plays: Sequence[Play]) -> Rate:
 async def running(*command: str, key: str = "") -> AsyncIterator[Server]:
     """Run a server process on a free port, which is the last argument of its command.
 
-    What it writes is shown only if it ends before it listens: OpenEnv logs a traceback for every socket that
-    is closed.
+    Its output is shown only if it ends before it listens: OpenEnv logs a traceback for every closed socket.
     """
     port = free_port()
     root = {"PYTHONPATH": str(ROOT), "TURNWISE_LOG_LEVEL": "warning", "ENVIRONMENT_API_KEY": key}

@@ -1,4 +1,4 @@
-"""The HTTP reference of both services, as Markdown from their OpenAPI documents.
+"""Writes the HTTP reference of both services as Markdown, from their OpenAPI documents.
 
 `make site` puts both into the site; docs/http.md and docs/operations.md are the guides.
 """
@@ -20,12 +20,12 @@ Schema = Mapping[str, Any]
 
 
 def describe_task_app() -> Schema:
-    """The task app's OpenAPI document; nothing is started."""
+    """Return the task app's OpenAPI document; start nothing."""
     return dict(task_app.create_app(TaskAppSettings(api_keys=("none",))).openapi())
 
 
 def describe_trainer() -> Schema:
-    """The trainer service's OpenAPI document; nothing is started."""
+    """Return the trainer service's OpenAPI document; start nothing."""
     checks = CheckProcess()
     with TemporaryDirectory() as folder:
         settings = read_settings(Settings, {}, data_dir=Path(folder))
@@ -39,7 +39,7 @@ DOCUMENTS = {"task-app": describe_task_app, "trainer": describe_trainer}
 
 
 def write_reference(document: Schema) -> str:
-    """The operations by tag, then the types that they name."""
+    """Return the operations by tag, then the types that they name."""
     return "\n".join([*_operations(document), *_types(document)]) + "\n"
 
 
@@ -115,10 +115,10 @@ def _type(schema: Schema) -> str:
 
 
 def _meaning(schema: Schema, described: Schema) -> str:
-    """Two cells: the type, and what the description says."""
+    """Return two table cells: the type, and the text of the description."""
     return f"{_type(schema)} | {_line(described.get('description'))}"
 
 
 def _line(text: str | None) -> str:
-    """Text for a cell."""
+    """Return the text on one line, for a table cell."""
     return " ".join((text or "").split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Shared parts of the scripts: options, rounds in turns and trees compared, the verdict and the exit code."""
+"""Shared parts of the scripts: options, comparisons of trees in turns, verdicts, exit codes, results."""
 
 import argparse
 import json
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def options(
     doc: str | None, *flags: tuple[Any, ...], arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """A script's options, each a flag, its default and a help text.
+    """Parse a script's options; each of `flags` has a name, a default and a help text.
 
-    A default of False makes a switch, an empty list a flag that may be repeated, a tuple a flag of several
-    whole numbers; a type has no default.
+    A default of False makes a switch, an empty list a flag that may be repeated, and a tuple a flag of
+    several whole numbers. A type in place of the default makes a flag of this type without a default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, *words in flags:
@@ -44,7 +44,7 @@ def options(
 
 
 T = TypeVar("T")
-ANSWER = "answer "  # begins a worker's line, among those of its log
+ANSWER = "answer "  # begins a worker's answer, among other lines of its output
 
 
 class Side(NamedTuple):
@@ -56,10 +56,10 @@ class Side(NamedTuple):
 
 @contextmanager
 def worker(script: str, side: Side) -> Iterator[Callable[[], dict[str, float]]]:
-    """Figures by a script in a process that runs a tree's code, for each call.
+    """Yield a function that returns figures of a script, which runs in a process with the code of a tree.
 
-    The script gets a line of stdin for each, and answers `ANSWER` and a line of JSON. It imports that tree's
-    `bench.kit`, which may be older than this one. Each tree sets how its threads wait.
+    For each call, the script gets a line of stdin and answers with `ANSWER` and a line of JSON. It imports
+    the tree's `bench.kit`, which may be older than this one. Each tree sets how its threads wait.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     process = subprocess.Popen(
@@ -84,20 +84,20 @@ def worker(script: str, side: Side) -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: bool = True) -> dict[str, list[T]]:
-    """What each side returned in each round, so that a busy moment affects all; the first round warms up."""
+    """Run all sides in each round; return the results of each. `warm` adds an uncounted first round."""
     found = [{name: once() for name, once in sides.items()} for _ in range(rounds + warm)]
     return {name: [each[name] for each in found[warm:]] for name in sides}
 
 
 def compare_sides(script: str, sides: Mapping[str, Side], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Figures of each side's worker in rounds."""
+    """Return the figures of each side's worker, round by round."""
     with ExitStack() as stack:
         calls = {name: stack.enter_context(worker(script, side)) for name, side in sides.items()}
         return in_turns(calls, rounds)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median (least to greatest)."""
+    """Return `median (least to greatest)` as text."""
     middle = statistics.median(values)
     return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
 
@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 class Reporter:
-    """Of a run that a script plays: silent, but for what the script overrides."""
+    """The reporter of a run in a script; it is silent unless the script overrides a method."""
 
     def say(self, text: str) -> None: ...
 
@@ -133,25 +133,25 @@ def report(figure: str, met: bool, missed: str = "MISSED") -> int:
 
 
 def describe_machine(**more: Any) -> dict[str, Any]:
-    """What results say of the machine."""
+    """Return facts about the machine, for results."""
     return {"cpus": os.cpu_count(), "platform": platform.platform(), **more}
 
 
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON; a kill amid it leaves what was there."""
+    """Write JSON; after a kill in the middle, the old file is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def end_study(results: Mapping[str, Any], path: Path) -> int:
-    """Write and print a study's results; return the exit code: whether all that `holds` names does."""
+    """Write and print a study's results; return exit code 0 if all of `holds` is true, else 1."""
     write_results(path, results)
     print(json.dumps(results, indent=1))
     return 0 if all(results["holds"].values()) else 1
 
 
 def peak_mib(*, reset: bool = False) -> float:
-    """The most main memory of this process since the last reset; with `reset`, what it has now."""
+    """Return the most main memory of this process since the last reset, or with `reset` its memory now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,13 +1,13 @@
-"""What a GPU could do, and what a model needs of it: arithmetic for bench/gpu.py. No torch.
+"""The peak speed of GPUs, and the FLOPs that a model needs: arithmetic for bench/gpu.py. No torch.
 
-Matrix products alone are counted, each multiplication with its addition as 2, nothing that is computed twice:
+Only matrix products are counted. A multiplication with its addition is 2; repeated computation is left out:
 
     forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens
               +  2 * (V * D + M) a sampled token
 
-W are the weights of the layers' products but for M, those of the last layer except its keys and values: only
-what predicts a sampled token is read of it. Causal attention needs half of its n x n scores, for q k^T and
-for p v. A backward pass costs two forward passes; of adapters' frozen base, only the one to its inputs.
+M are the weights of the last layer's products except for keys and values: only tokens whose prediction is
+read need them. W are the weights of all other layer products. Causal attention needs half of its n x n
+scores, for q k^T and for p v. A backward pass costs two forward passes; one for weights under adapters.
 
     MFU       FLOPs of an update / (its seconds * peak FLOP/s)
 
@@ -24,14 +24,14 @@ from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """flops: of dense bfloat16 products with float32 sums, FLOP/s. bandwidth: of its memory, bytes/s."""
+    """`flops` (FLOP/s) of dense bfloat16 products with float32 sums, and `bandwidth` of memory (bytes/s)."""
 
     flops: float
     bandwidth: float
 
 
-# By words of torch.cuda.get_device_name, the narrower name first. Source: NVIDIA's data sheets, without
-# sparsity; A10G: AWS, of its G5 instances; GeForce: the white papers of Ada and Ampere GA102.
+# Peaks by words of torch.cuda.get_device_name; a narrower name comes first. Source: NVIDIA's data sheets,
+# without sparsity; A10G: AWS's page of G5 instances; GeForce: the white papers of Ada and Ampere GA102.
 PEAKS = {
     "B200": Peak(2250e12, 8.0e12),
     "H200 NVL": Peak(835e12, 4.8e12),
@@ -51,12 +51,12 @@ PEAKS = {
 }
 
 
-# Words of devices with other peaks: slower sisters of the same name, and parts of a device.
+# Words in names of devices with other peaks: slower variants of a listed device, and parts of one.
 OTHERS = {"Ti", "D", "SUPER", "Laptop", "MIG"}
 
 
 def find_peak(device_name: str) -> Peak | None:
-    """The peak of a device; None if it is not in the table."""
+    """Return the peak of a device; None if it is not in the table."""
     if OTHERS & set(device_name.split()):
         return None
     return next(
@@ -65,13 +65,13 @@ def find_peak(device_name: str) -> Peak | None:
 
 
 def layer_weights(shape: ModelShape) -> int:
-    """Weights of all layers' matrix products: q and o, k and v, the MLP's three."""
+    """Return the number of weights in all layers' matrix products: q and o, k and v, the MLP's three."""
     attention = 2 * shape.width * (shape.heads + shape.kv_heads) * shape.head_dim
     return shape.layers * (attention + 3 * shape.width * shape.mlp_width)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
-    """FLOPs of one forward pass over segments of these lengths.
+    """Return the FLOPs of one forward pass over segments of these lengths.
 
     Args:
         sampled: tokens whose predictions are read.
@@ -80,10 +80,10 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> fl
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
-    """FLOPs of an update by one optimizer step over segments of these lengths, which it scores itself.
+    """Return the FLOPs of an optimizer step over segments of these lengths: a forward and a backward pass.
 
     Args:
-        sampled: tokens of all of them that are trained.
+        sampled: trained tokens of all segments.
     """
     base, attention, adapters = _forward(shape, lengths, sampled)
     backward = (1 if shape.adapters else 2) * base + 2 * (attention + adapters)
@@ -91,7 +91,7 @@ def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> flo
 
 
 def _forward(shape: ModelShape, lengths: Sequence[int], sampled: int) -> tuple[int, int, int]:
-    """Of the base's products, of attention, of adapters."""
+    """Return the FLOPs of the base's products, of attention, and of adapters."""
     tokens = sum(lengths)
     last = shape.width * (3 * shape.mlp_width + 2 * shape.heads * shape.head_dim)
     base = 2 * (layer_weights(shape) - last) * tokens
@@ -101,11 +101,11 @@ def _forward(shape: ModelShape, lengths: Sequence[int], sampled: int) -> tuple[i
 
 
 def decode_seconds(shape: ModelShape, peak: Peak, *, rows: int, cached: float) -> float:
-    """The least seconds of a decode step: the time to read all weights once, and the cache of every row.
+    """Return the least seconds of a decode step, which reads all weights once, and the cache of every row.
 
     Args:
         rows: requests that are decoded together.
-        cached: tokens that a row has in the cache, their mean over the steps.
+        cached: tokens of a row in the cache, as a mean over the steps.
     """
     weights = layer_weights(shape) + shape.vocabulary * shape.width + shape.adapters
     keys_and_values = shape.cached_numbers * cached * rows

@@ -28,9 +28,9 @@ class Change(NamedTuple):
     field: str
     value: Any
     lines: range
-    """Those of the node's statement, without its body."""
+    """Lines of the node's statement, without the statement's body."""
     imported: bool
-    """Whether an import runs it, and not a call."""
+    """Whether the import of the file runs the node, and not a call."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def _negated(test: ast.expr) -> ast.expr:
 
 
 def _values(node: ast.AST, numeric: bool) -> Iterator[tuple[str, Any]]:
-    """Fields of a node with the values that mutants have there; `numeric`: its function returns a number."""
+    """Yield a node's fields with their values in mutants; `numeric`: the node's function returns a number."""
     match node:
         case ast.Compare(ops=ops):
             for place, op in enumerate(ops):
@@ -94,7 +94,7 @@ def _stays(node: ast.AST) -> bool:
 def changes(
     node: ast.AST, lines: range = range(0), *, imported: bool = True, numeric: bool = False
 ) -> Iterator[Change]:
-    """All changes of a tree, in the order of its text."""
+    """Yield all changes of a tree, in the order of its text."""
     if isinstance(node, ast.stmt):
         body = getattr(node, "body", None)
         lines = range(
@@ -111,7 +111,7 @@ def changes(
 
 
 def draw(files: Sequence[Path], count: int, seed: int) -> Iterator[tuple[Path, ast.Module, Change]]:
-    """So many of all changes of the files, each with a tree of its own."""
+    """Yield `count` changes, drawn from all changes of the files, each with a syntax tree of its own."""
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     sites = [(path, n) for path, text in texts.items() for n, _ in enumerate(changes(ast.parse(text)))]
     for path, number in random.Random(seed).sample(sites, min(count, len(sites))):

@@ -1,14 +1,14 @@
-"""What could a player of Crafter reach? Scripted players that see more and more, mortal or not.
+"""How far could a player of Crafter get? Scripted players that see more and more, mortal or not.
 
     python -m bench.player_limits [--games 200] [--processes 1]
 
-    view      the teacher of the demo: it reads the compact text of the 9x7 view, and remembers nothing
+    view      the teacher of the jobs: it reads the compact text of the 9x7 view, and remembers nothing
     memory    it knows everything seen in the episode (env_config.memory)
     whole     it knows the whole map
 
-Each plays the same worlds to its death with four actions a decision, and once more with blows that do not
-hurt: it still starves. The differences say where the achievements that are missing go: to the view, to what
-no player by these rules knows, or to early deaths. No job trains or is evaluated in worlds from 300,000 on.
+Each player plays the same worlds until death with four actions a decision, and once more with blows that do
+not hurt (it can still starve). The differences show why achievements are missing: because of the view,
+early deaths, or limits that all these players share. No evaluation plays these worlds (300,000 on).
 """
 
 import json
@@ -56,7 +56,7 @@ def see_whole_map(engine: CrafterEngine, data: dict[str, Any]) -> Facts:
 
 
 def play(player: str, world: int, immortal: bool) -> dict[str, Any]:
-    """One game: its achievements, env steps, and how it ended."""
+    """Play one game; return its achievements, its env steps, and how it ended."""
     environment = CrafterEnvironment(CrafterConfig(max_actions=ACTIONS, length=LONGEST[immortal]))
     data = environment.reset(FIRST_WORLD + world).data
     engine, memory = environment._engine, MapMemory()

@@ -3,7 +3,7 @@
     python -m bench.readme_picture
 
 Writes docs/img/demo-learns.png. Thin lines are the seeds' training games, the thick one their mean;
-points are the mean of the evaluations on 128 held-out worlds, with the smallest and the largest seed.
+points are the mean of the evaluations on 100 held-out worlds, with the smallest and the largest seed.
 """
 
 import json
@@ -28,9 +28,8 @@ def draw(figure: Figure) -> None:
     for values in training:
         axes.plot(iterations, values, color=COLOURS[0], alpha=0.25, linewidth=0.8)
     means = [statistics.fmean(values) for values in zip(*training, strict=True)]
-    axes.plot(
-        iterations, means, color=COLOURS[0], label="training games, mean of five seeds (thin: each seed)"
-    )
+    label = "training games from the beginning, mean of five seeds (thin: each seed)"
+    axes.plot(iterations, means, color=COLOURS[0], label=label)
     columns = list(zip(*(run["evaluations"] for run in runs), strict=True))
     found = [[item["unique_achievements"] for item in column] for column in columns]
     held_out = [statistics.fmean(values) for values in found]
@@ -40,8 +39,8 @@ def draw(figure: Figure) -> None:
         [column[0]["iteration"] for column in columns], held_out, yerr=[below, above], color=COLOURS[1],
         marker="o", capsize=4, label="held-out worlds, mean (bars: smallest and largest seed)",
     )  # fmt: skip
-    axes.set(xlabel="iterations of RL, after a minute of imitation", ylabel="unique achievements a game")
-    axes.set_ylim(bottom=4.6)
+    axes.set(xlabel="iterations of 16 games, from random weights on", ylabel="unique achievements a game")
+    axes.set_ylim(bottom=0.0)
     axes.xaxis.set_major_locator(whole_numbers())
     axes.legend(loc="lower right")
 

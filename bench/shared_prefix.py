@@ -1,18 +1,18 @@
 """CPU time of an update: with shared prefixes computed once, without, and by `trl`'s GRPOTrainer.
 
-    python -m bench.shared_prefix [--rounds 5] [--only "full text" --only demo …] [--out FILE]
+    python -m bench.shared_prefix [--rounds 5] [--only "full text" --only "short games" …] [--out FILE]
 
-    full text    64 decisions of Crafter's full text, played by the demo's job with that text; by a shape of
-                 12M parameters too
-    dialogues    8 questions of 200 tokens, 8 siblings each with answers of 150, hand-made
-    demo         an iteration of the demo's job, in its steps of 256 decisions
-    crafter      1,024 random prompts and answers as long as the demo's, in four steps, against trl
+    full text    64 decisions of Crafter's full text (configs/crafter_cpu.toml with that text); also with a
+                 model of 12M parameters
+    dialogues    invented: 8 questions of 200 tokens, 8 siblings each with answers of 150 tokens
+    short games  an iteration of configs/crafter_cpu.toml, in its steps of 256 decisions
+    crafter      1,024 random prompts and answers as long as in short games, in four steps, against trl
 
-Float32, one thread, the same tokens and optimizer steps on all sides, which take turns; the ratio is of the
-least CPU times. The two ways of ours must agree: log-probs, and the gradient of a weighted sum of them. `trl`
-is a side of the full text and of crafter, in the micro-batches that suit it best of 2 to 256; without trl and
-datasets in this interpreter (pip install trl datasets) it is left out. Exit code 1 where a ratio is below its
-limit or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm).
+All sides use float32, one thread, and the same tokens and optimizer steps. They take turns; the ratio
+compares the least CPU times. With and without sharing, log-probs and the gradient of a weighted sum of them
+must agree. `trl` takes part in `full text` and `crafter`, with the best micro-batch size for it of 2 to 256,
+if trl and datasets are installed (pip install trl datasets). The exit code is 1 if a ratio is below its
+limit, or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, relative to its norm).
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench import kit, trl_peer
-from bench.demo_iteration import played
+from bench.played_iteration import played
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.tries import Tries
@@ -48,7 +48,7 @@ FULL_TEXT = (
     'rollout.env_config={text="full",max_actions=8}', "inference.max_model_len=2048", "warmup.episodes=8",
     "rollout.max_turns=8", "rollout.episodes_per_batch=16", "evaluation.instances=1",
 )  # fmt: skip
-# The most by which the two ways may differ: nats, and of the gradient's norm.
+# Largest differences of the two ways: of log-probs in nats, of gradients relative to the norm.
 LOGPROBS, GRADIENT = 1e-5, 1e-6
 
 
@@ -57,9 +57,9 @@ class Case:
     """An update to be timed.
 
     shape: of the model.
-    limit: the least ratio of the CPU time of `against` ("plain" or "trl") to that with shared prefixes.
+    limit: smallest allowed ratio of the CPU time of `against` ("plain" or "trl") to that with sharing.
     step: decisions of an optimizer step.
-    micro: samples of a micro-batch of trl; 0 where it is no side.
+    micro: samples in a micro-batch of trl; 0 leaves trl out.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Case:
 class Compared:
     """The way without sharing compared with the one with it.
 
-    distinct: all tokens of the segments over those that one row of all would hold; computed: over those of an
-        update.
-    plain_s, shared_s, trl_s: CPU seconds of each round's update; the last are empty without trl.
+    distinct: number of tokens, divided by the number that one row with all segments would hold.
+    computed: number of tokens computed without sharing, divided by that with sharing.
+    plain_s, shared_s, trl_s: CPU seconds of the update in each round; trl_s is empty without trl.
     logprobs, gradient: differences.
     """
 
@@ -97,7 +97,7 @@ class Compared:
     gradient: float
 
     def ratio(self, against: str) -> float | None:
-        """Of the least CPU times; None where that side was not measured."""
+        """Return the least CPU time of `against` over the least with sharing; None if it was not measured."""
         seconds: list[float] = getattr(self, f"{against}_s")
         return min(seconds) / min(self.shared_s) if seconds else None
 
@@ -164,7 +164,7 @@ def model_of(shape: str, vocabulary: int) -> PreTrainedModel:
 
 
 def compared(case: Case, rounds: int, folder: str | None) -> Compared:
-    """`folder`: where trl's trainer writes; None: it is left out."""
+    """Measure a case; `folder` is where trl's trainer writes, and None leaves trl out."""
     segments = case.segments
     vocabulary = 1 + max(int(segment.token_ids.max()) for segment in segments)
     plain, shared = (
@@ -190,7 +190,7 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
 
 
 def _updates(learner: LocalLearner, case: Case) -> Iterator[float]:
-    """CPU seconds of each update, without end."""
+    """Yield the CPU seconds of one update after the other."""
     episodes = [
         CreditedEpisode(part.rollout_id, [part], [1.0] * (1 + int(part.spans["decision"].max())))
         for part in case.segments
@@ -203,7 +203,7 @@ def _updates(learner: LocalLearner, case: Case) -> Iterator[float]:
 
 
 def _updates_by_trl(model: PreTrainedModel, case: Case, folder: str) -> Iterator[float]:
-    """The same by trl, whose samples are a prompt and an answer."""
+    """Yield the CPU seconds of trl's updates; its samples are a prompt and an answer each."""
     samples = []
     for part in case.segments:
         ids, start = part.token_ids.tolist(), int(part.spans["start"][0])
@@ -213,7 +213,7 @@ def _updates_by_trl(model: PreTrainedModel, case: Case, folder: str) -> Iterator
 
 
 def _looked_at(learner: LocalLearner, segments: list[Segment]) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Tokens that are computed; log-probs, a segment after the other; the gradient of their weighted sum."""
+    """Return the number of computed tokens, all log-probs, and the gradient of their weighted sum."""
     model, keys = learner.model, learner.config.training
     model.zero_grad()
     tokens = 0
@@ -234,7 +234,7 @@ def full_text() -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "full text": full_text,
     "dialogues": lambda: [Case("dialogues", dialogues(), "tiny-0.8m", 1.5)],
-    "demo": lambda: [Case("demo", played_segments(()), "tiny-0.8m", 1.0, step=256)],
+    "short games": lambda: [Case("short games", played_segments(()), "tiny-0.8m", 1.0, step=256)],
     "crafter": lambda: [
         Case("crafter", random_samples(), "tiny-0.3m", 1.5, "trl", step=256, row_tokens=192, micro=256)
     ],

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs.yml: README, changelog, AGENTS.md and the HTTP reference as pages; links that leave docs/.
+"""Hooks of mkdocs.yml: they add README, changelog, AGENTS.md and HTTP reference as pages, and change links.
 
-The site has no repository to link to. A link to a file outside of docs/ becomes its text and its path; one
-whose file is missing stays, and the strict build refuses it.
+The site has no repository to link to. A link to a file outside of docs/ therefore becomes its text and its
+path; one whose file is missing stays, and the strict build refuses it.
 """
 
 import re
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def rewrite_links(text: str, source: Path, target: Path) -> str:
-    """The links of a page that lies in `source`, as one that lies in `target` needs them. Code stays."""
+    """Return a text of the folder `source` with the links that it needs in `target`; code stays as it is."""
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     return "".join(
         part if index % 2 else _LINK.sub(lambda found: _rewrite(found, source, target), part)
@@ -62,7 +62,7 @@ def _rewrite(found: re.Match[str], source: Path, target: Path) -> str:
 
 
 def _place_in_site(file: Path) -> str | None:
-    """Where the site has this file."""
+    """Return the path of this file in the site; None if the site does not have it."""
     for name, source in OUTSIDE.items():
         if file == ROOT / source:
             return name

@@ -23,19 +23,19 @@ from bench.kit import ROOT, options
 
 INLINE_LINES, SMALL_FILE_LINES = 6, 60
 HEADS = ("files", "lines", "code", "classes", "functions", "inline", "one-reader")
-# A row for each of their folders too.
+# The table has a row for each folder of these packages too.
 SPLIT = ("task_app", "trainer_backend")
 PACKAGES = ("service_kit", "shared_schemas", *SPLIT, "turnwise")
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Parsed(NamedTuple):
-    """What one file holds.
+    """The sizes of one file, and the names in it.
 
     Attributes:
         small: names of functions that could be inlined, if the code reads them once.
-        defined, reads: how often each name is defined as a function, and read.
-        imports: dotted names, also of what may be no module.
+        defined, reads: how often each name is defined as a function, and how often it is read.
+        imports: imported dotted names; not all of them are modules.
     """
 
     lines: int
@@ -76,7 +76,7 @@ def parse(text: str) -> Parsed:
 
 
 def code_lines(text: str, nodes: Sequence[ast.AST]) -> set[int]:
-    """Numbers of the lines that are not blank, no comment, and no string that stands alone."""
+    """Return the numbers of all lines except blank ones, comments, and strings that stand alone."""
     lines = enumerate(text.splitlines(), 1)
     code = {number for number, line in lines if line.strip() and not line.lstrip().startswith("#")}
     for node in nodes:
@@ -98,10 +98,10 @@ class Size(NamedTuple):
 
 
 def measure(texts: Mapping[str, str]) -> Size:
-    """Measure a tree.
+    """Measure a tree: its rows of the table, and its candidates.
 
     Args:
-        texts: of Python files and Markdown pages, by path.
+        texts: Python files and Markdown pages by path.
     """
     rows: dict[str, Counter[str]] = {}
     files = {path: parse(text) for path, text in texts.items() if path.endswith(".py")}
@@ -147,7 +147,7 @@ def one_reader_files(files: Mapping[str, Parsed]) -> Iterator[str]:
 
 
 def read_tree() -> dict[str, str]:
-    """The working tree's files, without those that git ignores."""
+    """Return the working tree's files, without those that git ignores."""
     listed = git("ls-files", "-co", "--exclude-standard", "*.py", "*.md").decode().splitlines()
     paths = [path for path in listed if (ROOT / path).is_file()]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
@@ -164,7 +164,7 @@ def git(*words: str) -> bytes:
 
 
 def table(now: Size, base: Size) -> list[str]:
-    """The lines of the table: each number, and its difference where there is one."""
+    """Return the lines of the table: each number, and its difference from `base` if there is one."""
     sums = {"source": PACKAGES, "all": ("",)}
     for size in (now, base):
         for name, prefixes in sums.items():

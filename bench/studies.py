@@ -22,7 +22,7 @@ from trainer_backend.job.load import load_job
 OFF = ("training.step_rewards_enabled=false", "training.step_rewards_mode=off")
 BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
 
-# The demo's job. In one process the stages take turns; ahead, they overlap.
+# Short games of configs/crafter_cpu.toml. In one process the stages take turns; ahead, they overlap.
 AHEAD = Study(
     name="ahead",
     title="collecting ahead, and learner and gateway in processes, against taking turns in one",
@@ -179,7 +179,7 @@ CREDIT = Study(
     name="credit",
     title="estimators of credit on one warm start, equal decisions and optimizer steps",
     against="grpo",
-    # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
+    # 64 episodes of 50 decisions an iteration, as the job; 15 iterations; evaluated at both ends.
     settings=(
         *IN_GROUPS, "training.keep_checkpoints=1", "training.iterations=15", "evaluation.every_n_iters=15",
     ),
@@ -220,64 +220,30 @@ STARTS = Study(
     measured="of key, door and treasure, held out",
 )  # fmt: skip
 
-# Whole jobs, each seed from its own imitation on: the demo takes ten minutes a seed on two quiet cores, whole
+# Whole jobs, each seed from its own beginning on: the demo takes ten minutes a seed on two quiet cores, whole
 # games take an hour, and the others a quarter of an hour.
-_REMEMBERS = ("rollout.env_config.memory=true", "warmup.policy_config.memory=true")
-_HALF = (
-    "warmup.episodes=800", "training.learning_rate=5e-4", "training.target_kl=0.01", "algorithm.gamma=0.97",
-    "algorithm.gae_lambda=0.8",
-)  # fmt: skip
-# A call is one token, as in crafter_from_scratch; 64 games have as many decisions as 256 of four actions.
-_ONE_ACTION = (
-    "model.only_tool_words=true", "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1",
-    "rollout.policy_config.tool_choice=required", "rollout.max_tokens=1", "rollout.episodes_per_batch=64",
-    "warmup.episodes=500", "training.learning_rate=5e-4", "training.target_kl=0.03",
-    "training.clip_dual=3.0", "training.batch_decisions=512", "training.entropy_coef=0.001",
-    "algorithm.gamma=0.98", "curriculum.share=0.25", "curriculum.rule=frontier", "curriculum.pool=256",
-)  # fmt: skip
-JOBS = (
+_MORE = ("evaluation.instances=300",)
+JOBS = tuple(
     Study(
-        name="demo",
-        title="the demo, from its warm-up on",
-        against="demo",
-        settings=(),
-        arms={"demo": Arm("the demo", ())},
+        name=name,
+        title=f"{job}, from its beginning on",
+        against=name,
+        job=f"configs/{job}.toml",
+        settings=settings,
+        arms={name: Arm(name, ())},
+        measure=measure,
+        measured=f"{unit}, held out",
         from_the_start=True,
-    ),
-    Study(
-        name="laptop",
-        title="whole games of Crafter, from the view, with one action a decision, or from everything seen",
-        against="view",
-        job="configs/crafter_laptop.toml",
-        settings=(),
-        arms={
-            "view": Arm("the view alone", ()),
-            "half": Arm("half the imitation, larger steps", _HALF),
-            "one_action": Arm("one action a decision, larger steps", _ONE_ACTION),
-            "memory": Arm("with a memory", _REMEMBERS),
-        },
-        from_the_start=True,
-    ),
-    *(
-        Study(
-            name=name,
-            title=f"{name}, from its warm-up on",
-            against=name,
-            job=f"configs/{name}.toml",
-            settings=("evaluation.instances=300",),
-            arms={name: Arm(name, ())},
-            measure=measure,
-            measured=f"{unit}, held out",
-            from_the_start=True,
-        )
-        for name, measure, unit in (
-            ("babyai", "outcome_reward", "missions accomplished"),
-            ("crafter_from_scratch", "unique_achievements", "unique achievements"),
-            ("frozen_lake", "outcome_reward", "goals reached"),
-            ("sokoban", "outcome_reward", "boxes on goals"),
-            ("orders", "outcome_reward", "databases exact"),
-        )
-    ),
+    )
+    for name, job, settings, measure, unit in (
+        ("demo", "crafter_demo", (), "unique_achievements", "unique achievements"),
+        ("crafter_laptop", "crafter_laptop", (), "unique_achievements", "unique achievements"),
+        ("crafter_from_scratch", "crafter_from_scratch", _MORE, "unique_achievements", "unique achievements"),
+        ("babyai", "babyai", _MORE, "outcome_reward", "missions accomplished"),
+        ("frozen_lake", "frozen_lake", _MORE, "outcome_reward", "goals reached"),
+        ("sokoban", "sokoban", _MORE, "outcome_reward", "boxes on goals"),
+        ("orders", "orders", _MORE, "outcome_reward", "databases exact"),
+    )
 )
 
 NAMES = {

@@ -1,13 +1,13 @@
-"""New weights sent to real vLLM servers by the learner, against weights that they load from a folder.
+"""Compares two ways to bring new weights to real vLLM servers: the learner sends them, or a folder has them.
 
     python -m bench.study_broadcast --vllm-python VENV/bin/python       (make study-broadcast VLLM_PYTHON=...)
 
-A job with [cluster] and weight_transfer.backend = "nccl" (gloo here) trains a tiny model on two servers, of
-which one is killed amid the second iteration and has to come back. Every sampled token's log-prob is computed
-again by transformers in fp32, with the weights of the version that it is said to be of. Then weights are
-swapped under running requests, and a server is killed amid a pass over the weights: the other one has to
-serve. At last a model of 0.4 GB is published by folder and by broadcast in turn; the learner is this process,
-whose memory is watched. bench/results/broadcast.json has the figures; exit code 1 when one does not hold.
+A job with [cluster] and weight_transfer.backend = "nccl" (gloo here) trains a tiny model on two servers. One
+is killed in the second iteration and has to come back. Transformers computes every sampled token's log-prob
+again in fp32, with the weights of the version that the token is recorded with. Then weights are swapped while
+requests run, and a server is killed while it gets weights; the other one has to serve. Last, a model of 0.4
+GB is published by folder and by broadcast in turns; this process is the learner, whose memory is measured.
+bench/results/broadcast.json has the figures; exit code 1 when one does not hold.
 """
 
 import asyncio
@@ -59,9 +59,9 @@ PAIR_TIMEOUT_S = 20.0
 
 
 class Senders:
-    """A sender for each version, as a learner has one; the versions are folders.
+    """Sends each version (a folder) by a sender of its own, as a learner does.
 
-    At the tensor of the place `killed_at` a server is killed.
+    A server is killed when the tensor at the place `killed_at` is sent.
     """
 
     def __init__(self, pool: Servers, folders: Sequence[Path], killed_at: int | None = None) -> None:
@@ -70,7 +70,7 @@ class Senders:
         self.passes = 0
 
     async def publish(self, version: int) -> None:
-        """Have the pool serve a version, sent tensor by tensor."""
+        """Send a version tensor by tensor, and have the pool serve it."""
         await self.end()
         sender = WeightSender("127.0.0.1", backend="gloo", timeout_s=PAIR_TIMEOUT_S)
         host, port = sender.address
@@ -84,7 +84,7 @@ class Senders:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     async def _send(self, sender: WeightSender, folder: Path) -> None:
-        """As long as the version stands: a server may be later than the first one."""
+        """Send the weights to all servers that are ready, until cancelled, because a server may come late."""
         while True:
             if await asyncio.to_thread(sender.ready, len(self._pool.replicas), time.monotonic()):
                 self.passes += 1
@@ -94,12 +94,12 @@ class Senders:
         for place, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
             if place == self._killed_at:
                 self._killed_at = None
-                os.killpg(os.getpgid(server_processes()[0]), signal.SIGKILL)  # and the process of its engine
+                os.killpg(os.getpgid(server_processes()[0]), signal.SIGKILL)  # with the process of its engine
             yield name, tensor
 
 
 async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]) -> dict[str, Any]:
-    """Swap weights under running requests, then kill a server amid a pass, and send them to the other one."""
+    """Swap weights while requests run; then kill a server during a pass, so that the other one gets them."""
     lines: list[str] = []
     results: dict[str, Any] = {}
     async with started_servers(job.inference, directory, folders[0], broadcasts=True) as servers:
@@ -124,7 +124,7 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
 
 
 def larger_model(folder: Path, tokenizer_of: Path) -> None:
-    """A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights."""
+    """Write a model of 0.11e9 weights, whose publish takes long enough to be measured on a CPU."""
     tokenizer = load_tokenizer(tokenizer_of)
     config = Qwen3Config(
         vocab_size=32_000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
@@ -136,14 +136,14 @@ def larger_model(folder: Path, tokenizer_of: Path) -> None:
 
 
 async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
-    """Seconds of a publish, and the memory that it took in addition, in MiB."""
+    """Return the seconds of a publish, and its additional memory in MiB."""
     before, began = kit.peak_mib(reset=True), time.monotonic()
     await publish
     return time.monotonic() - began, kit.peak_mib() - before
 
 
 async def publish_both_ways(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
-    """Publish a larger model in both ways in turn."""
+    """Publish a larger model by folder and by broadcast in turns; return the times and the memory."""
     learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     assert job.model.path is not None, "the job names the larger model"
     async with started_servers(job.inference, directory, job.model.path, broadcasts=True) as servers:
@@ -186,7 +186,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def sent_job(python: str, iterations: int) -> JobConfig:
-    """The job whose learner sends its weights."""
+    """Return the job whose learner sends its weights."""
     return make_job(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
 
 

@@ -1,23 +1,23 @@
-"""Faults: short jobs of a trainer service in which each process is killed at random points, until all ended.
+"""Faults: short jobs of a trainer service, whose processes are killed at random times until all ended.
 
     python -m bench.study_faults [--processes] [--seeds 0 1] [--out runs/faults] (make study-faults)
 
-Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. It is
-posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
-while it is posted, starts, collects, learns, saves, evaluates, one of four gets SIGKILL: the service, the
-process of the job, the task app, the database. The service starts the process of the job again, the study the
-others. Then run directory and store must tell of the run that it would have been (fault_watch.py): every
-iteration once, every planned rollout once, finished or with its failure, none in two lines of the ledger, all
-that had been kept before a kill in its iteration, every seed as planned, no second job, no process left over.
+Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. The job
+is posted over HTTP with an Idempotency-Key until the service answers. At times that a seed draws, from the
+POST to the last evaluation, one of four gets SIGKILL: the service, the job's process, the task app, the
+database. The service restarts the job's process; the study restarts the others. Afterwards, run directory and
+store must be those of the same job without faults (fault_watch.py): every iteration once; every planned
+rollout once, finished or failed, and in one line of the ledger at most; every finished rollout that a kill
+found, in its iteration; every seed as planned; no second job; no process left.
 
-With --processes each job has learner and two gateways in processes of their own, [cluster], and collects an
-iteration ahead. Learner and gateways are killed too; the job's process starts them again. Then no token may
-be older than training.max_staleness, and of what had been kept only rollouts of weights that no checkpoint
-held may be missing in their iteration: those lie in an .unused- file, and none of them is learned from where
-these weights were lost.
+With --processes the learner and two gateways of each job are processes of their own ([cluster]), and the job
+collects an iteration ahead. Learner and gateways are killed too; the job's process restarts them. Then no
+token may be older than training.max_staleness. A finished rollout may be missing in its iteration only if no
+checkpoint held the weights that sampled it; it is then in an .unused- file. If those weights were lost, no
+iteration learns from it.
 
-bench/results/faults.json and faults_processes.json have the figures, by seed: what is there is not run again.
-Exit code 1 when something does not hold.
+bench/results/faults.json and faults_processes.json have the figures by seed; a seed that is there is not run
+again. Exit code 1 when something does not hold.
 """
 
 import json
@@ -37,25 +37,25 @@ from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
 from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
 from trainer_backend.job.load import dump_job, load_job
 
-# Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
-ITERATIONS, ITERATION_S = 6, 2.0  # an iteration takes about so long
+# Episodes as in configs/crafter_cpu.toml, few and short: a start takes longer than all iterations together.
+ITERATIONS, ITERATION_S = 6, 2.0  # an iteration takes about two seconds
 SETTINGS = (
     "job.name=faults", f"training.iterations={ITERATIONS}", "rollout.episodes_per_batch=16",
     "rollout.max_turns=12", "rollout.max_concurrent_rollouts=2",  # one after the other
     "warmup.episodes=8", "training.threads=1", "evaluation.instances=2", "evaluation.every_n_iters=1000",
     "services.task_app_wait_s=60.0",
 )  # fmt: skip
-# A checkpoint every second iteration: of those collected ahead some have weights that no checkpoint holds.
+# With a checkpoint every second iteration, weights of some rollouts collected ahead are in no checkpoint.
 IN_PROCESSES = (
     "cluster.launcher=local", "services.gateways=2", "inference.threads=2",
     "training.max_staleness=1", "training.recovery_every=2",
 )  # fmt: skip
-# The figure of recovery: from a kill to the first new rollout.
+# Longer times from a kill to the first new rollout are counted.
 RECOVERY_S = 20.0
 
 
 def choose_faults(kinds: Sequence[Kind], seed: int) -> list[Fault]:
-    """One of each kind, and one more of some kind."""
+    """Draw one fault of each kind, and one more of a random kind."""
     draws = random.Random(seed)
     more = draws.choice(kinds)
     return drawn_faults(draws, (*kinds, more), iterations=ITERATIONS, iteration_s=ITERATION_S)
@@ -130,7 +130,7 @@ def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def times(found: Iterable[Sequence[float]]) -> dict[str, float] | None:
-    """Count, median and longest over all jobs; None without any."""
+    """Return count, median and longest over all jobs; None if there is no time."""
     seconds = [one for of_job in found for one in of_job]
     if not seconds:
         return None

@@ -2,12 +2,12 @@
 
     python -m bench.study_mutants [--count 200] [--again]
 
-A mutant (bench/mutations.py) exists in the memory of one process, where the tests that run its line, as
-coverage.py tells, are run, fastest first, until one fails. One that is stopped after `--limit` seconds of
-CPU time has failed too.
+A mutant (bench/mutations.py) exists only in the memory of one process. The process runs the tests that
+execute the mutant's line according to coverage.py, fastest first, until one fails. Tests that are stopped
+after `--limit` seconds of CPU time have failed too.
 
-bench/results/mutants.json has a row for each mutant, written at once: what is there is not run again, except
-survivors with --again. A survivor whose `equivalent` says why no test can kill it does not count.
+bench/results/mutants.json gets a row for each mutant at once. A mutant that has a row is not run again,
+except survivors with --again. A survivor whose `equivalent` says why no test can kill it does not count.
 """
 
 import ast
@@ -36,21 +36,21 @@ from bench.kit import ROOT, options, report, write_results
 from bench.mutations import Change, draw
 
 SOURCES = "trainer_backend/core trainer_backend/credit"
-# Tests of these packages, and what else has rules of theirs and takes no minutes.
+# Tests of these packages, and quick tests elsewhere that check rules of these packages.
 TESTS = """
     core credit test_credit.py test_recredit.py test_mixture_credit.py test_job.py job/test_unread_keys.py
     test_branches_in_the_loop.py test_forks_in_the_loop.py evaluation/test_truth_player.py
     collect/test_plan.py pages/test_conversations_are_shown.py models/test_presets_and_tokenizer.py
     learner/test_labels.py learner/test_families.py::test_the_load_of_experts_by_hand
 """
-# Its learner is in processes of their own, which have no mutant.
+# Not run: its learner is in other processes, which have no mutant.
 NOT = "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_same_cosines"
 _PLACE = ("file", "line", "column", "change")
 MEMORY = 12 << 30  # bytes of addresses, for a mutant that appends without end
 
 
 class Watch:
-    """A plug-in of pytest: each test's time, the first that failed, and with coverage.py what each runs."""
+    """A pytest plug-in: notes each test's time and the first failure; tells coverage.py which test runs."""
 
     def __init__(self, cover: coverage.Coverage | None = None) -> None:
         self.cover, self.seconds, self.failed = cover, dict[str, float](), ""
@@ -72,7 +72,7 @@ class Watch:
 
 
 def forked(work: Callable[[], Any], *, limit: int) -> Any:
-    """What `work` returned in a process of its own; None if that was killed or ran out of time."""
+    """Return what `work` returns in a forked process; None if that fails, is killed or runs out of time."""
     with tempfile.TemporaryFile("w+") as answer:
         if (child := os.fork()) == 0:
             try:
@@ -97,7 +97,7 @@ def forked(work: Callable[[], Any], *, limit: int) -> Any:
 
 
 class Tree(NamedTuple):
-    """A checkout: where it is, files that get mutants, and what pytest runs."""
+    """A checkout: its root, the files that get mutants, and what pytest runs."""
 
     root: Path
     files: Sequence[Path]
@@ -110,7 +110,7 @@ class Tree(NamedTuple):
         return int(pytest.main([*fixed, *tests], [watch]))
 
     def covered(self) -> dict[str, Any]:
-        """The seconds of each test, and by file and line the tests, or whole files of them, that run it."""
+        """Run all tests; return their seconds, and by file and line the tests (or test files) that ran it."""
         cover = coverage.Coverage(data_file=None, include=[str(path) for path in self.files])
         watch = Watch(cover)
         cover.start()
@@ -124,7 +124,7 @@ class Tree(NamedTuple):
         return {**found, "lines": lines, "packages": packages}
 
     def survives(self, path: Path, module: ast.Module, tests: Sequence[str]) -> tuple[bool, str]:
-        """Whether all these tests pass with this text of a file, and the first that does not."""
+        """Return whether all tests pass with this syntax tree of a file, and the first that does not."""
         usual = SourceFileLoader.get_code
 
         def get_code(self: SourceFileLoader, name: str) -> types.CodeType | None:
@@ -136,14 +136,14 @@ class Tree(NamedTuple):
 
 
 def chosen(change: Change, lines: Mapping[str, Sequence[str]], seconds: Mapping[str, float]) -> list[str]:
-    """The tests that run a change, fastest first; of what an import runs, all."""
+    """Return the tests that run a change, fastest first; all tests if an import runs it."""
     names = {name for line in change.lines for name in lines.get(str(line), ())}
     tests = [test for test in seconds if change.imported or test in names or test.partition("::")[0] in names]
     return sorted(tests, key=lambda test: (seconds[test], test))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The score over all, and by file [killed, counted]; equivalent mutants are not counted."""
+    """Return the score over all, and by file [killed, counted]; equivalent mutants are not counted."""
     counted = [row for row in rows if "equivalent" not in row]
     killed = Counter(row["file"] for row in counted if row["killed_by"])
     total = Counter(row["file"] for row in counted)
@@ -154,11 +154,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def study(tree: Tree, known: Sequence[dict[str, Any]], given: Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each mutant; those of `known` stay where file, line and change do."""
+    """Yield a row for each mutant; a row of `known` is reused if file, line and change are the same."""
     base = forked(tree.covered, limit=20 * given.limit)
     if base is None or base["code"]:
         raise SystemExit(f"the tests fail without a mutant: {base and base['failed']}")
-    for name in base["packages"]:  # once, and not in each process
+    for name in base["packages"]:  # imported once, and not in each forked process
         with suppress(Exception):
             importlib.import_module(name)
     stored = {tuple(row[name] for name in _PLACE): row for row in known}

@@ -1,11 +1,11 @@
-"""A learner of several ranks against one process, and what happens when a rank fails.
+"""Compares a learner of several ranks with one process, and shows what happens when a rank fails.
 
     python -m bench.study_ranks            (make study-ranks)
 
-On 2 and on 3 ranks, every rank makes a step's gradient together with the others, then the first one makes it
-alone, from the same weights and episodes: unequal prompts, answers and numbers of decisions, and proximal
-log-probs that are not the policy's. So are a whole update, and a resume on another number of ranks. Then
-groups of two ranks lose one in the middle of an update, in three ways: killed, standing still, out of memory.
+On 2 and on 3 ranks, all ranks compute a step's gradient together; then the first one computes it alone, from
+the same weights and episodes. Prompts, answers and numbers of decisions are unequal, and proximal log-probs
+differ from the policy's. A whole update, and a resume on another number of ranks, are compared in the same
+way. Then one rank of two fails in the middle of an update, in three ways: killed, stopped, out of memory.
 bench/results/ranks.json has the figures; exit code 1 when one does not hold.
 """
 
@@ -80,7 +80,7 @@ TRAINING = {
     "mismatch_limit": 1e9, "learning_rate_schedule": "cosine", "threads": 1,
 }  # fmt: skip
 Make = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
-NEAR = 0.15  # nats, between the policy and its proximal log-probs
+NEAR = 0.15  # nats: standard deviation of the proximal log-probs from the policy's
 
 
 def make_job(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | None = None) -> JobConfig:
@@ -98,7 +98,7 @@ def make_config(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
 
 
 def with_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The tables of a job for so many ranks."""
+    """Return the tables of a job for this number of ranks."""
     learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
     return {**tables, "cluster": {}, "learner": learner}
 
@@ -130,7 +130,7 @@ def _segment(rng: random.Random, name: str, t: int) -> Segment:
 def gradient(
     config: LearnerConfig, ranks: Ranks, given: list[CreditedEpisode], make: Make = tiny_model
 ) -> tuple[Tensor, dict[str, float]]:
-    """A step's gradient as one vector in float64, and the step's metrics."""
+    """Return a step's gradient as one vector in float64, and the step's metrics."""
     learner = LocalLearner(config, *make(), ranks=ranks)
     if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
@@ -164,7 +164,7 @@ def judge_gradient(
 
 
 def judge_cosines(ranks: Ranks) -> dict[str, float]:
-    """Cosines between gradients, of weights that are shared out, and of whole copies, which count once."""
+    """Compare gradient cosines with those of one process, for sharded weights and for whole copies."""
     folder, given = ranks.of_every_rank(Path(tempfile.mkdtemp()))[0], episodes(count=9)
     rng = random.Random(4)
     if ranks.is_first:
@@ -197,7 +197,7 @@ def weights(learner: LocalLearner) -> Tensor:
 
 
 def judge_update(ranks: Ranks) -> dict[str, float]:
-    """Three passes of clipped AdamW steps under a schedule."""
+    """Compare three passes of clipped AdamW steps under a schedule with those of one process."""
     config = make_config({"training": {"max_grad_norm": 0.1}})
     learner = LocalLearner(config, *tiny_model(), ranks=ranks)
     before = weights(learner)
@@ -212,7 +212,7 @@ def judge_update(ranks: Ranks) -> dict[str, float]:
 
 
 def judge_resume(ranks: Ranks) -> dict[str, float]:
-    """All ranks save, one alone continues and saves, all continue: the weights of a run without saving."""
+    """Compare a run that is resumed on one rank, and then on all ranks, with a run that never stops."""
     config, folder = make_config({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
     learner = LocalLearner(config, *tiny_model(), ranks=ranks)
     learner.update(episodes(1), iteration=1)
@@ -244,7 +244,7 @@ def judge_resume(ranks: Ranks) -> dict[str, float]:
 
 
 def judge_publish(ranks: Ranks) -> dict[str, float]:
-    """Extra memory of a rank while it writes its share of a model of 108M parameters, in MiB."""
+    """Return a rank's extra memory while it writes its share of a model of 108M parameters, in MiB."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=8192, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
@@ -254,7 +254,7 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
     for weight in model.parameters():
-        whole(weight)  # what the ranks need to talk at all they have had since their first update
+        whole(weight)  # allocates what ranks need to communicate, as their first update would
     before = kit.peak_mib(reset=True)
     write_weights(folder, collect_weights(model), ranks)
     most = max(ranks.of_every_rank(kit.peak_mib() - before))
@@ -266,7 +266,7 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
 
 
 def judge_low_precision(ranks: Ranks) -> dict[str, float]:
-    """How far log-probs of a copy with matrices of bfloat16 are, as a reference is held on a GPU."""
+    """Compare log-probs of a sharded and a whole copy in bfloat16, as a GPU holds a reference policy."""
     model, _ = tiny_model()
     held, alone = held_copy(model, torch.bfloat16), held_copy(model, torch.bfloat16)
     placement = Placement(torch.device("cpu"), low=torch.bfloat16)
@@ -279,10 +279,10 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
 
 
 def judge_experts(ranks: Ranks) -> dict[str, float]:
-    """Tokens go to the experts that their segments name, in packed rows and in padded ones.
+    """Check that tokens go to the experts that their segments name, in packed rows and in padded ones.
 
-    Every token but the last ones is sent one expert further than its router would. `moved` is the least by
-    which that changes the log-probs of a family.
+    Every token except a segment's last is sent to the expert after that of its router. `moved` says by how
+    much this changes log-probs, in the family with the smallest change.
     """
     found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
     for family in ("qwen3_moe", "gpt_oss"):
@@ -325,7 +325,7 @@ def _apart(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> floa
 
 
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
-    # Every rank holds all weights: one of as many groups.
+    # Every rank holds all weights, and is a group of its own.
     "copies": lambda ranks: judge_gradient(
         {"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks
     ),
@@ -339,7 +339,7 @@ OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
 
 
 def judge_all(out: Path, names: Sequence[str], count: int) -> int:
-    """Fork the ranks, which share the imports of this process; 0 when all of them have ended well."""
+    """Fork the ranks, which share the imports of this process; return 0 if all of them end well."""
     os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kit.free_port())}
     ranks = []
@@ -356,7 +356,7 @@ def judge_all(out: Path, names: Sequence[str], count: int) -> int:
 
 
 def judge(out: Path, names: Sequence[str]) -> NoReturn:
-    """Be a rank: make every case together with the others, then the first one alone, and compare them."""
+    """Be a rank: compute each case together with the others, then on the first rank alone, and compare."""
     torch.set_num_threads(1)
     ranks = join_ranks()
     found = {}
@@ -380,7 +380,7 @@ RESULTS = kit.ROOT / "bench/results/ranks.json"
 
 
 class Group:
-    """A learner of two ranks, opened with a job, as a factory."""
+    """A learner of two ranks in a process group, with the methods of a learner's factory."""
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
         group = ("trainer_backend.learner.group", "--standalone", "--nproc-per-node=2")
@@ -414,7 +414,7 @@ class Group:
 
 
 def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
-    """Differences between `count` ranks and one, by case; without names, of all of them."""
+    """Return the differences between `count` ranks and one, by case; without `cases`, of all cases."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         words = [word for case in cases for word in ("--case", case)]
@@ -425,7 +425,7 @@ def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
 
 
 def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> dict[str, Any]:
-    """Give rank 1 a fault amid an update; how long the call and the other rank then go on."""
+    """Let rank 1 fail during an update; return the call's error, and the seconds until it and rank 0 end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model_folder(folder / "model", *tiny_model())
@@ -445,7 +445,7 @@ def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> 
 
         thread = threading.Thread(target=update)
         thread.start()
-        time.sleep(2.0)  # amid its steps
+        time.sleep(2.0)  # the call is then in the middle of its steps
         began = time.monotonic()
         fault(group.rank(1))
         psutil.wait_procs([first], timeout=120)
@@ -456,11 +456,11 @@ def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> 
 
 
 def without_memory(rank: psutil.Process) -> None:
-    """No more address space than it has now."""
+    """Limit the rank's address space to what it has now."""
     rank.rlimit(resource.RLIMIT_AS, (rank.memory_info().vms, resource.RLIM_INFINITY))
 
 
-# Each with the timeout of the learner, the error of the call, and the most seconds until the other has ended.
+# By name: fault, timeout of the learner, error of the call, most seconds until the other rank has ended.
 FAULTS: dict[str, tuple[Callable[[psutil.Process], None], float, type[TrainerError], float]] = {
     "killed": (lambda rank: rank.send_signal(signal.SIGKILL), 120.0, LearnerLost, 1.0),
     "stands still": (lambda rank: rank.send_signal(signal.SIGSTOP), TIMEOUT_S, LearnerLost, TIMEOUT_S + 5.0),

@@ -1,10 +1,10 @@
-"""Two Ray nodes on this machine, one of which is killed in an update: is the run what it would have been?
+"""Kills one of two Ray nodes on this machine during an update: is the run the same as without the kill?
 
     python -m bench.study_ray [--out FILE] [--runs N]
 
 A deterministic job of two iterations runs in one process, and then with `[cluster] launcher = "ray"`: a
-learner and two gateways on two Ray nodes, with a head without CPUs. In the update of iteration 2 the node
-of the learner is killed with all that is on it, a gateway too. Figures:
+learner and two gateways on two Ray nodes, with a head without CPUs. In the update of iteration 2, the
+learner's node is killed with all its processes, a gateway among them. Figures:
 
     plans, sampled actions, both updates, final weights    equal to those of one process
     rollouts lost                                          0: each is learned from once
@@ -62,7 +62,7 @@ JOB: dict[str, Any] = {
 
 
 class Story(Reporter):
-    """A run's reporter: notes when what was told, and calls `kill` once in the update of iteration 2."""
+    """A run's reporter: prints all with its time, and calls `kill` once in the update of iteration 2."""
 
     def __init__(self, kill: Any = None) -> None:
         self._kill, self._began = kill, time.monotonic()
@@ -99,7 +99,7 @@ def play(job: JobConfig, folder: Path, story: Story) -> RunDirectory:
 
 
 def kill_node_of_learner(cluster: Cluster, folder: Path) -> None:
-    """Kill a Ray node and all that it has started, as a power cut does."""
+    """Kill the Ray node of the learner and all processes that it has started, as a power cut does."""
     for node in cluster.worker_nodes.copy():
         (raylet,) = (entry.process.pid for entry in node.all_processes["raylet"])
         below = psutil.Process(raylet).children(recursive=True)
@@ -119,7 +119,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def read_facts(run: RunDirectory) -> dict[str, Any]:
-    """What a run has played, learned from, and become."""
+    """Return what a run has played and learned from, its updates, and its final weights."""
     stored = [item for n in (1, 2) for item in read_rollouts(run.rollouts_file(f"iteration_{n}"))]
     played = [item.trajectory for item in stored if item.trajectory is not None]
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]

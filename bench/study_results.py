@@ -59,12 +59,12 @@ MIXED = (
 )  # fmt: skip
 # In conversations with an interaction: docs/metrics.md.
 _BY_TURN = "interaction/score_by_turn"
-# Over the demo's job: its credit and rates when these studies were made, in groups of four siblings.
+# Over configs/crafter_cpu.toml: its credit and rates when these studies were made, in groups of siblings.
 IN_GROUPS = (
     "training.group_size=4", "training.critic=head", "training.learning_rate_final=0.2",
     "training.entropy_coef=0.003", "algorithm.gae_lambda=0.95",
 )  # fmt: skip
-# Of the demo's job: shows that every part works, and no more.
+# Of that job: shows that every part works, and no more.
 QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
     "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
@@ -77,7 +77,7 @@ class Arm:
     """One of the variants that a study compares.
 
     label: in pictures and tables.
-    switches: `table.key=value`, over the job and the settings of the study.
+    switches: `table.key=value`; they override the job and the settings of the study.
     """
 
     label: str
@@ -350,7 +350,7 @@ def _cell(found: Mapping[str, Any] | None) -> str:
 
 
 def _mean_of(of_arm: Mapping[str, Any], seeds: Iterable[str], name: str) -> float | None:
-    """Mean over the iterations of these seeds; None where there is none yet."""
+    """Return the mean of `name` over the iterations of these seeds; None if there is none yet."""
     values = [row[name] for seed in seeds for row in of_arm[seed]["training"]]
     return sum(values) / len(values) if values else None
 

@@ -1,8 +1,8 @@
-"""Runs of a study: arms that start from one checkpoint a seed, resumable by seed and arm.
+"""Runs the arms of a study, which start from one checkpoint per seed; a stopped study can be resumed.
 
-A study names its arms (`Study`) and hands itself to `main`. What is done is skipped, what was interrupted is
-resumed, and after each arm the results are written again from everything that lies on disk: so arms may be
-run one after the other, in any number of calls.
+A study defines its arms (`Study`) and calls `main`. Finished runs are skipped, and interrupted ones are
+resumed. After each arm the results are written again from all runs on disk, so the arms may be run in any
+number of calls.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def run_study(
 
 
 def named(settings: Sequence[str], made: Mapping[str, str]) -> tuple[str, ...]:
-    """The settings with {name} for each model that was made put in."""
+    """Return the settings with each `{name}` of a model replaced by the model's path."""
     found = list(settings)
     for name, path in made.items():
         found = [item.replace(f"{{{name}}}", path) for item in found]
@@ -66,18 +66,18 @@ def named(settings: Sequence[str], made: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def warm_start_job(study: Study, settings: Sequence[str]) -> JobConfig:
-    """Warm-up and its evaluation, no RL."""
+    """Return the job of the warm-up and its evaluation, without RL."""
     return load_job(ROOT / study.job, (*settings, "training.iterations=0")).config
 
 
 def arm_job(study: Study, settings: Sequence[str], checkpoint: Path) -> JobConfig:
-    """RL from the warm start."""
+    """Return the job of RL from the warm start."""
     job = load_job(ROOT / study.job, settings).config
     return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
 
 
 def finished(path: Path, job: JobConfig) -> RunDirectory:
-    """Start or resume the run in `path`, unless it is finished."""
+    """Return the run in `path`; start or resume it if it is not finished."""
     resume = (path / "run.json").exists()
     directory = open_run(path) if resume else create_run(job, path)
     if resume and dump_job(with_files_of_now(directory.job())) != dump_job(with_files_of_now(job)):

@@ -1,12 +1,12 @@
-"""Soak: a task app under mixed load for a long time, its clients killed at random, and at the end itself.
+"""Soak: a task app under mixed load for a long time; clients, and at the end the app, are killed at random.
 
     python -m bench.study_soak [--seconds 600]        (make study-soak)
 
-Client processes play Crafter sessions against a model of their own, snapshot and
-restore them, run rollouts, hang up in the middle of requests and send them twice; one of them is killed every
-few seconds. In the last fifth the task app too is killed with SIGKILL, again and again, and started on the
-same --state-dir. Then: no step was lost or doubled, no answer differed, every abandoned session has expired,
-memory was flat. bench/results/soak.json says so with the figures; exit code 1 when one does not hold.
+Client processes play Crafter sessions and compare them with environments of their own, take and restore
+snapshots, run rollouts, disconnect during requests and send requests twice. A client is killed every few
+seconds. In the last fifth the task app is killed repeatedly, too, and restarted with the same --state-dir. At
+the end, no step may be lost or doubled, no answer may differ, every abandoned session must have expired, and
+memory must be flat. bench/results/soak.json has the figures; exit code 1 if one does not hold.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from task_app.environments.crafter.rules import ACTIONS
 from task_app.episode.actions import requests_from_wire
 
 TEXT = "compact"
-# A request that got none of these is sent again with its key: the server was killed, is starting, or is full.
+# After any other status, a request is repeated with its key: the server was killed, is starting, or is full.
 FINAL = (200, 202, 404, 409, 422)
 # The longest that a client waits for a server that is being restarted.
 PATIENCE_S = 60.0
-# Of a client: the first one runs scripted rollouts.
+# Number of players of a client; the first one runs scripted rollouts.
 PLAYERS = 6
 
 
@@ -118,7 +118,7 @@ class Expired(Exception):
 class Player:
     """Plays an environment over HTTP and an equal one in this process, which must never differ.
 
-    After `IDLE_S` its session may be gone.
+    A session that was idle for IDLE_S may have expired.
     """
 
     def __init__(self, call: Caller, chance: random.Random, tally: Tally) -> None:
@@ -159,7 +159,7 @@ class Player:
             self._tally.counts["terminated"] += 1
 
     async def _act(self) -> bool:
-        """Take a step, or sometimes another action; return whether the episode goes on."""
+        """Take a step, sometimes after a restore or a reset; return whether the episode continues."""
         chosen = self._chance.random()
         if chosen < 0.04:
             await self._restored()
@@ -189,7 +189,7 @@ class Player:
         return not answer["done"]
 
     async def _restored(self) -> None:
-        """Continue in a copy, and end the old session."""
+        """Continue in a restored copy, and end the old session."""
         _, taken = await self._ask("/env/snapshot", {"env_id": self._env_id})
         status, copy = await self._ask("/env/restore", {"snapshot": taken["snapshot"]})
         self._tally.check(status == 200, f"restore: {copy}")
@@ -199,7 +199,7 @@ class Player:
 
 
 async def rollouts(session: aiohttp.ClientSession, chance: random.Random, tally: Tally) -> None:
-    """A small run of scripted episodes, fetched and acknowledged; one whose app was killed is left alone."""
+    """Request, fetch and acknowledge four scripted episodes; give up if the task app is killed meanwhile."""
     run_id = uuid.UUID(int=chance.getrandbits(128)).hex
     asked = [
         {"rollout_id": f"{run_id}/{i}", "run_id": run_id, "start": {"seed": chance.randrange(20)},
@@ -228,7 +228,7 @@ async def rollouts(session: aiohttp.ClientSession, chance: random.Random, tally:
 
 
 async def play_sessions(options: argparse.Namespace) -> Tally:
-    """Be a client: players that use every kind of session, misbehave, and check what they get."""
+    """Be a client: run players that use every kind of session, misbehave, and check the answers."""
     tally, until_s = Tally(), time.monotonic() + options.seconds
     headers = {"X-API-Key": os.environ["ENVIRONMENT_API_KEY"]}
     timeout = aiohttp.ClientTimeout(total=30.0)
@@ -248,9 +248,9 @@ async def play_sessions(options: argparse.Namespace) -> Tally:
 
 
 CLIENTS = 3
-# Of the time: with clients killed alone; the rest with the task app killed too.
+# Share of the time in which only clients are killed; in the rest, the task app is killed too.
 STEADY = 0.8
-# Memory in the last third of the steady part, against the middle third: a leak would add to every second.
+# Largest ratio of memory in the last third of the steady part to the middle third; a leak adds up over time.
 FLAT = 1.1
 
 
@@ -271,7 +271,7 @@ class Found(Tally):
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def took(self, process: subprocess.Popen[str]) -> None:
-        """The last output of a client that ended by itself."""
+        """Add the tally that a client printed before it ended by itself."""
         printed, _ = process.communicate()
         if process.returncode not in (0, 1):
             self.wrong.append(f"a client ended with {process.returncode}")
@@ -283,7 +283,7 @@ class Found(Tally):
 
 
 class App(Server):
-    """The task app as a process that may be killed and started again at the same address, with its state."""
+    """The task app in a process that can be killed and restarted at the same address with the same state."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -293,7 +293,7 @@ class App(Server):
         super().__init__([*command, "--state-dir", str(folder / "state")], self.environ, folder / "app.log")
 
     def start(self) -> None:
-        """Start it, and return when it listens."""
+        """Start the process, and return when it listens."""
         super().start()
         while True:
             with suppress(ConnectionRefusedError):
@@ -319,7 +319,7 @@ def study(seconds: float, *, seed: int) -> dict[str, Any]:
 
 
 def load(app: App, found: Found, chance: random.Random, *, seconds: float, restarts: bool) -> None:
-    """Run clients for this long; kill one every second or two, and with `restarts` the app as well."""
+    """Run clients for this long; often kill one, every second or two, and with `restarts` always the app."""
     until_s = time.monotonic() + seconds
     clients = [client(app, chance, until_s) for _ in range(CLIENTS)]
     while time.monotonic() < until_s:
@@ -349,7 +349,7 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
 
 
 def abandoned(app: App) -> dict[str, Any]:
-    """The sessions that are left after the idle time."""
+    """Wait until idle sessions expire; return how many are left, and how many new ones then fit."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     body = {"env_name": "crafter", "config": {"text": "compact"}}
     with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:
@@ -363,14 +363,14 @@ def abandoned(app: App) -> dict[str, Any]:
 
 
 def open_sessions(http: httpx.Client) -> int:
-    """The number of live environments by the task app's count."""
+    """Return the number of live environments, by the task app's metrics."""
     line = re.search(r'^turnwise_sessions\{kind="env"\} (\S+)$', http.get("/metrics").text, re.M)
     assert line is not None, "/metrics tells the open sessions"
     return int(float(line[1]))
 
 
 def results(seconds: float, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
-    """The figures, and whether all required bounds hold."""
+    """Return the figures, and whether all required bounds hold."""
     begun_s = found.memory[0][0]
     third = (found.memory[-1][0] - begun_s) / 3
     middle = [size for at_s, size in found.memory if third <= at_s - begun_s < 2 * third]

@@ -8,18 +8,18 @@ hold values and state keys too. `turnwise truth` then measures decisions of its 
 iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
 rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 
-    crafter     the demo's environment, in groups of four: 50 decisions of at most 4 actions
+    crafter     configs/crafter_cpu.toml in groups of four: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
-    whole       configs/crafter_laptop.toml in groups of four: whole games, after imitation of a teacher's
+    whole_games configs/crafter_laptop.toml in groups of four: whole games, after imitation of a teacher's
     rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
                 chance in its world, few states, by a policy that imitates a teacher of random pace
-    sokoban     configs/sokoban.toml: boards of 5 by 5 with two boxes, which a push may make impossible
+    one_box     configs/sokoban.toml: boards of 6 by 6 with one box, which a push may make unsolvable
 
 Finished parts are skipped, interrupted ones are resumed. bench/results/truth.json is written after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
 truth_decisions.jsonl, in the same folder, has a line of the measured decisions of each seed, with the
 advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds without
-lines keep their numbers.
+lines keep their numbers. The settings `whole` and `sokoban` in there are former states of two of these jobs.
 """
 
 import asyncio
@@ -63,12 +63,12 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         *IN_GROUPS,
         "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1", "rollout.max_turns=100",
     ),
-    "whole": ("training.group_size=4", "training.max_staleness=0"),
+        "whole_games": ("training.group_size=4", "training.max_staleness=0"),
     "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
-    "sokoban": (),
+        "one_box": (),
 }  # fmt: skip
 _TRUTH = TypeAdapter(TrueAdvantage)
-_JOBS = {"sokoban": "sokoban.toml", "whole": "crafter_laptop.toml"}
+_JOBS = {"one_box": "sokoban.toml", "whole_games": "crafter_laptop.toml"}
 _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
@@ -115,9 +115,9 @@ def scored(
 
 
 def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float]) -> dict[str, float]:
-    """Share of the decisions of which a choice was another than stored, and standard deviations there.
+    """Return the share of decisions where some pairs chose otherwise, and two standard deviations there.
 
-    Of true advantages, less their standard errors' share of it; and of those of `gae`.
+    One is of the true advantages, without the measurement's noise, and one of `gae`'s advantages.
     """
     pairs = [(item, a) for item, a in zip(pooled_errors(list(truths)), gae, strict=True) if item.others]
     if not pairs:

@@ -1,12 +1,12 @@
-"""Real vLLM servers, started by a run: exactness, swaps in flight, and a server that is killed.
+"""Real vLLM servers, started by a run: exact log-probs, swaps during requests, and a server that is killed.
 
     python -m bench.study_vllm --vllm-python VENV/bin/python        (make study-vllm VLLM_PYTHON=...)
 
-A job trains a tiny model on two servers of its own, of which one is killed amid the second iteration and has
-to come back. Every sampled token's log-prob is then computed again by transformers in fp32, with the weights
-of the version that it is said to be of: so a decision of other weights shows. After that, weights are swapped
-under running requests, with weight_update = "wait" and "keep", some of them with stop strings. A job with
-[lora] publishes adapters alone, which a server merges into their base; its log-probs are computed again too.
+A job trains a tiny model on two servers of its own. One is killed in the second iteration and has to come
+back. Then transformers computes every sampled token's log-prob again in fp32, with the weights of the version
+that the token is recorded with, so a decision of other weights shows. After that, weights are swapped while
+requests run, some with stop strings, with weight_update = "wait" and "keep". A job with [lora] publishes
+adapters alone, which a server merges into the base; their log-probs are computed again too.
 bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
 """
 
@@ -57,7 +57,7 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "
 
 
 class Killer(kit.Reporter):
-    """Prints what the run says, and kills one of its servers while it samples requests of a stage."""
+    """Prints what the run says, and kills one of its servers while that samples requests of a stage."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -77,26 +77,26 @@ class Killer(kit.Reporter):
             threading.Thread(target=kill_a_busy_server, daemon=True).start()
 
     def requests_met_it(self) -> bool:
-        """Whether the server was lost by a request that it was sampling, not by the next publish."""
+        """Whether a request that the server was sampling showed the loss, and not the next publish."""
         return any(" is lost: vLLM at " in line for line in self.lines)
 
     def lost(self) -> int:
-        """How often a replica was lost."""
+        """Return how often a replica was lost."""
         return sum(" is lost: " in line for line in self.lines)
 
     def came_back(self) -> int:
-        """How many of the killed servers serve again."""
+        """Return how many of the killed servers serve again."""
         killed = re.findall(r"vLLM server (\S+) ended with SIGKILL", "\n".join(self.lines))
         return sum(any(f"replica {url} serves version" in line for line in self.lines) for url in killed)
 
 
 def kill_a_busy_server() -> None:
-    """Kill the first server of this process that says that it runs a request."""
+    """Kill the first server of this process that reports a running request."""
     while True:
         for process in server_processes():
             words = process.cmdline()
             url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics"
-            # One that starts does not answer yet.
+            # A server that is starting does not answer yet.
             with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
                 counts = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
                 if any(map(float, counts)):
@@ -105,7 +105,7 @@ def kill_a_busy_server() -> None:
 
 
 def server_processes() -> list[psutil.Process]:
-    """The servers of this process; the guards between them and it have the same words, after their own."""
+    """Return this process's servers, without their guards, whose command lines contain the server's."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -116,7 +116,7 @@ def server_processes() -> list[psutil.Process]:
 
 
 def make_job(python: str, iterations: int, **tables: Any) -> JobConfig:
-    """The job, with other tables, added to its own or in their place."""
+    """Return the job; `tables` are added to its own tables or replace them."""
     document = {
         "job": {"name": "study-vllm"},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},
@@ -147,7 +147,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def reference(folder: Path, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> list[float]:
-    """Log-probs of `ids` after the prompt, by one forward pass of transformers in fp32."""
+    """Return log-probs of `ids` after the prompt, by one forward pass of transformers in fp32."""
     logits = load_model(folder)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
@@ -158,7 +158,7 @@ def apart(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def decisions(directory: RunDirectory, iteration: int) -> Iterator[tuple[list[int], Any]]:
-    """The prompt and the exact tokens of every decision of an iteration."""
+    """Yield the prompt and the exact tokens of every decision of an iteration."""
     for rollout in read_rollouts(directory.rollouts_file(f"iteration_{iteration}")):
         ids: list[int] = []
         for step in rollout.trajectory.steps if rollout.trajectory is not None else ():
@@ -169,7 +169,7 @@ def decisions(directory: RunDirectory, iteration: int) -> Iterator[tuple[list[in
 
 
 def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict[str, Any]:
-    """What the run's files say of it."""
+    """Return figures from the run's files, with every log-prob computed again."""
     rows = [row for row in directory.metrics() if row["kind"] == "iteration"]
     worst, old, count, moved = 0.0, 0, 0, []
     for number in range(1, iterations + 1):
@@ -192,7 +192,7 @@ def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict
         "killed_amid_requests": killer.requests_met_it(),
         "logprob_max": worst,
         "decisions_of_old_weights": old,
-        # By how much a decision of the version before would have been off: the check can fail.
+        # How far log-probs of the version before are off: shows that the check can fail.
         "versions_apart_median": sorted(moved)[len(moved) // 2],
     }
 
@@ -210,7 +210,7 @@ async def started_servers(
 
 
 def open_pool(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) -> Servers:
-    """Engines at these servers, by `weight_update`; `lines` gets what the pool says."""
+    """Return engines at these servers with this `weight_update`; `lines` gets what the pool says."""
     tokenizer = load_tokenizer(folder)
     engines = [
         VllmEngine(
@@ -223,7 +223,7 @@ def open_pool(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) ->
 
 
 async def swaps(table: InferenceTable, folders: Sequence[Path], directory: RunDirectory) -> dict[str, Any]:
-    """Swap weights under running requests at one server, in both ways."""
+    """Swap weights while one server runs requests, in both ways."""
     lines: list[str] = []
     results: dict[str, Any] = {}
     async with started_servers(table, directory, folders[0]) as servers:
@@ -249,7 +249,7 @@ async def by_folder(pool: Servers, folders: Sequence[Path], version: int) -> Non
 async def in_flight(
     pool: Servers, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
 ) -> dict[str, Any]:
-    """Requests whose weights are swapped under them, by `publish` of the version of a place in `folders`."""
+    """Swap weights while requests run; `publish(n)` sends the weights of `folders[n]`."""
     chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
 
     async def request(place: int, tell: Callable[[object], None] | None = None) -> tuple[Any, ...]:
@@ -269,7 +269,7 @@ async def in_flight(
         tasks += [asyncio.ensure_future(request(place)) for place in range(1, IN_FLIGHT)]
         await runs.wait()
         await publish(version)
-        tasks.append(asyncio.ensure_future(request(2)))  # asked once the new weights serve
+        tasks.append(asyncio.ensure_future(request(2)))  # sent after the new weights are served
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         lost += [repr(answer) for answer in answers if isinstance(answer, BaseException)]
         for prompt, temperature, generation in (a for a in answers if not isinstance(a, BaseException)):
@@ -288,7 +288,7 @@ async def in_flight(
 def largest_difference(
     folders: Sequence[Path], prompt: list[int], temperature: float, generation: Generation
 ) -> float:
-    """Of a request's log-probs, each against the weights of the version that its token is said to be of."""
+    """Return the largest difference of log-probs from those under the version recorded for each token."""
     starts = [*(start for start, _ in generation.versions), len(generation.token_ids)]
     worst = 0.0
     for (start, version), end in zip(generation.versions, starts[1:], strict=True):
@@ -298,7 +298,7 @@ def largest_difference(
 
 
 def study_adapters(python: str) -> dict[str, Any]:
-    """Run a job with adapters; say what a publish of them takes, and what the merged model would."""
+    """Run a job with adapters; return its figures, and the sizes of a publish and of the merged model."""
     job = make_job(python, ADAPTER_ITERATIONS, lora={"rank": 2, "merged_checkpoints": True})
     training = job.training.model_copy(update={"learning_rate": 1e-2})
     inference = job.inference.model_copy(update={"replicas": 1})
@@ -330,7 +330,7 @@ def judge_adapters(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def run_and_judge(job: JobConfig, root: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Run a job and kill one of its servers; what is said of it, and the folders of its first versions."""
+    """Run a job and kill one of its servers; return its figures and the folders of its first versions."""
     directory, killer = create_run(job, root / "run"), Killer("collect 2")
     asyncio.run(run_job(job, directory, killer, resume=False))
     left = {"servers_left": len(server_processes())}
@@ -358,7 +358,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
 
 
 def judge(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> dict[str, bool]:
-    """What must hold of a job with a killed server, and of swaps in flight."""
+    """Return whether each promise holds, for a job with a killed server and for swaps during requests."""
     modes = [swapped["wait"], swapped["keep"]]
 
     def total(name: str) -> int:
@@ -383,7 +383,7 @@ def judge(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> 
 def server_options(
     doc: str | None, part: tuple[Any, ...], results: str, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The options of a study with servers, whose environment it sets; `part` is a flag for a part of it."""
+    """Return the options of a study with servers, whose environment it sets; `part` is a flag for a part."""
     options = kit.options(
         doc,
         ("--vllm-python", "", "the Python of vLLM's environment"),

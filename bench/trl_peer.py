@@ -1,8 +1,8 @@
-"""Updates by `trl`'s GRPOTrainer, as bench/shared_prefix.py compares them with ours. Needs trl and datasets.
+"""Updates by `trl`'s GRPOTrainer, which bench/shared_prefix.py compares with ours. Needs trl and datasets.
 
-Its trainer runs as it is, with nothing logged, saved or checkpointed. It is given prompts and answers in the
-place where it would generate them. Timed is what it does with them: score them all under the weights that the
-iteration begins with, where an iteration has several steps, then one pass of clipped steps.
+The trainer is unchanged, and logs, saves and checkpoints nothing. It gets prompts and answers where it would
+generate them. The measured time is that of scoring them all under the weights at the start of the iteration,
+if that has several steps, and of one pass of clipped steps.
 """
 
 import time
@@ -29,11 +29,11 @@ def updates(
     steps: int,
     folder: str,
 ) -> Iterator[float]:
-    """CPU seconds of each iteration, without end.
+    """Yield the CPU seconds of each iteration, without end.
 
     Args:
         micro: samples of a micro-batch.
-        steps: of an iteration.
+        steps: optimizer steps of an iteration.
         folder: where the trainer may write.
     """
     from datasets import Dataset
@@ -79,7 +79,7 @@ def updates(
 def _layout(
     trainer: object, samples: Sequence[Sample], micro: int, *, scores: bool
 ) -> dict[str, torch.Tensor]:
-    """The batch in trl's layout, prompts padded on the left and answers on the right, scored by its code."""
+    """Return the batch in trl's layout, padded on both sides; with `scores` including trl's log-probs."""
     prompt = max(len(one.prompt) for one in samples)
     answer = max(len(one.answer) for one in samples)
     before = [prompt - len(one.prompt) for one in samples]

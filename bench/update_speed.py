@@ -1,12 +1,11 @@
-"""Time of an update at the demo's shape, of this tree against another one: the same episodes and weights.
+"""Compares the time of an update of this tree and of another one, with the same episodes and weights.
 
     python -m bench.update_speed [--against ../other/tree] [--rounds 7] [--run RUN]
 
-The demo's job plays an iteration (bench/demo_iteration.py), or RUN holds it already. Then a process for each
-tree takes its checkpoint and its rollouts and makes the update, of the policy and of its critic, from the
-same weights each time, in turns with the other one. Printed are the medians of CPU seconds and of the
-clock's, the median of the ratios of two that follow each other, and their spread. Without another tree this
-one is timed alone.
+configs/crafter_cpu.toml plays an iteration (bench/played_iteration.py), unless RUN has one. A process for
+each tree then reads the checkpoint and the rollouts, and repeats the update of policy and critic from the
+same weights. The trees take turns. Printed are medians and ranges of CPU seconds, of wall seconds, and of a
+round's ratio (other / this). Without another tree, this one is timed alone.
 """
 
 import json
@@ -25,7 +24,7 @@ from trainer_backend.rundir.layout import open_run
 
 
 def make_update(run: Path) -> Callable[[], dict[str, float]]:
-    """The update of a played iteration: each call makes it again, on a learner of its own."""
+    """Return a function that makes the update of a played iteration, each time on a new learner."""
     directory = open_run(run)
     job = load_job(run / "job.toml").config
     (rollouts,), (measured,) = stored_iterations(directory, (1,)), stored_measured(directory, (1,))
@@ -42,7 +41,7 @@ def make_update(run: Path) -> Callable[[], dict[str, float]]:
 
 
 def work(run: Path) -> None:
-    """In a process of a tree: an update for each line of stdin, a line with its seconds for each."""
+    """Be a tree's worker: for each line of stdin, make an update and print its seconds."""
     update = make_update(run)
     for _ in sys.stdin:
         metrics = update()
@@ -69,7 +68,7 @@ def main() -> int:
         __doc__,
         ("--against", Path, "the root of another tree"),
         ("--rounds", 7),
-        ("--run", Path, "a run that bench.demo_iteration has played"),
+        ("--run", Path, "a run that bench.played_iteration has played"),
         ("--work", Path, "used by the script itself"),
     )
     if options.work is not None:
@@ -78,7 +77,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = options.run
         if run is None:
-            from bench.demo_iteration import played_in
+            from bench.played_iteration import played_in
 
             run = Path(folder) / "run"
             played_in(run)

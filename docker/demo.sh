@@ -1,5 +1,5 @@
 #!/bin/sh
-# Post the demo job. The key of the request is that of its file: a second start posts no second job, an edited one does.
+# Post short games of Crafter. The key of the request is that of its file: a second start posts no second job, an edited one does.
 set -eu
 if [ ! -r configs/crafter_cpu.toml ]; then
   echo "configs/ of this folder cannot be read in the container; on the host: chmod -R a+rX configs" >&2

@@ -1,4 +1,4 @@
-"""The yardstick of bench/http_batch.py: FastAPI's hello, on the same server with the same parts.
+"""FastAPI's hello, to which bench/http_batch.py compares our service; the server has the same parts.
 
 python bench/peers/fastapi_hello.py PORT
 """

@@ -1,4 +1,4 @@
-"""An environment that does nothing, for what a request costs without one: `--plugins` of the task app."""
+"""A plug-in for `--plugins` of the task app: an environment that does nothing, to time a request alone."""
 
 from collections.abc import Sequence
 

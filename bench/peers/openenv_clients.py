@@ -1,4 +1,4 @@
-"""OpenEnv's own clients against its own server, for bench/http_batch.py: prints their steps per second.
+"""Runs OpenEnv's own clients against its own server for bench/http_batch.py; prints steps per second.
 
 python bench/peers/openenv_clients.py PORT CLIENTS STEPS ACTION,ACTION,...
 """

@@ -1,10 +1,10 @@
-"""The peer of bench/http_batch.py: Crafter behind OpenEnv's own server, run by a Python that has it.
+"""The peer of bench/http_batch.py: Crafter, served by OpenEnv's own server in a Python that has OpenEnv.
 
     python bench/peers/openenv_crafter.py {stock|ours} PORT
     python bench/peers/openenv_crafter.py parts     # what it would be served by, if it has all that it needs
 
-`stock` is the crafter package as it comes (its picture is always drawn; the reply carries inventory and
-achievements), `ours` the task app's own environment with the whole observation that our routes send.
+`stock` is the original crafter package (it always draws its picture; the reply has inventory and
+achievements). `ours` is the task app's own environment with the whole observation that our routes send.
 """
 
 import sys

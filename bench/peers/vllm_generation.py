@@ -1,8 +1,8 @@
-"""vLLM's generation for bench/generation_speed.py: for each line on its input, the CPU seconds of a batch.
+"""Generates with vLLM for bench/generation_speed.py: for each input line, prints a batch's CPU seconds.
 
 python bench/peers/vllm_generation.py FOLDER < lines of {"prompts": [[id, ...], ...], "tokens": number}
 
-One process and one thread, so that its CPU time is all there is. Prompts are not kept from batch to batch.
+It is one process with one thread, so its CPU time is complete. No batch reuses an earlier one's prompts.
 """
 
 import json

@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from bench import credit_cost, generation_speed
 from bench.decision_rate import cpu_seconds, serving_cpu_seconds
-from bench.demo_iteration import JOB, QUICK, Played, played_in
 from bench.http_batch import NoPeer, peer_parts
 from bench.http_rates import running
 from bench.kit import ROOT
+from bench.played_iteration import JOB, QUICK, Played, played_in
 from service_kit.server import Listener, ServerThread
 from tests.conftest import is_declared
 from trainer_backend.job.load import load_job
@@ -37,9 +37,9 @@ def iteration(tmp_path_factory: pytest.TempPathFactory, services: str) -> tuple[
 
 def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
     found, _ = iteration
-    demo = load_job(JOB).config
-    assert (found.job.algorithm, found.job.training.critic) == (demo.algorithm, demo.training.critic)
-    assert found.job.training.group_size == demo.training.group_size
+    job = load_job(JOB).config
+    assert (found.job.algorithm, found.job.training.critic) == (job.algorithm, job.training.critic)
+    assert found.job.training.group_size == job.training.group_size
     assert credit_cost.decisions(found.rollouts) == 40
     assert credit_cost.report_credit(found, limit=0.0) == 1
     printed = capsys.readouterr().out

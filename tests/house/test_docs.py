@@ -55,10 +55,14 @@ def test_every_key_of_the_job_has_a_meaning():
         assert empty == []
 
 
+# A warning that a comment of the config explains.
+EXPLAINED = {"crafter_laptop.toml": ["training.entropy_coef = 0.001 with training.skip_certain_above = 0.98"]}
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.name)
 def test_every_config_loads_and_survives_being_written(path: Path, tmp_path: Path):
     loaded = load_job(path)
-    assert loaded.warnings == ()
+    assert [text.partition(":")[0] for text in loaded.warnings] == EXPLAINED.get(path.name, [])
     again = tmp_path / "job.toml"
     for text in (dump_job(loaded.config), "\n".join(map("".join, own_choices(loaded.config)))):
         again.write_text(text)

@@ -34,7 +34,7 @@ class TextConsole(Console):
 
 
 class LiteralHelp(TyperGroup):
-    """The root of a command line whose help is shown literally: typer would take `[data]` for markup."""
+    """The root of a command line. Its help is shown literally, since typer would read `[data]` as markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -57,7 +57,7 @@ _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 class LastingStreams:
     """stdout and stderr of a command that continues when the terminal, or the reader of its pipe, is gone.
 
-    Later output is dropped, since no line is worth a run. Any thread may print.
+    Output is then dropped, because a run must not end for want of a terminal. Any thread may print.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class LastingStreams:
                 sys.stdout, sys.stderr = before
 
     def when_lost(self, call: Callable[[], object]) -> None:
-        """Make this call, in place of an earlier one, once a stream is lost, or now if one is."""
+        """Make this call once a stream is lost, or now if one is lost. It replaces the call set before."""
         self._calls[:] = [call]
         if self._is_lost:
             self.lose()
@@ -149,7 +149,7 @@ def format_line(line: Mapping[str, str]) -> str:
     return f"{line['time'][:19]}  {line['text']}" if line["time"] else line["text"]
 
 
-JOB_HELP = "a job TOML, such as configs/crafter_cpu.toml; of several, later ones override earlier ones"
+JOB_HELP = "a job TOML, such as configs/crafter_demo.toml; of several, later ones override earlier ones"
 JobPaths = Annotated[list[Path], typer.Argument(help=JOB_HELP)]
 Overrides = Annotated[
     list[str] | None,

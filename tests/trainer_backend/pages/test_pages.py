@@ -253,7 +253,7 @@ def test_pictures_come_when_they_are_asked_for_or_a_sentence_says_why_there_are_
 
 def test_without_runs_a_page_says_how_to_begin_one_and_browsers_keep_the_files_that_it_names(shown: Shown):
     text = shown.page("/")
-    assert "turnwise train configs/crafter_cpu.toml" in text
+    assert "turnwise train configs/crafter_demo.toml" in text
     (address,) = re.findall(r'href="(/static/[^"]*/turnwise.css)"', text)
     kept = shown.client.get(address)
     assert kept.status_code == 200 and "immutable" in kept.headers["cache-control"]

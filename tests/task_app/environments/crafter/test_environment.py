@@ -121,7 +121,7 @@ def test_the_news_of_a_refused_call_are_not_those_of_an_idle_action():
 
 def test_the_compact_text_says_that_a_call_had_no_effect_and_whether_it_was_refused():
     environment = fresh(text="compact")
-    # These words are what the presets learned from: a changed one changes every figure of the demo.
+    # These words are what the presets learned from: a changed one changes every figure of Crafter.
     assert environment.step([call("fly")]).observation.text.split()[-2:] == ["no-effect", "invalid"]
     assert environment.step([call("noop")]).observation.text.endswith(" no-effect")
 

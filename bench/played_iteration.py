@@ -1,4 +1,4 @@
-"""An iteration of the demo's job, really played: what benches of its stages look at."""
+"""Plays an iteration of configs/crafter_cpu.toml, for scripts that measure a part of it."""
 
 import asyncio
 import tempfile
@@ -19,7 +19,7 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
-# A shorter warm-up: episodes are as long, and prompts and answers look the same. In the demo's first two
+# A shorter warm-up: episodes are as long, and prompts and answers look the same. In the job's first two
 # iterations the critic learns alone: an iteration like most others trains the policy too.
 SETTINGS = (
     "training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1",
@@ -33,8 +33,8 @@ class Played:
 
     measured: the critic's values by which its rollouts were credited.
     row: its line of metrics.jsonl.
-    cpu_s: CPU seconds of the trainer's process and its threads, from the evaluation before it to that line; a
-        task app of its own is another process, whose seconds are not in it.
+    cpu_s: CPU seconds of the trainer's process, from the end of the evaluation before the iteration to that
+        line, without those of a task app in another process.
     """
 
     job: JobConfig
@@ -55,7 +55,7 @@ class Watching(kit.Reporter):
         self.took_s = self._looked_at = 0.0
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
-        """An iteration's row follows that of the evaluation before it: what lies between is the iteration."""
+        """Note the CPU seconds since the row before, which is that of the evaluation before the iteration."""
         now = time.process_time()
         if row["kind"] == "iteration":
             self.took_s = now - self._looked_at
@@ -69,7 +69,7 @@ def played(settings: Sequence[str] = ()) -> Played:
 
 
 def played_in(folder: Path, settings: Sequence[str] = ()) -> Played:
-    """Do the same in a folder that stays."""
+    """Do the same as `played` in a folder that stays."""
     job = load_job(JOB, (*SETTINGS, *settings)).config
     directory, watching = create_run(job, folder), Watching()
     asyncio.run(run_job(job, directory, watching, resume=False))
