@@ -1,4 +1,4 @@
-"""An episode by hand: no service, a policy of one's own, three decisions."""
+"""An episode without a service: a policy of your own, three decisions."""
 
 import asyncio
 

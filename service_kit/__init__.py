@@ -1,1 +1,1 @@
-"""The HTTP edge of both services and the gateway: keys, limits, errors, logs, and the server."""
+"""What both services and the gateway share: HTTP server, keys, limits, errors, logs, child processes."""

@@ -1,7 +1,7 @@
-"""The boundary around foreign code: it converts any exception of a plug-in into one error of the service.
+"""The boundary around plug-ins: it converts any exception of their code into one error of the service.
 
 Every call of an operator's code runs inside a `Boundary`: environments, policies, interactions, reward
-functions, estimators, losses, schedules and sinks. No other broad `except` surrounds foreign code.
+functions, estimators, losses, schedules and sinks. No other broad `except` surrounds such code.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ _SIGINT_RAISES = f"{Path(asyncio.__file__).parent}/runners.py"
 
 
 class Boundary:
-    """Convert an exception of foreign code into an error of the service, so that only one piece of work ends.
+    """Converts an exception of a plug-in into an error of the service, so that only one piece of work ends.
 
-    These pass unchanged: errors of the service, and a cancellation, an end of a coroutine or a Ctrl-C that
-    does not come from the plug-in. Everything else becomes an `error`, including SystemExit, a CancelledError
-    that the plug-in raises, and an exception whose text cannot be read. The log gets the traceback. The new
-    error names exception, file and line. Its `recurs` is False if the machine may be the cause.
+    A ServiceError passes unchanged, and so does a CancelledError, GeneratorExit or KeyboardInterrupt that the
+    plug-in did not raise itself. Any other exception becomes an `error`, including SystemExit, a
+    CancelledError of the plug-in, and an exception whose text cannot be read. The log gets the traceback. The
+    error names exception, file and line. Its `recurs` is False for OSError and MemoryError.
 
-    `what` names the call in the error, as "environment.step". `call` is the plug-in's function; its
-    definition is reported as the place if the plug-in's return value raises in our code.
+    `what` names the call in the error, as "environment.step". `call` is the plug-in's function: if our code
+    raises because of the function's return value, the error names the place of the function's definition.
     """
 
     # A class, because it surrounds every step, and @contextmanager costs three times as much.
@@ -65,7 +65,7 @@ class Boundary:
             return
         # A log on a full disk must not turn this error into another one.
         with suppress(Exception):
-            # As text: a logger may read an exception whose own text raises.
+            # Pass text, because a logger would read the exception's own text, which may raise.
             log.error("boundary", what=self._what, exception=_format(exc))
         error = self._error(encodable(f"{self._what} raised {describe_error(exc, self._call)}"))
         error.recurs = not isinstance(exc, OSError | MemoryError)
@@ -124,9 +124,9 @@ def describe_line(call: Callable[..., object] | None) -> str:
 
 
 def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
-    """Find the file and line where foreign code raised: the innermost frame outside our code and libraries.
+    """Return the file and line where a plug-in raised: the innermost frame outside our code and libraries.
 
-    An installed plug-in is a library, and a built-in one is our code, so both are searched next.
+    If there is none, take one in a library (an installed plug-in), or else in our code (a built-in one).
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     for known in ((*_OURS, *_LIBRARIES), _OURS, ()):

@@ -211,7 +211,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether no request is running and no timer either: data that began no request stopped uvicorn's."""
+        """Whether no request and no timer of uvicorn runs; data that begins no request stops that timer."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self._in_body and self.timeout_keep_alive_task is None
 
@@ -240,7 +240,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = None
 
     def _refuse(self, error: ServiceError) -> None:
-        """Write the error's reply to the transport and close it; the app has no request to answer yet."""
+        """Write the reply to the error and close the connection; the app has no request to answer yet."""
         if self.transport.is_closing():
             return
         reply = self.respond(error)

@@ -38,5 +38,5 @@ def begin_command(arguments: Sequence[str]) -> None:
 
 
 def utf8_output(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child that prints UTF-8, whatever this terminal's encoding."""
+    """Return environment variables with which a child prints UTF-8, whatever this terminal's encoding."""
     return {**environment, "PYTHONIOENCODING": "utf-8:backslashreplace"}

@@ -1,4 +1,4 @@
-"""The base of every error that a service replies with, and the errors of the HTTP edge.
+"""The base class of every error that a service replies with, and the errors that all services share.
 
 The errors of the task app (`task_app.errors`) and of the trainer (`trainer_backend.errors`) derive from it.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ServiceError(Exception):
-    """An error with a name for programs (`code`) and a sentence for people (`detail`) without secrets.
+    """An error with a name for programs (`code`) and a sentence for people (`detail`), which holds no secret.
 
-    Class keywords set its attributes; a subclass inherits the attributes that it does not set:
+    Class keywords set the attributes of the class; a subclass inherits the attributes that it does not set:
 
         class BodyTooLarge(ServiceError, code="body_too_large", status=413): ...
     """
@@ -27,13 +27,13 @@ class ServiceError(Exception):
     status = 500
     """HTTP status of the reply."""
     title: str | None = None
-    """Name of the class for people; None: the phrase of the status."""
+    """Name of the class for people; None stands for the phrase of the status, such as `Not Found`."""
     retry_after_s: int | None = None
     """Seconds after which a client should retry; None if a retry does not help."""
     recurs = False
     """Whether a retry would fail too, because the cause is in code, data or a setting."""
     carries: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Types, by name, of the further attributes that `rpc` sends with the error to another process."""
+    """Further attributes that `service_kit.rpc` sends with the error to another process: names and types."""
 
     def __init_subclass__(
         cls,
@@ -126,11 +126,11 @@ class Unauthorised(ServiceError, code="unauthorised", status=401):
 
 
 class Forbidden(ServiceError, code="forbidden", status=403):
-    """The page of another site sent the request, or its Host is foreign."""
+    """A page of another site sent the request; or, without keys, a proxy did, or its Host is not local."""
 
 
 class RouteError(ServiceError):
-    """An error of the router or of a library below it, which has only a status."""
+    """An error whose code is the name of its HTTP status: `not_found` for a path without a route."""
 
     def __init__(self, status: HTTPStatus, detail: str, *, where: str) -> None:
         super().__init__(detail, where=where, code=status.name.lower())
@@ -158,7 +158,7 @@ class TooManyConnections(ServiceError, code="too_many_connections", status=503, 
 
 
 class RequestDeadline(ServiceError, code="deadline_exceeded", status=504):
-    """The work is not done in time; it continues after the reply."""
+    """The work of a request is not done in time; the work continues after this reply."""
 
 
 class InternalError(ServiceError, code="internal_error"):

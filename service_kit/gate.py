@@ -43,7 +43,7 @@ JSON_BODY = "turnwise.json_body"
 # RFC 6455: the endpoint refuses because of its own policy.
 POLICY_VIOLATION = 1008
 _BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
-# Headers of which browsers send at least one with every POST and every socket.
+# Browsers send at least one of these headers with every POST and every WebSocket.
 _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
 # Headers that proxies and tunnels add. Behind a proxy, a Host of this machine does not prove a local client.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
@@ -52,13 +52,14 @@ _TooLarge = Callable[[], BodyTooLarge]
 
 
 class KeyDoor:
-    """Accepts requests with a key; a browser may send the key as the password of `Authorization: Basic`.
+    """A *door*, which tells the gate whether a request may enter; this one wants a key in its headers.
 
-    A browser also adds that password to requests that other sites trigger. Such a site cannot read the reply
-    to a GET, but could act by a POST or a socket, so Basic is ignored in a browser's POST or socket. Other
-    clients may use Basic for POSTs below `basic_posts`, because they can set a URL but no header.
-    A service that has no keys and needs none accepts requests from this machine only, and from no page of
-    another site. `open_paths`, and paths below `open_below`, need no key.
+    A browser may send the key as the password of `Authorization: Basic`. It adds the password to requests
+    that other sites trigger, too. Such a site cannot read the reply to a GET, but could act by a POST or a
+    WebSocket, so Basic is ignored in these if a browser sends them. Other clients may use Basic for POSTs
+    below `basic_posts`, because they can set a URL but no header. A service that has no keys and needs none
+    accepts requests from this machine only, and none from a page of another site. `open_paths`, and paths
+    below `open_below`, need no key.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class KeyDoor:
         return response
 
     def credentials(self, scope: Scope) -> RawHeaders:
-        """Return the headers; a Basic password that counts is added as X-API-Key."""
+        """Return the headers; if Basic may be used here, its password is added as X-API-Key."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             if not _BY_A_BROWSER.isdisjoint(name for name, _ in headers):
@@ -106,12 +107,12 @@ class KeyDoor:
 
 
 class SessionDoor:
-    """Accepts requests with the key, or with the cookie of the log-in page.
+    """A door (see `KeyDoor`) that accepts the key, or the cookie of the log-in page.
 
-    Requests of other sites' pages are refused. Without a key, only this machine may send requests, without a
-    proxy and to its own host names: otherwise a foreign host name that resolves to 127.0.0.1 would make a
-    foreign page same-origin. `has_session` checks the headers for the cookie. Page requests without the
-    cookie are redirected to the path `login`.
+    Requests of other sites' pages are refused. A service without keys accepts requests from this machine
+    only, without a proxy and to its own host names: another site could let its host name resolve to
+    127.0.0.1, and its pages would count as ours. `has_session` checks the headers for the cookie. Page
+    requests without the cookie are redirected to the path `login`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class SessionDoor:
 
 
 def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Return an error if a proxy forwards the request: a service without keys must know its sender."""
+    """Return an error if a proxy forwarded the request: a service without keys cannot know its sender."""
     names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
     if not names:
         return None
@@ -157,7 +158,7 @@ def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
 
 
 def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Return an error for a request of another site or, without keys, to a host name that is not local."""
+    """Return an error if a page of another site sent the request or, without keys, Host is not local."""
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")
     name_and_port = re.fullmatch(HOST, host)
@@ -168,7 +169,7 @@ def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
             where="header Host",
             hint=f"Ask http://127.0.0.1 or http://localhost, or set {keys.variable}.",
         )
-    # A socket can act, like a POST.
+    # A WebSocket has no method; like a POST, it can change something.
     if is_cross_site(scope.get("method", "POST"), headers):
         return Forbidden("the page of another site sent this request", where="header Origin")
     return None
@@ -190,8 +191,8 @@ class Gate:
     request, 408 for a body that is too slow, 413 for a body that is too large, 422 for a URL or JSON body
     that cannot be stored.
 
-    `read` parses a JSON body; its ValueError is answered as `unreadable`. If `unreadable` is None, only
-    routes read bodies. `large_body_hint` is advice to the sender of a body that is too large.
+    `read` parses a JSON body; if it raises ValueError, the reply is the error `unreadable`. If `unreadable`
+    is None, only routes read bodies. `large_body_hint` is advice to the sender of a body that is too large.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Gate:
             await self._refuse(error, scope, receive, send)
 
     def plain_value(self, scope: Scope, body: bytes) -> Any:
-        """Return the value of a JSON body; None for null or any fault, which a full call then reports."""
+        """Return the value of a JSON body; None if it is null or faulty, and the app has to answer."""
         if len(body) > self._max_body_bytes or not _says_json(scope) or self._error(scope) is not None:
             return None
         try:
@@ -288,7 +289,7 @@ def _host_error(scope: Scope) -> ServiceError | None:
 
 
 class Leaving:
-    """Calls functions when a client's connection is lost; a function added after that is called at once."""
+    """Calls functions when a client's connection is lost; one that is added later is called at once."""
 
     def __init__(self) -> None:
         self._calls: set[Callable[[], None]] | None = set()
@@ -371,7 +372,7 @@ async def whole_body(receive: Receive) -> bytes:
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """Await the work. If the client disconnects first, cancel the work and raise ClientDisconnect.
 
-    The work runs in the caller's task. A server without `LEAVING` is polled by another task.
+    The work runs in the caller's task. Without `LEAVING`, another task waits for the disconnect message.
     """
 
     def cancel() -> None:

@@ -3,10 +3,10 @@
     python -I -S guard.py REPORT COMMAND...
 
 The guards form a chain: the service starts the first, each guard starts the next, and the last starts the
-command. All are subreapers: when a descendant of the command loses its parent, in another session too, it
-becomes a child of a guard, which kills it. The kernel tells each guard when its parent ends. If any two of
-the three guards die, the third still kills everything. Each guard has its own process group, so a signal to a
-group kills one guard only.
+command. All are subreapers: when a descendant of the command loses its parent, even in another session, it
+becomes a child of a guard, which can kill it at the end. The kernel tells each guard when its parent ends. If
+any two of the three guards die, the third still kills everything. Each guard has its own process group, so a
+signal to a group kills one guard only.
 
 SIGQUIT kills the command and all its descendants. Other signals are forwarded to the command. The guard exits
 as the command does, with its exit code or by its signal. The descriptor REPORT receives the command's process
@@ -85,7 +85,7 @@ def _run(command: list[str], report: int, guard: int) -> "NoReturn":
 
 
 def _close_descriptors(signals: int, parent_end: int | None) -> None:
-    """Close all descriptors but the guard's own, so that the command's pipes end when it closes them."""
+    """Close all descriptors but the guard's own: the command's pipes end when the command closes them."""
     writes = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     null = os.open(os.devnull, os.O_RDWR)
@@ -99,7 +99,7 @@ def _close_descriptors(signals: int, parent_end: int | None) -> None:
 def _guard(child: int, signals: int, parent_end: int | None, is_guard: bool) -> "NoReturn":
     """Wait for the end of the child or of this guard's parent, kill all children, and exit as the child did.
 
-    `parent_end` is a descriptor that becomes readable when the parent ends; `is_guard` describes the child.
+    `parent_end` becomes readable when the parent ends. `is_guard`: the child is a guard, not the command.
     """
     poll = select.poll()
     poll.register(signals, select.POLLIN)

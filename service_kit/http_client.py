@@ -1,6 +1,6 @@
 """A lean HTTP/1.1 client that sends POSTs and returns whole replies, for the requests of every decision.
 
-It takes a half to a third of aiohttp's time. It keeps connections alive, and supports no redirects, cookies,
+It takes a third to a half of aiohttp's time. It keeps connections alive, and supports no redirects, cookies,
 proxies or compression.
 
 No request is sent twice, because servers may bill each one. A kept connection that the server has closed
@@ -25,7 +25,7 @@ from service_kit.replies import PLAIN, ReplyFault, ReplyTooLarge, refuse_encoded
 
 # Shorter than the idle time-out of servers, so that few requests use a connection that is about to close.
 KEEP_ALIVE_S = 15.0
-# All heads of a reply together, including early hints.
+# Limit of all heads of a reply together, including early hints (status 1xx).
 MOST_HEAD_BYTES = 64 << 10
 # Delay before an address of the other family is tried too (RFC 8305).
 _NEXT_ADDRESS_S = 0.25
@@ -214,7 +214,7 @@ class HttpClient:
 
         Args:
             timeout_s: includes the wait for other requests and for a connection.
-            most_bytes: of the reply's body.
+            most_bytes: largest body of the reply.
 
         Raises:
             TimeoutError: the reply was not complete in time.

@@ -21,14 +21,14 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 # Environment variables with the key of a task app, and of a trainer service.
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
-# The log-in page answers MOST_GUESSES wrong keys of an address within GUESSES_S with 401, the next with 429.
+# Within GUESSES_S, MOST_GUESSES wrong keys of an address get status 401 on the log-in page, further ones 429.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
-    """Read the key from the variable, or from the file that `<variable>_FILE` names; None without both."""
+    """Return the key in the variable, or in the file that `<variable>_FILE` names; None if neither is set."""
     value = environ.get(variable, "").strip()
     file_variable = f"{variable}_FILE"  # the convention of containers
     name = environ.get(file_variable, "")

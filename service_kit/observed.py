@@ -1,7 +1,7 @@
 """The outermost ASGI middleware: gives each request an id, counts it, and logs it at level debug.
 
-The id is the caller's `X-Request-ID` if it may stand in a log, otherwise a new one. The reply has the id as a
-header, and so has every log line of the request.
+The id is the caller's `X-Request-ID` if a log may contain that, otherwise a new one. The reply has the id in
+a header, and every log line of the request contains it.
 """
 
 import logging
@@ -64,7 +64,7 @@ class Requests:
     """Counts of requests since the service's start; not thread-safe."""
 
     replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Number by method, route template and status; a template has no ids, which would become labels."""
+    """Number by method, route template and status; a template keeps ids of a path out of the labels."""
     latency: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     """Durations by route, from the request's head to the reply's end."""
 
@@ -89,8 +89,8 @@ class Requests:
 class RequestObserver:
     """Wraps the app; reads no body, and stores only counts.
 
-    A caller's id that contains one of `keys` is replaced. Durations of the routes in `streams` are not
-    counted, because the clients decide when such a reply ends.
+    A caller's id that is one of `keys`, or contains a key of the request, is replaced. Durations of the
+    routes in `streams` are not counted, because the clients decide when such a reply ends.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
@@ -128,7 +128,7 @@ class RequestObserver:
     def answer(
         self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
     ) -> PlainReply | None:
-        """Count an immediate reply (service_kit.connections.Posts), but not if `plain` returns None."""
+        """Return and count the reply of `plain` (service_kit.connections.Posts); None if it returns none."""
         start_s = time.perf_counter()
         request_id = self._begin(scope)
         try:
@@ -170,7 +170,7 @@ def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[
 
 
 def choose_request_id(scope: Scope, keys: Keys) -> bytes:
-    """Return the caller's id, or a new one if the caller's has other characters, is a key or contains one."""
+    """Return the caller's id; a new one if that is missing, unfit or a key, or contains the request's key."""
     headers = scope["headers"]
     caller_id = next((value for name, value in headers if name == HEADER), b"")
     if (
@@ -190,7 +190,7 @@ def find_route(scope: Scope) -> str:
     return path if isinstance(path, str) else _NO_ROUTE
 
 
-# The forms of a reply to a scraper, for /openapi.json.
+# Media types of a reply to a Prometheus scraper, for /openapi.json.
 METRICS_CONTENT = {
     media_type: {"schema": {"type": "string"}}
     for media_type in ("text/plain", "application/openmetrics-text")
@@ -198,8 +198,8 @@ METRICS_CONTENT = {
 
 
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
-    """Make the reply to a Prometheus scraper, with these metrics and those of the process."""
-    # Imported late: most task apps are never scraped, and a trainer's embedded one must start fast.
+    """Return the reply to a Prometheus scraper: the metrics of `collect`, and those of this process."""
+    # Imported late: most task apps are never scraped, and one that a job starts must start fast.
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, disable_created_metrics
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector

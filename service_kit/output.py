@@ -16,7 +16,7 @@ import structlog
 
 log = structlog.get_logger("service_kit")
 
-# Logged bytes per call; calls within the same period count as one.
+# Most logged bytes per call of the child; calls within the same _PERIOD_S count as one.
 MAX_LOG_BYTES = 65_536
 _PERIOD_S = 1.0
 _CHUNK_BYTES = 4_096
@@ -34,11 +34,11 @@ class Output:
         with output.given() as descriptor:
             process = Popen(command, stderr=descriptor)
 
-    Events are `environment_printed` with the text, and `environment_prints_left_out` with the number of bytes
-    beyond the limit and the last text, which often explains a child's end. Both have the child's name:
-    `environment=mcp:files`.
+    The log gets `environment_printed` with the text. It gets `environment_prints_left_out` with the number of
+    bytes beyond the limit and the last text, which often explains why a child ended. Both events name the
+    child: `environment=mcp:files`. Their level is debug if `is_for_debugging` is true.
 
-    With `is_for_debugging` the level is debug. The `secret` is replaced by `[key]`.
+    `[key]` replaces the `secret` in the text.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Output:
         os.close(self._far_end)
 
     def begin_call(self) -> None:
-        """Reset the limit for the next call, and log how many bytes exceeded the last call's."""
+        """Reset the limit, at most once per _PERIOD_S, and log how many bytes have exceeded it."""
         with self._lock:
             if self._clock() - self._since_s >= _PERIOD_S:
                 self._begin_period()
@@ -93,7 +93,7 @@ class Output:
             return _text(self._tail + self._rest)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Log the output so far and stop reading; another process may keep the pipe open for ever."""
+        """Log the output so far and stop reading, because another process may keep the pipe open for ever."""
         if self._end_signal < 0:
             return
         os.close(self._end_signal)

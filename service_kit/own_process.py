@@ -28,7 +28,7 @@ def begin_imports() -> None:
 
 
 def end_imports() -> None:
-    """Enable garbage collection again, without the imported modules."""
+    """Enable the garbage collector again, and exempt all imported modules from it."""
     gc.freeze()
     gc.enable()
 

@@ -20,16 +20,16 @@ from typing import Any
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError, SettingsError
 
-# Folders of the imported files, which are in sys.path.
+# Folders of the imported plug-in files; sys.path contains all of them.
 _FOLDERS: set[Path] = set()
 
 
 def load_module(file: Path, *, option: str) -> ModuleType:
     """Import a Python file, which may import other modules of its folder.
 
-    `option` names the file's setting in errors: a key of a job or `--plugins`. Raises SettingsError if it is
-    not a Python file, if its import raises (the log gets the traceback), or if a module of its folder has the
-    name of a module that was imported from another plug-in's folder.
+    `option` is the setting that names the file (a key of a job, or `--plugins`), for errors. Raises
+    SettingsError if `file` is no Python file, if its import raises (the log gets the traceback), or if a
+    module of its folder has the name of a module that was imported from another plug-in's folder.
     """
     place = f"{option} {file}"
     if not file.is_file():
@@ -66,7 +66,7 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """A loaded entry point of a package."""
+    """A plug-in that an installed package declares as an entry point, after its import."""
 
     name: str
     value: str
@@ -88,7 +88,7 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
 
 
 def built_in_environments() -> list[str]:
-    """List the environments that come with Turnwise, by the files of task_app/environments; imports none."""
+    """Return the names of Turnwise's own environments: the modules of task_app/environments; import none."""
     folder = Path(__file__).parents[1] / "task_app/environments"
     return sorted(module.name for module in iter_modules([str(folder)]) if module.name != "foreign")
 
@@ -104,7 +104,7 @@ def find_entry_points(group: str) -> EntryPoints:
 
 @lru_cache(maxsize=1)
 def _scan_packages(changes_ns: tuple[tuple[str, int], ...]) -> Callable[..., EntryPoints]:
-    """Return the function that selects entry points; cached until a folder of `sys.path` changes."""
+    """Return the function that selects entry points; the cache lasts until a folder of `sys.path` changes."""
     # The class of all entry points differs between Python 3.11 and 3.12; `select` is common to both.
     return entry_points().select
 

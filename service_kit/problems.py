@@ -24,7 +24,7 @@ Respond = Callable[[ServiceError], Response]
 _REFERENCE = "#/components/schemas/{model}"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _HEADER, _BEARER = "X-API-Key", "Bearer"
-# After these, the connection is closed: the unread rest of the body would be read as the next request.
+# These replies close the connection, because the unread rest of a body would be read as the next request.
 _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
 
 
@@ -47,7 +47,7 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
 
 
 class BodyError(HTTPException):
-    """Wraps an error while a body is read in the only exception class that FastAPI's reader passes on."""
+    """Wraps an error that occurs while FastAPI reads a body, which lets only an HTTPException through."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)
@@ -120,8 +120,8 @@ def error_responses(
 ) -> dict[int | str, dict[str, Any]]:
     """Make the entries of /openapi.json for error statuses whose body is one of these models.
 
-    The entries refer to schemas that `describe` adds: given the models, FastAPI would build a validator for
-    each status of each route.
+    The entries refer to schemas that `describe` adds. If they held the models themselves, FastAPI would build
+    a validator for each status of each route.
     """
     schemas = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
     content = {kind: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}

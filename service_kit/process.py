@@ -1,8 +1,8 @@
 """Child processes of a service: start, readiness, supervision, restart, and end with the parent.
 
-Only the parent holds the other end of a child's standard input, so that pipe closes however the parent ends.
-Our own programs exit then (`service_kit/own_process.py`). Any other command runs under a guard
-(`service_kit/guard.py`), which kills all its descendants. `Worker` keeps a process running.
+A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
+ends. Our own programs then exit (`service_kit/own_process.py`). Any other command runs under a guard
+(`service_kit/guard.py`), which kills it and all its descendants. `Worker` keeps a process running.
 """
 
 import asyncio
@@ -57,10 +57,10 @@ class Process(Protocol):
         return None
 
     def lines(self) -> AsyncIterator[str]:
-        """Yield the next lines of its stdout until it closes; a long line is cut and marked."""
+        """Yield the next lines of the process's stdout until that closes; a long line is cut and marked."""
 
     async def ended(self) -> int:
-        """Wait for its end; return the exit code, negative if a signal or the loss of its node ended it."""
+        """Wait for the end; return the exit code, negative after a signal or the loss of the node."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, unless it has ended."""
@@ -69,7 +69,7 @@ class Process(Protocol):
         """Send SIGTERM, and SIGKILL after `grace_s`; return whether the process was killed."""
 
     def kill_rest(self) -> None:
-        """Kill the descendants that it has left behind, right after its end; later calls do nothing."""
+        """Kill the descendants that are left right after the process's end; later calls do nothing."""
         return None  # by default, something else kills them
 
 
@@ -98,8 +98,8 @@ class Child(Process):
         """Start a command; by default it inherits this process's stdout and stderr.
 
         Args:
-            stdout: needs to be PIPE for `address` and `lines`.
-            prints: receives stderr, and stdout if that is None; `end_all` ends it.
+            stdout: must be PIPE for `address` and `lines`.
+            prints: receives stdout and stderr, except one that is given; `end_all` ends `prints`.
             descriptors: open descriptors that the child inherits under the same numbers.
             is_ours: the command exits when its standard input closes. Any other command gets a guard, which
                 kills the command and its descendants.
@@ -264,9 +264,9 @@ def _read_report(report: bytes, command: Sequence[str]) -> int:
 
 
 class Guarded(subprocess.Popen[bytes]):
-    """A guarded command for synchronous code; SIGKILL also kills its descendants.
+    """A command under a guard, for synchronous code: SIGKILL, as of `kill`, also kills its descendants.
 
-    The command leads a process group; on a system without guards, signals go to that group. `options` are
+    On a system without guards, each signal goes to the whole process group of the command. `options` are
     those of Popen. Raises OSError if the command cannot be run.
     """
 
@@ -307,17 +307,17 @@ class Worker:
     ready_s: float | None = None
     """Longest time from the start until the process is ready."""
     silence_s: float | None = None
-    """A process that answers no probe for so long is killed; None: no probes."""
+    """A process that answers no probe for this time is killed; None sends no probes."""
     pauses_s = (0.5, 10.0)
     """First and longest pause before a restart; the pause doubles after each failure."""
     healthy_s = 30.0
-    """A process that ran so long is restarted without a pause."""
+    """A process that ran at least this long is restarted without a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.process: Process | None = None
         self.ready = asyncio.Event()
         self.may_start = asyncio.Event()
-        """No process is started until it is set; workers may share one event."""
+        """No process is started until this event is set; workers may share one event."""
         self.may_start.set()
         self.restarts = 0
         self._clock = clock
@@ -341,14 +341,14 @@ class Worker:
         """Report that the process is killed because it was not ready in time or answered no probe."""
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
-        """Report the end, its exit code and the pause before the restart; an exception ends `run_forever`.
+        """Report that the process ended with `code` after `lasted_s`, and restarts after `pause_s`.
 
-        A subclass may raise here to give up, for example after too many restarts in a row.
+        An exception raised here ends `run_forever`, for example after too many restarts in a row.
         """
         raise NotImplementedError
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
-        """Report an error of `start`, which is then retried; by default the error ends `run_forever`."""
+        """Report an error of `start` and return for a retry; by default, raise it to end `run_forever`."""
         raise error
 
     async def run_forever(self) -> NoReturn:

@@ -16,9 +16,9 @@ def version() -> str:
 
 
 def modules_of_extra(extra: str) -> frozenset[str]:
-    """Return the top modules of an extra's packages: the packages' names, with _ for -.
+    """Return the names of an extra's packages in the form of module names: in lower case, with _ for -.
 
-    Empty for a checkout that is not installed.
+    The result is empty for a checkout that is not installed.
     """
     try:
         lines = requires("turnwise") or []

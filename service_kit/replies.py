@@ -59,7 +59,7 @@ class ReplyTooLarge(ReplyFault):
 
 
 class ReplyEncoded(ReplyFault):
-    """A reply would have to be inflated."""
+    """The body of a reply is compressed."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__(f"its reply has the Content-Encoding {show_found(encoding)}; none was asked for")
@@ -72,7 +72,7 @@ class ReplyInvalid(ReplyFault):
         part: the server and route that replied.
         field: path of the field, as `choices.0.token_ids.3`; "" for the whole reply.
         found: its clipped value and its type, or `missing`.
-        allowed: the rule that it breaks.
+        allowed: the rule that the value breaks.
     """
 
     def __init__(self, part: str, field: str, found: str, allowed: str) -> None:
@@ -89,8 +89,8 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
     """Parse a whole JSON reply.
 
     Args:
-        kind: is always read in strict mode. It refuses NaN and infinity only with `allow_inf_nan=False`, as
-            in every `StrictReply`.
+        kind: the model to read, always in strict mode. It refuses NaN and infinity only if its config has
+            `allow_inf_nan=False`, as every `StrictReply` has.
         part: server and route, for the error.
 
     Raises:
@@ -233,7 +233,7 @@ class Lines:
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
     """Return the target of a redirect without its query, as `'https://host:port/path'`.
 
-    None if the status is no redirect; `nowhere` if the Location is missing or invalid.
+    Return None if the status is no redirect, and `nowhere` if the Location is missing or invalid.
     """
     if not HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         return None

@@ -12,7 +12,7 @@
 
 Numbers are transferred exactly, including NaN and infinity; pydantic models follow their own config. An error
 keeps its class, or gets the nearest base class that the reader knows. Both sides limit the size of what they
-read and check its type; a misfit is a `failure` that names call, field and value.
+read and check its type; data that does not fit raises `failure`, which names call, field and value.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class ErrorBody(Body):
     where: str | None = None
     hint: str | None = None
     errno: int | None = None
-    """The errno of an OSError that caused it, by which the reader decides whether to retry."""
+    """The errno of an OSError that caused this error; the reader decides by it whether to retry."""
     more: dict[str, JsonValue] = Field(default_factory=dict)
     """The attributes that `ServiceError.carries` names."""
 
@@ -157,7 +157,7 @@ class Table(dict[str, Call], Generic[Error]):
         return call.encode(call.arguments, tuple(arguments))
 
     def read_arguments(self, name: str, body: bytes, tell: Tell | None = None) -> tuple[Any, ...]:
-        """Return the arguments of a call, then `tell` if it has progress. Raises `failure` for a misfit."""
+        """Return the arguments of a call, then `tell` if it has progress. Raises `failure` for misfits."""
         call = self[name]
         try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
@@ -187,7 +187,7 @@ class Table(dict[str, Call], Generic[Error]):
             raise self.misfit(f"the error of {name!r}", error) from error
 
     def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
-        """Make the error for a value of a wrong type: its place, what is allowed, and what was found."""
+        """Return the error for a value of a wrong type; it names the place, what is allowed and the value."""
         fault = f": {error}"  # for bytes that are no JSON or no array
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
-# Linux cuts it to net.core.somaxconn, which is 4096 there.
+# Linux allows net.core.somaxconn at most, whose default is 4096.
 BACKLOG = 4096
 # Longer than clients keep idle connections, so that they close first.
 KEEP_ALIVE_S = 120
@@ -40,7 +40,7 @@ class Listener:
 
     @classmethod
     def inherited(cls, descriptor: int) -> Self:
-        """Use the socket that this process inherits from its parent."""
+        """Return a listener on the socket that this process inherits from its parent."""
         listener = cls.__new__(cls)
         held = socket.socket(fileno=descriptor)
         listener._hold(held, held.getsockname()[0])
@@ -62,9 +62,9 @@ class Listener:
 
 
 class Server(uvicorn.Server):
-    """Reports when it is ready, and runs the service's own work before it stops.
+    """Reports when it is ready, and runs the service's own work (`before_stop`) before it stops.
 
-    uvicorn stops listening before the app's lifespan ends, so the lifespan would be too late.
+    The end of the app's lifespan would be too late for that work: uvicorn stops listening before.
 
     Args:
         respond: makes the reply to an error of a connection, which has no request.
@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine on a new uvloop, as servers do."""
+    """Run a coroutine in a new event loop of uvloop, as servers do."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

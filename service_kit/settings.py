@@ -119,8 +119,8 @@ def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
 def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any) -> Table:
     """Read settings from environment variables and from `options` of the command line, which override them.
 
-    Items of a list's option are appended to its variable's. An empty variable or option counts as unset, but
-    an empty variable of a list makes the list empty. Raises SettingsError for an invalid variable or option.
+    The items of a list's option are appended to those of its variable. An empty variable or option counts as
+    unset, but an empty variable of a list makes the list empty. Raises SettingsError for an invalid value.
     """
     from pydantic_settings import EnvSettingsSource  # imported late, because `--help` should be quick
 
@@ -203,7 +203,7 @@ def typer_option(table: type[SettingsTable], name: str) -> Any:
 
 
 def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature:
-    """Make the signature of a typer command: context, an option per field with a flag, then `further`."""
+    """Return the signature of a typer command: context, an option for each field with a `Flag`, `further`."""
     from typer import Context
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=Context)]
@@ -222,7 +222,7 @@ def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature
 
 
 def options_given(context: Any) -> dict[str, Any]:
-    """Return the values of the command line, without variables and defaults."""
+    """Return the values that the command line sets, without those of environment variables and defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in sources.items() if source.name == "COMMANDLINE"}
 

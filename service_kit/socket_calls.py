@@ -3,8 +3,8 @@
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
-Each line is that of a call over HTTP, preceded by the call's number. A call over HTTP takes seven times as
-long, too long for each sample of an engine.
+Each line is the same as in a call over HTTP, after the call's number. A call over HTTP takes seven times as
+long, which is too long for each sample of an engine.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _MOST_DIGITS, _SHOWN = 18, 60
 
 
 class Unanswered(ConnectionError):
-    """The other end of a socket is closed or sends invalid lines; the text ends a sentence."""
+    """The other end of a socket is closed or sends invalid lines; callers put the text after a colon."""
 
 
 class _Connection(asyncio.Protocol):
@@ -49,7 +49,7 @@ class _Connection(asyncio.Protocol):
         try:
             for line in self._lines.take(data):
                 self._hear(line)
-        except Exception as error:  # the bytes are foreign, so any error may follow
+        except Exception as error:  # the bytes come from another process: any error may follow
             log.error("connection_misheard", exc_info=error)
             self.abort(f"what {self._who} said could not be read: {describe_error(error)}")
 
@@ -131,7 +131,7 @@ class Caller:
 
 
 async def serve_calls(table: Table[Any], host: object, connected: socket.socket) -> str:
-    """Answer the calls of a socket until its other end closes; return the reason."""
+    """Answer the calls of a socket until its other end closes; return the reason of the end."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[str] = loop.create_future()
 

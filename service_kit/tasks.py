@@ -17,7 +17,7 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 async def racing(
     *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
 ) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """Yield the tasks as soon as the first is done; on exit, cancel the tasks made from coroutines."""
+    """Yield the tasks as soon as one is done; on exit, cancel the tasks that were made from coroutines."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -58,13 +58,13 @@ class Body(_FailFast):
 
 
 class OpenBody(_FailFast):
-    """A frozen body in a foreign shape (OpenAI's, or a legacy route); unknown keys are kept."""
+    """A frozen body in the format of another API (OpenAI's, or a legacy route's); unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 class StrictReply(_FailFast):
-    """The fields that we read of a foreign server's reply: strict types, finite numbers.
+    """The fields that we read in the reply of a server that is not ours: strict types, finite numbers.
 
     Unknown keys are dropped. An optional field may also be null, as many servers write it.
     """
@@ -111,7 +111,7 @@ class Reply(Body):
 
 
 class OpenReply(OpenBody):
-    """A reply in a foreign shape, with further keys."""
+    """A reply in the format of another API; it may have further keys."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -130,7 +130,7 @@ def shown(value: Any) -> str:
 
 
 def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
-    """Make `NAME is 3 (int); a text is needed`: the found value of an item's key, and the needed one."""
+    """Return `NAME is 3 (int); a text is needed` about the value that `item` has under the key `name`."""
     value = item.get(name)
     return f"{name} {'is missing or null' if value is None else f'is {shown(value)}'}; {needed} is needed"
 
@@ -147,7 +147,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Make the end of a message about an unknown name: `". Did you mean 'a'? Known: a, b"`.
+    """Return the end of a message about an unknown name: `". Did you mean 'a'? Known: a, b"`.
 
     The likely name comes first, because a long list may be cut. Without a likely name: `"; known: a, b"`.
     """
@@ -157,7 +157,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def suggest_to_policy(name: str, known: Collection[str]) -> str:
-    """Make the end of a message to a policy about an unknown name: `"; known: a, b. Did you mean 'a'?"`.
+    """Return the end of a message to a policy about an unknown name: `"; known: a, b. Did you mean 'a'?"`.
 
     Do not change these words: the text is part of environments, whose results must stay comparable.
     """

@@ -21,16 +21,16 @@ conversations with the same seeds then draw the same random numbers even if thei
 The following hold with or without ROLLOUT_HEADER:
 
 `max_model_length` in the request is the job's own limit, below the model's. If prompt and max_tokens together
-exceed the lower limit, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED, the counts `prompt_tokens` and
-`max_tokens`, and the limit as `max_model_len`.
+exceed the lower limit, the reply has status 400 and the code CONTEXT_LENGTH_EXCEEDED. It also has the counts
+`prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.
 
 `sampling_finish_reason` in choices[0] is "stop", "length" or "abort", because OpenAI's `finish_reason` is
 "tool_calls" whenever a call was parsed. If a tool call cannot be parsed, the message has the reason as
 `tool_call_error` and the raw text as content. Reasoning that the model's format separates from the content is
 `reasoning_content`.
 
-A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures. The
-reply's header IGNORED_HEADER lists the request's settings that had no effect, here and there.
+A key whose value is null counts as absent (`without_nulls`). The reply's header IGNORED_HEADER lists the
+request's settings that had no effect. Both are also true of the endpoints of captures.
 """
 
 from enum import StrEnum
@@ -43,7 +43,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class StructuredOutput(StrEnum):
-    """How a server that cannot enforce a `response_format` handles it: ignore it, or reply with a 400."""
+    """What a server does if it cannot enforce a `response_format`: ignore it, or reply with status 400."""
 
     DROP = "drop"
     REJECT = "reject"
@@ -60,7 +60,7 @@ def openai_error(sentence: str, *, status: int, code: str, where: str | None) ->
     return {"message": sentence, "type": kind, "param": where, "code": code}
 
 
-# 424: a server behind ours did not answer.
+# 424: a server that ours called did not answer.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "authentication_error",
@@ -68,7 +68,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-# Keys of objects in which null is a value of the caller's. An `input` that is a list holds messages instead.
+# Keys of the caller's own objects, where null is a value. An `input` that is a list holds messages instead.
 _OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
 _SCHEMAS = frozenset({"parameters", "input_schema", "schema"})
 

@@ -1,4 +1,4 @@
-"""The result of a user's reward function, with the names of its library.
+"""The result of a user's reward function, under the published names.
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (the reward function of Phase 1); DESIGN.md 4.3.
 """

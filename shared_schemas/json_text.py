@@ -24,9 +24,9 @@ MAX_DEPTH = 201
 # A limit because pydantic makes an error for each unknown key, and may compare the key with all known ones.
 MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
-# Patterns, after every digit is replaced by 0, of numbers that the reader accepts and we may refuse. Only
-# texts with a pattern are searched, and most have none. A number with a two-digit exponent is too large only
-# if it has about 200 more digits.
+# Patterns of numbers that the reader accepts and we may refuse, in a text whose digits are all replaced by 0.
+# Only texts that contain a pattern are searched; most contain none. A number with a two-digit exponent is too
+# large only if it has about 200 more digits.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _HUGE, _HUGE_PLUS, _LONG = b"0e000", b"0e+000", b"0" * 200
 _LARGEST = sys.float_info.max
@@ -85,7 +85,7 @@ class RepeatedKey(ValueError):
 
 
 def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from key-value pairs, as `object_pairs_hook`. Raises RepeatedKey."""
+    """Make an object from key-value pairs, as json's `object_pairs_hook`. Raises RepeatedKey."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]

@@ -45,9 +45,9 @@ class ToolSpec(OpenBody):
 
 
 def refuse_no_opening(value: Any, name: str) -> None:
-    """Check the opening of an episode: a text, or messages of which the last is the user's; none is empty.
+    """Refuse anything but the opening of an episode: a text, or messages of which the last is the user's.
 
-    Raises ValueError, which begins with `name` (the column or key) and says which message is wrong.
+    Only a message with tool calls may be empty. The ValueError begins with `name` (the column or key).
     """
     if isinstance(value, str) and value.strip():
         return
@@ -63,7 +63,7 @@ def refuse_no_opening(value: Any, name: str) -> None:
 
 
 def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tuple[Message, ...]:
-    """Return the messages of a `dialogue` before the first answer, whose length the trainer measures.
+    """Return the messages of a `dialogue` before the first answer; the trainer measures their length.
 
     A prompt that is a text gets the system message `system`.
     """
@@ -74,9 +74,9 @@ def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tup
 
 
 def refuse_unanswerable(value: Any, name: str) -> None:
-    """Check that an interaction can answer the messages: the last one must be the assistant's.
+    """Refuse messages that an interaction cannot answer; the last one must be the assistant's.
 
-    The assistant's content may be empty or None; it is scored anyway.
+    Its content may be empty, or None, and is scored anyway.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")

@@ -31,7 +31,7 @@ _OPEN = (
 )
 _CLOSE = rf"(?:\\?(?:{_MONEY}|%)|[*_`)}}\]>\"'\u201d]|\\[)\]]|[\s.])"
 _GROUP = r"(?:[,'_\u00a0]|\{,\}|\\,)"
-# Not before a hyphen, which makes a compound of the last group: 3 100-dollar bills.
+# No hyphen with a letter may follow: in `3 100-dollar bills`, 100 belongs to a compound, not to the number.
 _SPACED = rf"\d{{1,3}}(?:\ \d{{3}})+(?!{_GROUP}?\d|-[^\W\d_])"
 _WHOLE = rf"{_SPACED}|\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d{{1,2}}(?:{_GROUP}\d{{2}})+{_GROUP}\d{{3}}|\d+"
 _POWER = r"(?:\^|\*\*)\{?[-+]?\d+\}?"
@@ -52,7 +52,7 @@ _BODY = (
 
 
 def _number_pattern(blank: str) -> str:
-    """Make the pattern of a number with its sign, before or after a currency, bracket or emphasis."""
+    """Return the pattern of a number; its sign may stand before or after a currency, bracket or emphasis."""
     return (
         rf"(?:(?<![\w)\]}}%\u2014+-])(?<!\d{_MONEY})(?P<sign>[-+]){blank})?"
         rf"(?P<open>(?:{_OPEN}{blank}){{1,8}})?"
@@ -213,7 +213,7 @@ def _body_value(body: str) -> Exact | None:
 
 
 def _decimal(text: str) -> tuple[int, int] | None:
-    """Return (m, n) of m * 10**n; None if the text is not a decimal number, such as 1.2.3."""
+    """Return (m, n) for the number m * 10**n; None for a text like 1.2.3, which is no decimal number."""
     unsigned = text.lstrip("+-")
     if power := _TEN_POWER.fullmatch(unsigned):
         return (-1 if text.startswith("-") else 1), int(power["power"])

@@ -14,7 +14,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 # Largest product of the pattern's length and the counts of its repetitions.
 MAX_EXPANSION = 2_000
-# Only so many UTF-8 bytes at the end of a text are searched. The search runs on the event loop; the slowest
+# Number of UTF-8 bytes at the end of a text that are searched. The search runs on the event loop; the slowest
 # known pattern within the limits (nested optional Unicode classes) takes 40 ms on four-byte letters, and an
 # ordinary pattern microseconds.
 SEARCH_BYTES = 4_096

@@ -24,8 +24,8 @@ def read_text(path: Path) -> str:
 def decode_text(data: bytes) -> str:
     """Decode UTF-8, without a byte order mark.
 
-    Raises ValueError for invalid bytes with their place, or with the name of another encoding. The message
-    contains no part of the text, which may be a key.
+    Raises ValueError, which names the place of an invalid byte, or the text's encoding if that is another.
+    The message contains no part of the text, which may be a key.
     """
     encoding = json.detect_encoding(data)  # by the mark, or by zeros next to the first characters
     if not encoding.startswith("utf-8"):
@@ -50,8 +50,8 @@ def encodable(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape every control character (`\\x1b`) except tabs and line breaks.
+    """Escape (as `\\x1b`) control characters, except tab and line feed, and marks of the text's direction.
 
-    The text then cannot move a terminal's cursor, set its title or reverse its lines.
+    A terminal that prints the result neither moves its cursor, sets its title nor reorders characters.
     """
     return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)

@@ -26,7 +26,7 @@ def read_words(action: Mapping[str, Any]) -> str | None:
 
 
 class ReplayTurn(Body):
-    """One decision of a record: its action, and what the environment did, to compare the replay with."""
+    """One decision of a record: its action, and what the environment did, for comparison with the replay."""
 
     tool_calls: tuple[ToolCall, ...] = ()
     text: str | None = Field(default=None, description="the words, where the environment takes words")

@@ -79,7 +79,7 @@ CONSISTENT_STRATEGIES = ("consistent", "simple", "consistent_stepwise", "decisio
 
 
 class UndefinedReward(ValueError):
-    """The rewards of an episode are undefined; `turn` is the faulty decision, None the whole episode."""
+    """The rewards of an episode are undefined; `turn` is the faulty decision, None if no single one is."""
 
     def __init__(self, fault: str, *, turn: int | None = None) -> None:
         super().__init__(fault)

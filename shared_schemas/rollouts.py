@@ -1,7 +1,7 @@
 """The wire types of the rollout service.
 
 The trainer chooses the ids, so a repeated request is harmless: the same id with the same body means the same
-rollout. The same id with another body is refused with a 409.
+rollout. The same id with another body is refused with status 409.
 """
 
 import json
@@ -137,7 +137,7 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class CostKeys(Body):
-    """The costs of decisions; they are no part of a task, and agents with their own prompts pay none."""
+    """The costs of decisions. They define no task, and rollouts of agents (docs/captures.md) refuse them."""
 
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
@@ -164,7 +164,7 @@ class LimitKeys(CostKeys):
 
 
 class DecisionLimit(Body):
-    """The limit that a job derives from several keys."""
+    """The limit of decisions, which a job derives from several keys."""
 
     max_decisions: Decisions = 50
 

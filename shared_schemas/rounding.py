@@ -26,7 +26,7 @@ def has_spread(values: Sequence[float], *, size: float) -> bool:
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest magnitude of values, which is their size unless they are sums."""
+    """Return the largest magnitude of values, which is their `size` if they are not sums themselves."""
     return max(map(abs, values), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""TaskDefinitionModel: the definition of one episode with source 2's names, for RLRolloutWorker.
+"""The definition of one episode for RLRolloutWorker, with the names of source 2 (docs/sources.md).
 
 A rollout request has the same facts in `env`, `limits` and `ground_truth`. Published names of other systems
 that have no meaning here are refused with a hint. Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3;

@@ -53,7 +53,7 @@ def _read_name(tool: Any) -> str:
 
 
 def chosen_tools(choice: ToolChoice, names: Sequence[str]) -> list[int]:
-    """Return the indices of the tools, with these names, that a choice allows.
+    """Return the indices in `names` of the tools that a choice allows.
 
     Raises ValueError if the choice names an unknown tool, or requires a call and there is no tool.
     """

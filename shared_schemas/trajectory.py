@@ -184,7 +184,7 @@ class PolicyLogprobs(Body):
 
 
 def cover(starts: Sequence[int], count: int) -> bool:
-    """Whether starts of spans begin at 0, increase, and stay below `count`; without tokens, only [0]."""
+    """Whether starts of spans begin at 0, increase, and stay below `count`; [0] is right for 0 tokens too."""
     if starts == [0]:
         return True  # the usual case: one version for all tokens
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
@@ -297,7 +297,7 @@ class RewardPart(Body):
 
 
 class StepMetadata(Body):
-    """`decision_rewards` is present only when enabled and `decision_stepwise`."""
+    """`decision_rewards` is set only if decision rewards are enabled in the mode `decision_stepwise`."""
 
     decision_rewards: DecisionRewards | None = None
 
@@ -413,7 +413,7 @@ class StepData(Body):
         self.__dict__[_HISTORY] = history
 
     def follow(self, before: "StepData | None") -> None:
-        """Set the step before this one, for episodes with fresh prompts; None for the first step."""
+        """Set the step before this one, in an episode that is no conversation; None for the first step."""
         self.__dict__[_BEFORE] = before
 
     @property
@@ -441,7 +441,7 @@ class StepData(Body):
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """The states of the loop in this decision, in order; a foreign observation counts as a new view."""
+        """The states of the loop in this decision, in order; an observation of another type is a new view."""
         observation, info = self.observation_data, self.step_info
         is_body = isinstance(observation, ObservationData)
         is_continued = is_body and observation.messages_reused and not observation.changed

@@ -1,1 +1,1 @@
-"""The task app: environments behind HTTP, episodes, decision rewards. No torch, no tokenizer, no database."""
+"""The task app: environments behind HTTP, episodes, decision rewards. It needs no torch and no tokenizer."""

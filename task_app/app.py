@@ -69,7 +69,7 @@ _ROUTERS = (
 
 
 class TaskApp(FastAPI):
-    """FastAPI inside of our own middleware."""
+    """A FastAPI app that is wrapped in our own middleware."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -90,7 +90,7 @@ def create_app(
 ) -> TaskApp:
     """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
 
-    If no key is set, the app refuses every request with `needs_key`, and otherwise answers this machine only.
+    Without keys the app refuses all requests if `needs_key` is true, and otherwise answers this machine only.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     boards = replace(boards or default_plug_boards(), reach=settings)
@@ -99,7 +99,7 @@ def create_app(
         title="Turnwise task app", version=version(), docs_url=None, redoc_url=None, lifespan=_lifespan
     )
     app.state.services = services
-    # Draw one picture at a time, so that episodes can use the threads.
+    # Draw one picture at a time, so that threads stay free for episodes.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for router in _ROUTERS:
@@ -118,7 +118,7 @@ def create_app(
 
 
 def _add_middleware(task_app: TaskApp, services: Services) -> None:
-    """Set the middleware, from the inside out, and the POSTs that are answered at once."""
+    """Wrap the app in its middleware, innermost first, and set the POSTs that are answered at once."""
     settings, keys = services.settings, services.keys
     app: ASGIApp = Once(task_app.front, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)

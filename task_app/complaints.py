@@ -12,7 +12,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Choose the error to report: an unknown key rather than a missing one, which was probably misspelt."""
+    """Choose the error to report: first an unknown key, which is probably a misspelt required one."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
@@ -21,8 +21,8 @@ def invalid(
 ) -> InvalidRequest:
     """Make an InvalidRequest from an element of pydantic's `ValidationError.errors()`.
 
-    `where` is the path in the body above the error's own place. For an unknown key, the sentence suggests the
-    most similar of the `known` field names, or the place `meant`.
+    `where` is the path in the body to the validated part. For an unknown key, the sentence suggests the
+    most similar of the `known` field names, or `meant` if that is given.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":

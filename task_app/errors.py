@@ -1,7 +1,7 @@
 """The errors of the task app; `service_kit.errors` has those of the HTTP edge.
 
-Every message says where, what was found, what is allowed and the likely intent. `service_kit.problems`
-converts errors to problem+json; `rollouts` converts an EpisodeFailed to a RolloutFailure.
+Every message says where the fault is, what was found, what is allowed and the likely intent.
+`service_kit.problems` makes problem+json of errors; `rollouts` makes a RolloutFailure of an EpisodeFailed.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,7 +34,7 @@ class InvalidRequest(TaskAppError, code="invalid_request", status=422):
 
 
 def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
-    """Refuse the first used part of a request; none of these parts has an effect, for the reason `why`."""
+    """Raise InvalidRequest for the first part that is used; `why` says why none of them has an effect."""
     for name, is_used in uses.items():
         if is_used:
             raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
@@ -75,7 +75,7 @@ def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: 
 
 
 class SnapshotRefused(InvalidRequest, code="snapshot_refused"):
-    """The bytes are not a snapshot, incomplete, or a snapshot of another kind."""
+    """The bytes are no snapshot, an incomplete one, or one of another kind."""
 
     def __init__(self, detail: str, *, where: str | None = "snapshot", hint: str | None = None) -> None:
         super().__init__(detail, where=where, hint=hint)
@@ -131,14 +131,14 @@ class EpisodeOver(Conflict, code="episode_over"):
 
 
 def started(value: T | None) -> T:
-    """Return a value that exists from the first reset on; raise EpisodeOver before."""
+    """Return a value that is set from the first reset on; raise EpisodeOver if it is None."""
     if value is None:
         raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
     return value
 
 
 class RewardConflict(Conflict, code="reward_conflict"):
-    """A second reward for a call of a capture, or for its episode."""
+    """A call of a capture, or its episode, has a reward already."""
 
 
 class InferenceKeyNeeded(TaskAppError, code="inference_key_needed", status=428):
@@ -146,7 +146,7 @@ class InferenceKeyNeeded(TaskAppError, code="inference_key_needed", status=428):
 
 
 class CapacityReached(TaskAppError, code="capacity_reached", status=429, retry_after_s=1):
-    """The service has reached its limit of such objects, or of hanging ones."""
+    """The service has reached its limit of such objects, or of plug-in calls that hang."""
 
 
 class ShuttingDown(TaskAppError, code="shutting_down", status=503, retry_after_s=5):
@@ -162,7 +162,7 @@ class JournalFailed(TaskAppError, code="journal_failed", status=507):
 
 
 class JournalDamaged(TaskAppError, code="journal_damaged"):
-    """A stored session that cannot be restored; it stays in the database."""
+    """A stored session cannot be restored; it stays in the database."""
 
 
 class EpisodeFailed(TaskAppError, code="episode_failed", status=424):
@@ -184,7 +184,7 @@ class PromptRefused(PolicyUnavailable, code="inference_refused", status=422):
 
 
 class ContextLengthExceeded(EpisodeFailed, code="context_length_exceeded", status=422, recurs=True):
-    """The prompt is too long; this ends an episode, or fails an episode without a complete decision."""
+    """The prompt is too long. An episode with a complete decision ends; any other episode fails."""
 
 
 class DeadlineExceeded(EpisodeFailed, code="deadline_exceeded", status=504):
@@ -200,7 +200,7 @@ class InteractionFailed(EpisodeFailed, code="interaction_failed"):
 
 
 class AgentFailed(EpisodeFailed, code="agent_failed"):
-    """No model call of the agent was answered, or its exit code is not allowed."""
+    """The agent did not start, had no model call answered, or ended with an exit code that is not allowed."""
 
 
 class CriticalError(EpisodeFailed, code="critical_error", recurs=True):

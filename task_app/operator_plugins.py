@@ -1,9 +1,9 @@
 """The operator's own plug-ins, from `--plugins FILE` and from packages.
 
-The file is Python with any of the dicts `ENVIRONMENTS` and `POLICIES`, in the form of `plugins.py`, `AGENTS`
-(task_app.captures.agents), and `REWARD_FUNCTIONS`, made with `@reward_function`. It is executed when the task
-app starts, and in each process of a reward function; requests cannot name files or classes. A package has
-entry points for the same.
+The file is Python that defines any of four dicts: `ENVIRONMENTS` and `POLICIES` with entries as in
+`plugins.py`, `AGENTS` (task_app.captures.agents), and `REWARD_FUNCTIONS` (see `@reward_function`). It is
+executed when the task app starts, and in each process of a reward function; requests cannot name files or
+classes. An installed package offers the same through entry points.
 """
 
 from collections import ChainMap
@@ -73,5 +73,5 @@ def _add_entries(
     elif board == "AGENTS":
         own = {PREFIX + name: agent_plugin(name, agent) for name, agent in entries.items()}
     homes = {**boards.homes, **{(field, name): f"of {place}" for name in own}}
-    changes: dict[str, Any] = {field: ChainMap(own, known), "homes": homes}  # loads none
+    changes: dict[str, Any] = {field: ChainMap(own, known), "homes": homes}  # loads no entry
     return replace(boards, **changes)

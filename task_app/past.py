@@ -39,9 +39,9 @@ def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
 def state_alone(
     observation: Observation, past: Sequence[PastDecision], *, system: str | None
 ) -> tuple[Message, ...]:
-    """Make the messages of an environment whose state is sufficient, with the reason of a refused last call.
+    """Make the messages of an environment whose observation shows its whole state, without a history.
 
-    Without a `system` message, which has the rules, there is only the observation, for a small model.
+    If `system` is None, for a small model, they have neither the rules nor the reason of a refused last call.
     """
     if system is None:
         return (Message(role="user", content=observation.text),)

@@ -1,6 +1,6 @@
-"""The plug boards: the names that requests may use, and how to build them.
+"""The registries of plug-ins ("plug boards"): the names that requests may use, and how to build each.
 
-A new policy is an entry here, a new environment a file in `environments/`.
+To add a policy, add an entry here; to add an environment, add a file in `environments/`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +61,7 @@ class InteractionEntry:
         return callable(check) and bool(check(self.config))
 
     def build(self) -> BaseInteraction:
-        """Build an object; as published, its config also has its name."""
+        """Build the interaction of one episode; as published, its config also has its name."""
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})
 
 
@@ -91,9 +91,9 @@ class PolicyContext:
     on_retry: Callable[[], None] = lambda: None
     threads: Threads | None = None
     boards: "PlugBoards | None" = None
-    """The plug boards, for a policy that uses another policy."""
+    """The registries, for a policy that builds another policy."""
     seed: int | None = None
-    """Seed for a config that has such a key; a job sends it for every policy without a model."""
+    """Seed for a policy whose config has one; a job sends it for every policy without a model."""
 
     @property
     def session(self) -> "aiohttp.ClientSession":
@@ -135,7 +135,7 @@ P = TypeVar("P")
 
 
 class Board(Mapping[str, P]):
-    """Loads each entry at its first look-up, so that only requested plug-ins are imported."""
+    """A registry that loads an entry when it is first looked up, and so imports only requested plug-ins."""
 
     def __init__(self, loaders: Mapping[str, Callable[[], P]]) -> None:
         self._loaders = dict(loaders)
@@ -210,8 +210,8 @@ def _load_labelled() -> PolicyPlugin[Any]:
     def build(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
         boards = context.boards or default_plug_boards()
         name = boards.policy_name(config.teacher, where="teacher: ")
-        # The teacher gets neither key nor id of the playing model: its server may be another operator's, and
-        # at our own gateway a second conversation with the same id would break the first.
+        # The teacher gets neither the key nor the rollout id of the playing model. Its server may be another
+        # operator's, and at our own gateway a second conversation with the same id would break the first.
         teacher_context = replace(context, inference_key=None, rollout_id=None, seed=None)
         teacher = boards.policy(name, config.teacher_config, teacher_context, where="teacher_")
         return LabelledPolicy(config, teacher, **_make_access(context))
@@ -230,7 +230,7 @@ def _load_policy(module: str, config: str, policy: str) -> Callable[[], PolicyPl
     return load
 
 
-# The first is that of requests which name none.
+# Requests that name no environment get the first one.
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
     {"crafter": _load_crafter}
     | {name: partial(_load_environment, name) for name in built_in_environments() if name != "crafter"}
@@ -253,8 +253,8 @@ POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(
 # No reward function is built in; the operator's files add them.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
 
-# Names of other Crafter task apps, in lower case, which requests may use; a plug-in with such a name has
-# priority.
+# Names that other Crafter task apps use, in lower case. Requests may use them too; a plug-in with such a name
+# has priority.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
@@ -281,7 +281,7 @@ class PlugBoards:
         }
 
     def environment_name(self, name: str, *, where: str = "") -> str:
-        """Resolve an alias; the name of a foreign environment is returned unchanged. Raises UnknownName."""
+        """Resolve an alias; the name of another library's environment stays as it is. Raises UnknownName."""
         if name not in self.environments and find_kind(name) is not None:
             return name
         resolved = _resolve_name(name, self.environments, ENVIRONMENT_ALIASES)
@@ -326,7 +326,7 @@ class PlugBoards:
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
     def resolve(self, spec: EnvSpec) -> EnvSpec:
-        """Return the spec with all settings, so that equal environments have equal specs."""
+        """Return the spec with every setting filled in, so that equal environments have equal specs."""
         name = self.environment_name(spec.env_name)
         config = validated(self.environment_plugin(name).config, spec.config, where="config")
         return EnvSpec(env_name=name, config=config.model_dump(mode="json"))
@@ -349,7 +349,7 @@ class PlugBoards:
             raise
 
     def environment_plugin(self, name: str, *, where: str = "") -> EnvironmentPlugin[Any]:
-        """Return the plug-in of the name, or make one for a foreign environment."""
+        """Return the plug-in of the name, or make one for an environment of another library."""
         on_board = self.environment_name(name, where=where)
         if on_board in self.environments:
             return self.environments[on_board]
@@ -374,7 +374,7 @@ def _list_seed_names(config: type[Body]) -> set[str]:
 
 
 def _resolve_name(name: str, board: Mapping[str, Any], aliases: Mapping[str, str]) -> str | None:
-    """Return the name on the board, also for an alias; None if there is none."""
+    """Return the name on the board for a name or an alias; None if neither is known."""
     resolved = name if name in board else aliases.get(name.lower(), name)
     return resolved if resolved in board else None
 

@@ -25,9 +25,9 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# New objects between two garbage collections. The steps of an episode stay until it is sent, and with
-# Python's 700 the collector looks through them again and again, in a tenth of the CPU time of a scripted
-# decision.
+# New objects between two garbage collections. The steps of an episode stay in memory until it is sent. With
+# Python's default of 700, the collector examines them so often that this takes a tenth of a scripted
+# decision's CPU time.
 _OBJECTS_A_COLLECTION = 10_000
 
 

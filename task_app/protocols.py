@@ -27,14 +27,14 @@ class Observation:
     """The observation as a person or a model reads it."""
     data: Mapping[str, Any]
     """The same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), for scripted
-    policies. It never tells more than `text` may tell."""
+    policies. They contain no fact that `text` must hide."""
     achievements_counts: Mapping[str, int] = field(default_factory=dict)
     """Counter of every achievement; empty for environments without achievements."""
     reward_last_step: float = 0.0
     """Reward of the last env step; 0.0 after a reset."""
 
     def __post_init__(self) -> None:
-        # A check here fails at the plug-in's own line, and no route meets a wrong value.
+        # Checked here, so that an error names the plug-in's own line and no route receives a wrong value.
         _check_text(self.text, "text")
         _set_field(self, "data", plain_json(self.data, "data"))
         counts = self.achievements_counts
@@ -134,15 +134,15 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class PolicyObservation(list[Message]):
-    """The observation that `RLRolloutWorker` passes to a policy: the messages of the prompt, with more facts.
+    """The messages of the prompt as a list, with more facts as attributes; `RLRolloutWorker` makes it.
 
     Each decision gets a new list.
 
     Attributes:
         data: the observation as plain values, for scripted policies.
-        max_tokens: limit of tokens to sample, from the rest of a budget; at least 1; None: no limit.
-        stop: strings that end the answer, which an agent of a captured endpoint asks for.
-        options: the agent's further settings that the policy follows (`FollowsOptions`).
+        max_tokens: most tokens to sample, for example the rest of a budget; at least 1. None: no limit.
+        stop: strings that end the answer, as a captured agent may request.
+        options: further settings of a captured agent's call, for a policy that is `FollowsOptions`.
     """
 
     __slots__ = ("data", "max_tokens", "options", "stop")
@@ -165,7 +165,7 @@ class PolicyObservation(list[Message]):
 class Tool(Protocol):
     """A tool that a model may call. `task_app.tools.function_tool` makes tools of functions.
 
-    A tool that works on state is bound to the state of one environment.
+    A tool that works on state belongs to a single environment.
     """
 
     @property
@@ -177,10 +177,10 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """One episode of one task; never called from two threads at once.
+    """A task, played one episode at a time; it is never called from two threads at once.
 
-    `reset` may take milliseconds. While its attribute `quick_step` is true, an environment promises steps of
-    microseconds: sessions then run them on the event loop, otherwise in a thread.
+    `reset` may take milliseconds. If the attribute `quick_step` is true, steps take microseconds, and
+    sessions run them on the event loop. All other environments step in a thread.
     """
 
     name: str
@@ -192,31 +192,31 @@ class Environment(Protocol):
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         """Carry out the calls of one decision, in order.
 
-        No calls, an unknown tool, bad arguments, or an earlier `invalid_reason` execute one no-op. Raises
-        EpisodeOver after the end.
+        Without calls, or with an unknown tool, bad arguments or an `invalid_reason`, one no-op is executed.
+        Raises EpisodeOver after the end.
         """
 
     def tools(self) -> tuple[ToolSpec, ...]:
         """Return the tools that a model may call, with JSON Schemas."""
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """Return the prompt of the next decision, from the arguments alone: a policy route has no episode."""
+        """Return the next decision's prompt, from the arguments alone: policy routes have no episode."""
 
     def outcome_reward(self) -> float:
         """Return the episode's score so far, as `outcome_definition` defines it."""
 
 
 def steps_quickly(environment: Environment) -> bool:
-    """Whether the environment promises steps of microseconds, which may run on the event loop."""
+    """Return whether the environment promises steps of microseconds, which may run on the event loop."""
     return bool(getattr(environment, "quick_step", False))
 
 
 @runtime_checkable
 class RestorableEnvironment(Environment, Protocol):
-    """An Environment with snapshots: for branches, siblings in one world, and the journal.
+    """An Environment with snapshots: for branches, for siblings in one world, and for the journal.
 
-    `restore`, and `snapshot` within an episode, may take milliseconds and run where `step` runs; elsewhere
-    `snapshot` runs on the event loop. The state is plain data, never pickle: it may come from outside.
+    `restore` and `snapshot` may take milliseconds. Within an episode both run where `step` runs; elsewhere
+    `snapshot` runs on the event loop. The state may come from outside, so it is plain data, never pickle.
     """
 
     def snapshot(self) -> bytes:
@@ -240,7 +240,7 @@ class ReseedableEnvironment(RestorableEnvironment, Protocol):
     """
 
     def reseed(self, seed: int) -> None:
-        """Take all further draws from a generator of this seed; what was observed stays as it is.
+        """Draw all further random numbers from a generator with this seed; the observation stays the same.
 
         Raises EpisodeOver before the first reset.
         """
@@ -256,8 +256,8 @@ class ClosableEnvironment(Environment, Protocol):
     def close(self) -> None:
         """Release everything; may take milliseconds.
 
-        Called once, in a thread, when the episode or session has ended in any way; a step that hangs may
-        still run then. A later reset acquires everything again.
+        Called once, in a thread, when the episode or session has ended in any way. A step that hangs may
+        still be running then. A later reset acquires everything again.
         """
 
 
@@ -276,27 +276,27 @@ class AnsweredEnvironment(Environment, Protocol):
 class ConversationalEnvironment(AnsweredEnvironment, Protocol):
     """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
 
-    The prompt is then the history; only policy routes use `messages`. Each of several calls in a message is
-    carried out or refused separately, with its text in `DecisionOutcome.results`; `invalid_reason` is that of
-    the first refused call. A class attribute `takes_answers = False` says that only tools count: `answer` is
-    never valid, and no interaction can answer.
+    The prompt is then the history; only policy routes use `messages`. If a message has several calls, each
+    is carried out or refused separately: `DecisionOutcome.results` has a text for each, and
+    `invalid_reason` is that of the first refused call. A class attribute `takes_answers = False` says that
+    only tools count: `answer` is never valid, and no interaction can answer.
     """
 
     def opening(self) -> tuple[Message, ...]:
         """Return the messages before the first decision: at most one system message, then a user message.
 
-        They stay the same until the next reset. Raises EpisodeOver before the first reset.
+        These messages stay the same until the next reset. Raises EpisodeOver before the first reset.
         """
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Carry out a decision without a call; where only tools count, `invalid_reason` says so.
+        """Carry out a decision without a call; if only tools count, `invalid_reason` says so.
 
         `result` is the user's next message, unless an interaction answers.
         """
 
 
 def takes_answers(environment: Environment) -> bool:
-    """Whether text without a call counts in the environment's conversation."""
+    """Return whether text without a call counts in the environment's conversation."""
     return bool(getattr(environment, "takes_answers", True))
 
 
@@ -313,11 +313,11 @@ class RestorablePolicy(Protocol):
 
 @runtime_checkable
 class FollowsOptions(Protocol):
-    """An AgentPolicy that follows settings of an agent's model call, under Chat Completions' names."""
+    """An AgentPolicy that follows settings of a captured agent's call, named as in Chat Completions."""
 
     @property
     def call_options(self) -> frozenset[str]:
-        """Names of the settings that it follows: `tool_choice`, `response_format`, `parallel_tool_calls`."""
+        """Return which of `tool_choice`, `response_format` and `parallel_tool_calls` the policy follows."""
 
 
 @runtime_checkable
@@ -333,7 +333,7 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class AgentPolicy(Protocol):
-    """Decides. Source 2 (Task 2.2) defines the method and its four-tuple; a policy needs nothing else.
+    """Chooses actions. Its only method is published: 2-rollout-worker-and-gigpo.md, Task 2.2.
 
     Records use a policy's attribute `name`, or else the name of its class.
     """
@@ -353,9 +353,9 @@ class AgentPolicy(Protocol):
                 text next to the calls as "content"; {"type": "text", "content": str,
                 "invalid_reason": str | None}; or {"type": "terminate"}.
             raw_policy_output: all that the model wrote; None for policies without a model.
-            log_probs: for exact tokens the fields of PolicyLogprobs, otherwise any JSON; both go into the
-                step. "sampling", "model", "prompt_tokens", "completion_tokens" and "finish_reason" are also
-                read, and recorded separately.
+            log_probs: the fields of PolicyLogprobs if the exact tokens are known, otherwise any JSON; either
+                goes into the step. "sampling", "model", "prompt_tokens", "completion_tokens" and
+                "finish_reason" are read too, and recorded separately.
             value_estimate: V(s_t); None for policies without a critic.
 
         Raises:
@@ -372,8 +372,8 @@ def policy_name(policy: AgentPolicy) -> str:
 class RetryingPolicy(Protocol):
     """An AgentPolicy that repeats failed requests to a server.
 
-    `pending_failure` describes the failure during retries, and is None otherwise: a deadline that passes in
-    an outage fails the rollout, and does not count as a slow policy.
+    `pending_failure` describes the failure while a request is retried, and is None otherwise. If a deadline
+    passes during retries, the rollout fails; the policy does not count as slow.
     """
 
     pending_failure: str | None
@@ -383,7 +383,7 @@ class RetryingPolicy(Protocol):
 class RewardFunction(Protocol):
     """Judges whole episodes; `task_app.reward_functions.reward_function` makes one of a user's function.
 
-    Only a child process calls it, which finds it by its name in the operator's file.
+    Only a child process calls it, and finds it by name in the operator's file.
     """
 
     mode: RewardMode
@@ -393,22 +393,21 @@ class RewardFunction(Protocol):
 
         Args:
             facts: pointwise: `messages` (list[Message]: every decision's prompt, answer and tool results in
-                order) and `ground_truth` of an episode; batch: `rollouts_messages` and `ground_truth`, both
-                lists. Further facts of the episode, which may become more.
+                order) and `ground_truth` of one episode; batch: `rollouts_messages` and `ground_truth`, both
+                lists. There are further facts of the episode, and later versions may add more.
 
         Returns:
-            An EvaluateResult or a dict of its fields, in batch mode a list with one for each episode, or an
-            awaitable of these. `step_outputs` name decisions by `step_index`, t from 0.
+            An EvaluateResult or a dict of its fields; in batch mode a list with one for each episode. Each of
+            these may be awaitable. `step_outputs` name decisions by `step_index`, t from 0.
         """
 
 
 class BaseInteraction:
-    """Answers the model as its user. The operator's file names subclasses; an object lives for one episode.
+    """Simulates the user who answers the model. An operator's file names the subclasses.
 
-    The methods and their signatures are published, and classes written for them run unmodified. As in the
-    published base class, `generate_response` accepts every answer with a score of 0.8.
-
-    Methods run on an event loop in a thread of their own, so they may block. A class attribute
+    Each episode has its own object. The methods and their signatures are published, and classes written for
+    them run unmodified. As in the published base class, `generate_response` accepts every answer with a score
+    of 0.8. Methods run on an event loop in a thread of their own, so they may block. A class attribute
     `never_blocks = True` promises that they do not; then they run on the service's event loop.
 
     Source: 5-interactions.md; DESIGN.md 4.11.
@@ -442,7 +441,7 @@ class BaseInteraction:
         Returns:
             should_terminate: whether the episode ends.
             response: the user's next message; not shown to the model if the episode ends.
-            score: reward of the answered decision; None if there is none.
+            score: reward of the answered decision; None to give no reward.
             metadata: anything, for the record.
         """
         return False, "Your current result seems acceptable.", 0.8, {}

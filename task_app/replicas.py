@@ -1,7 +1,7 @@
 """`--replicas N`: several task apps on one machine, each a process with a port of its own.
 
-They share settings and keys from the environment. A replica that dies is restarted on its port, so that its
-URL stays valid, after a bounded back-off.
+They share settings and keys from the environment. A replica that dies is restarted after a bounded back-off,
+on the same port, so that its URL stays valid.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class StartFailed(Exception):
 
 
 class Replica(Worker):
-    """One process; its index, from 0, is part of its log lines.
+    """The process of one replica; log lines name it by its index, from 0.
 
     If its port is 0, it takes a free port, and the same port again after a restart.
     """
@@ -115,7 +115,7 @@ async def run_replicas(settings: Settings) -> int:
 
 
 def _make_arguments(settings: Settings, index: int) -> list[str]:
-    """Return the options of a replica; its environment variables are this process's."""
+    """Return the command-line options of a replica, which inherits this process's environment variables."""
     words = ["--exit-with-parent", "--host", settings.host]
     for host in settings.allowed_inference_hosts:
         words += ["--allow-inference-host", host]

@@ -41,7 +41,7 @@ log = structlog.get_logger("task_app")
 
 # How often a draining service checks whether the last results were acknowledged.
 _FETCH_LOOK_S = 0.05
-# How long the end of the service waits for foreign environments to close in order.
+# How long a stopping service waits for environments of other libraries to close properly.
 _CLOSE_S = 2.0
 
 
@@ -102,7 +102,7 @@ class Services:
             capacity=capacity,
             idle_s=idle_s,
             end_path="/interaction/finalize",
-            # `Services.close` waits for the end.
+            # `begin_close` only starts this; `Services.close` waits for its end.
             on_remove=lambda _, session: session.live.begin_close(),
         )
         self.snapshots = ByteCache(
@@ -112,7 +112,7 @@ class Services:
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None, seed: int | None = None
     ) -> PolicyContext:
-        """Return the context of a policy; without a rollout's id the policy has its own conversation."""
+        """Return a policy's context; without a rollout's id the policy gets a conversation of its own."""
         return PolicyContext(
             settings=self.settings,
             open_session=self.open_session,
@@ -154,19 +154,19 @@ class Services:
             )  # fmt: skip
 
     async def fetch_tools(self, environment: Environment) -> tuple[ToolSpec, ...]:
-        """Return the environment's tools; a foreign environment may have to ask its server for them."""
+        """Return the environment's tools; an environment of a server may have to ask the server for them."""
         if steps_quickly(environment):
             return list_tools(environment)
         return await self.threads.run("environment.tools", list_tools, environment)
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
-        """Remove the training switches of a forgotten policy from its environment, if that still exists."""
+        """Remove a forgotten policy's step-reward settings from its environment, if that still exists."""
         environment = self.environments.find(session.bound_env_id) if session.bound_env_id else None
         if environment is not None:
             environment.switches.pop(policy_id, None)
 
     def open_session(self) -> "aiohttp.ClientSession":
-        """Return the client session for plug-ins; each running rollout has at most one call open."""
+        """Return the HTTP session of plug-ins, with room for two connections per running rollout."""
         with self._opening:  # a plug-in's code may ask for it on a thread
             if self._session is None:
                 import aiohttp
@@ -200,7 +200,7 @@ class Services:
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:
-        """Accept nothing new, let running work end and be fetched, and end the rest after this time."""
+        """Accept nothing new; let running work end and be fetched for `within_s`, then cancel the rest."""
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
         self.interaction_sessions.draining = self.captures.sessions.draining = True

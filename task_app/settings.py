@@ -34,7 +34,7 @@ from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 
-# Settings that name a Python are called by the library that it has, with this ending.
+# A setting that names a Python interpreter is called after the library that it has, with this ending.
 _PYTHON = "_python"
 _LAST_PORT = 65_535
 
@@ -86,7 +86,7 @@ class _Keys(Key):
 
 
 class Reach(SettingsTable):
-    """The hosts, programs and bounds that the operator allows foreign environments."""
+    """The hosts, programs and bounds that the operator allows for environments of other libraries."""
 
     allowed_environment_hosts: tuple[Host, ...] = Field(
         default=LOOPBACK, description="hosts (or host:port) that the URL in an env_name may name"
@@ -120,7 +120,7 @@ class Reach(SettingsTable):
     )
 
     def python_with(self, library: str) -> str:
-        """Return the interpreter that has a library; this process's own where no setting names one."""
+        """Return the interpreter that has a library; this process's own if no setting names one."""
         return str(getattr(self, library + _PYTHON) or sys.executable)
 
 
@@ -264,7 +264,7 @@ class Settings(Reach, ServiceSettings):
 
     @property
     def inference_hosts(self) -> tuple[str, ...]:
-        """Return the hosts that an inference_url may name, with the operator's own server."""
+        """Return the hosts that an inference_url may name, including that of the operator's own server."""
         own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
         return (*self.allowed_inference_hosts, *own)
 

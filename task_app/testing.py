@@ -42,7 +42,7 @@ class EnvironmentContract:
     decisions = 200
     """Longest episode that is played."""
     words = "words without a call"
-    """An answer for an environment that takes words, if it has no tools."""
+    """The answer that tests give where no tool is called, to an environment that takes answers."""
 
     def make(self) -> Environment:
         """Return a new environment with the config to test."""
@@ -51,7 +51,7 @@ class EnvironmentContract:
     def test_it_has_a_name_tools_and_says_what_its_outcome_is(self) -> None:
         environment = self.make()
         check(bool(environment.name), "name is empty")
-        # A conversation may leave tools and score to an interaction.
+        # A conversational environment may leave its tools and its score to an interaction.
         talks = isinstance(environment, ConversationalEnvironment)
         check(talks or bool(environment.outcome_definition), "outcome_definition is empty")
         tools = environment.tools()
@@ -233,7 +233,7 @@ class EnvironmentContract:
         return outcome
 
     def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
-        """Play random calls of the environment's own tools, equal at every call."""
+        """Play one episode with random calls of the environment's own tools; the seed fixes the calls."""
         source = random.Random(self.seed)
         environment.reset(self.seed)
         decisions = []
@@ -247,13 +247,13 @@ class EnvironmentContract:
         return decisions
 
     def _decide(self, environment: Environment, calls: Calls) -> DecisionOutcome:
-        """Carry out the calls; an environment that takes words gets some instead of no calls."""
+        """Carry out the calls; if there is none, give `words` to an environment that takes answers."""
         if not calls and isinstance(environment, AnsweredEnvironment):
             return environment.answer(self.words)
         return environment.step(calls)
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
-        """Return a random call of a tool; no call if there is no tool."""
+        """Return one random tool call, or none if the environment has no tools."""
         if not environment.tools():
             return ()
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
@@ -262,7 +262,7 @@ class EnvironmentContract:
 
 
 def check(holds: bool, sentence: str) -> None:
-    """Fail with the sentence; a bare assert would show none, since pytest rewrites only test files."""
+    """Raise AssertionError(sentence) unless `holds` is true; outside tests, pytest explains no `assert`."""
     if not holds:
         raise AssertionError(sentence)
 

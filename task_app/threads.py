@@ -25,9 +25,9 @@ _SOON_S = 1.0
 class Threads:
     """Runs up to `most` calls at once, in the order of the requests.
 
-    A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call that runs longer
-    than `stuck_after_s`, or that no caller awaits any more, gives its place to the next one; its daemon
-    thread goes on. Once `most` calls hang, no more calls start.
+    A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call gives up its
+    place if it runs longer than `stuck_after_s`, or if no caller awaits it any more; its daemon thread
+    continues. Once `most` calls hang, no more calls start.
     """
 
     def __init__(self, *, most: int, stuck_after_s: float) -> None:

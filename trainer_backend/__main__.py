@@ -1,6 +1,6 @@
 """The `turnwise` command. Each command is thin, and imports the modules of its work when it runs.
 
-So help, and a command that needs little, start fast; `tests/house/test_imports.py` lists what each may load.
+So help texts and small commands start fast. `tests/house/test_imports.py` lists what each command may load.
 """
 
 import atexit
@@ -110,13 +110,13 @@ def train(
             plans = run_of_each_seed(*arguments, seeds=seeds, accept_data=accept_data)
         for plan in plans:
             warn(_err, plan.loaded)
-            if dashboard and stay is None:  # one shows all runs
+            if dashboard and stay is None:  # one dashboard shows all runs
                 roots = {file.resolve().parent for file in plan.loaded.config.services.task_plugins}
                 shown = open_dashboard(plan.folder, lambda line: tell(_out, line), roots=sorted(roots))
                 stay = stack.enter_context(shown)
             if not train_one(_out, plan, streams, report=report):
                 raise typer.Exit(130)
-        if stay is not None and _out.is_terminal:  # a person can look, and end it
+        if stay is not None and _out.is_terminal:  # a person looks at the dashboard, and ends it
             stay()
 
 
@@ -467,9 +467,9 @@ def evaluate_policy(
 
 
 def main() -> None:
-    """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours).
+    """Run a command. An error of the project's own classes is printed as one sentence.
 
-    So does a missing package of the extra `trainer`, which task apps do without.
+    The exit code is then 2 after a user's mistake or if a package of the extra `trainer` is missing, else 1.
     """
     atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
     try:

@@ -1,7 +1,7 @@
 """The errors of the trainer backend, as one tree; errors of the HTTP edge are in `service_kit.errors`.
 
-Errors with one place have their classes there: `collect/wire.py` (answers of task apps), `store/database.py`,
-`pages/page.py` and `terminal/jobs_client.py`.
+Errors of one subject have their classes in the module of the subject: `collect/wire.py` (answers of task
+apps), `store/database.py`, `pages/page.py` and `terminal/jobs_client.py`.
 
 A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
 HTTP status of a reply with this error, `where` names the place and `hint` the likely remedy.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from service_kit.errors import ServiceError
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 
-# Seconds to wait for a place, or for a database that starts.
+# Seconds after which a client repeats a request that a full queue or an absent database refused.
 RETRY_S = 5
 
 
@@ -25,7 +25,7 @@ class TrainerError(ServiceError, code="trainer_error", title="Trainer error"):
     """
 
     rollout_ids: tuple[str, ...] = ()
-    """The rollouts at fault, where they are several; of one, `where` is the place."""
+    """The rollouts at fault if there are several. A single one is named in `where` instead."""
     carries: ClassVar[Mapping[str, Any]] = {"rollout_ids": tuple[str, ...]}
 
 
@@ -64,7 +64,7 @@ class NothingToLearnFrom(TrainerError, code="nothing_to_learn_from", title="No r
 class JobTeachesNothing(
     NothingToLearnFrom, code="job_teaches_nothing", status=422, title="The job gives nothing to learn from"
 ):
-    """None would be finished: the cause is in the job, its data or a plug-in."""
+    """Another start would not help either: the cause is in the job, its data, a policy or a plug-in."""
 
 
 class TooManyLost(NothingToLearnFrom, code="too_many_lost", title="Too many rollouts were lost"):
@@ -72,10 +72,10 @@ class TooManyLost(NothingToLearnFrom, code="too_many_lost", title="Too many roll
 
 
 class UpdateStopped(TrainerError, code="update_stopped", title="The update could not go on"):
-    """An update or warm-up that could not continue. The failing step has not changed the weights."""
+    """An update or warm-up could not continue. The failing step has not changed the weights."""
 
     steps_taken: int = 0
-    """Optimizer steps of this update before it; 0: the weights are those of the last iteration."""
+    """Optimizer steps of this update before the error; 0: the weights are those of the last iteration."""
     carries: ClassVar[Mapping[str, Any]] = {**TrainerError.carries, "steps_taken": int}
 
 
@@ -100,11 +100,11 @@ class LearnerFailed(TrainerError, code="learner_failed", title="The learner's pr
 
 
 class NotPlaced(TrainerError, code="not_placed", title="A process could not be placed"):
-    """There was no room in time for a process of the run."""
+    """No machine had free resources in time for a process of the run."""
 
 
 class LearnerBusy(TrainerError, code="learner_busy", status=409, title="The learner's process is busy"):
-    """The learner's process works for another call, or another orchestrator."""
+    """The learner's process is busy with another call, or belongs to another orchestrator."""
 
 
 class TaskAppError(TrainerError, code="task_app_failed", status=502, title="Task app failed"):
@@ -120,7 +120,7 @@ class BadChatRequest(InferenceError, code="invalid_request", status=400, title="
 
 
 class ContextLengthExceeded(BadChatRequest, code=CONTEXT_LENGTH_EXCEEDED, title="The context is full"):
-    """The context is full. It carries the counts, so that callers can check a budget."""
+    """The context is full. The error carries the counts of tokens, so that callers can check a budget."""
 
     carries: ClassVar[Mapping[str, Any]] = {"prompt_tokens": int, "max_tokens": int, "max_model_len": int}
 
@@ -183,13 +183,13 @@ class RemoteUnavailable(
     status=503,
     title="The server of a fixed policy does not answer",
 ):
-    """A foreign server does not answer, or asks to try later."""
+    """A remote server does not answer, or asks to try later."""
 
 
 class RemoteRefused(
     InferenceError, code="inference_refused", status=424, title="The server of a fixed policy gave no sample"
 ):
-    """A foreign server's refusal: 424, which no client repeats, since the caller did nothing wrong."""
+    """A remote server refused. The caller did nothing wrong, so the status is 424: no client repeats it."""
 
 
 # If an argument that a job sets (gamma, a clip range) is wrong, the core raises a plain ValueError instead.
@@ -246,11 +246,11 @@ class RunsNoJobs(ApiError, code="runs_no_jobs", status=409, title="This service 
 
 
 class QueueFull(ApiError, code="queue_full", status=503, title="Too many jobs wait", retry_after_s=RETRY_S):
-    """As many jobs wait as may."""
+    """The queue has its maximum length."""
 
 
 class CheckEnded(ApiError, code="check_ended", title="The check was ended"):
-    """A job that cannot be checked within the limits of time and memory."""
+    """A job could not be checked within the limits of time and memory."""
 
 
 class TooManyChecks(
@@ -260,10 +260,10 @@ class TooManyChecks(
     title="Too many jobs wait to be checked",
     retry_after_s=RETRY_S,
 ):
-    """As many jobs wait to be checked as may."""
+    """The maximum number of jobs waits to be checked."""
 
 
 class TooManyStreams(
     ApiError, code="too_many_streams", status=503, title="Too many open event streams", retry_after_s=RETRY_S
 ):
-    """As many event streams are open as may be."""
+    """The maximum number of event streams is open."""

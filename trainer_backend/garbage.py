@@ -20,7 +20,7 @@ _usual = gc.get_threshold()
 
 @contextmanager
 def while_a_batch_grows() -> Iterator[None]:
-    """Search young objects only; stages may overlap, and the last one to end restores the usual schedule."""
+    """Let Python search only young objects. Contexts may overlap; the last to end restores the schedule."""
     global _stages, _usual
     with _lock:
         if _stages == 0:

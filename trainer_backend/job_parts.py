@@ -1,7 +1,7 @@
 """Makes the parts of a run, an evaluation or a check, each from the tables of a job that it reads.
 
 Only this module, `start.py` and the commands have a whole `JobConfig`; the parts receive its tables
-(`tests/house/test_imports.py`). torch is imported where a part needs it, since the orchestrator does not.
+(`tests/house/test_imports.py`). Only parts that need torch import it, since the orchestrator needs none.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _ANY_PORT = 1
 
 @asynccontextmanager
 async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """Open the launcher that the job names; `say` gets a line while a place is waited for.
+    """Open the launcher that the job names; `say` receives a line while it waits for free machines.
 
     Raises:
         JobError: Ray is missing or has another version.
@@ -69,7 +69,7 @@ async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> A
 
 
 def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
-    """Read the rows that a job names; None if its environment makes its own worlds.
+    """Read the rows that a job's [data] names; None without [data]: the environment makes its own worlds.
 
     Args:
         by_position: see `read_split`.
@@ -101,7 +101,7 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
 
 
 def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
-    """Read the rows of a job with the ids that this run uses, and the run's record."""
+    """Read the rows of a job with the ids that this run uses; return them and the run's record of rows."""
     record = read_record(run)
     # A run of this version writes its record before anything is played.
     by_position = record.by_position if record is not None else run.has_played()
@@ -148,7 +148,7 @@ def task_apps(
     data: DataSet | None = None,
     tell: Tell = log_sentence,
 ) -> AbstractAsyncContextManager[TaskApps]:
-    """See `collect.task_apps`; a player is a model on a foreign server, which our own task app may call."""
+    """Open the job's task apps. One that the job starts may call `player`, a model on a remote server."""
     return open_task_apps(
         job.services,
         log_file,
@@ -177,10 +177,10 @@ def credit(job: JobConfig) -> CreditAssignment:
 def gateways(
     job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
 ) -> Iterator[ActorGateways]:
-    """Make the gateways of a run and reserve their ports: in this process, or with [cluster] in children.
+    """Make the gateways of a run, in this process or with [cluster] in children, and reserve their ports.
 
-    Children load the fixed policies themselves. `tell` gets a line when a server of the actor is lost, and
-    when it is back.
+    Children load the fixed policies themselves. `tell` receives a line when a server of the actor is lost,
+    and when it is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -242,15 +242,15 @@ def gradient_cosines(
     *,
     reporter: Reporter,
 ) -> dict[tuple[str, str], float]:
-    """Return the cosine of each two estimators' gradients, by both orders of names; see `learner.factory`.
+    """Return the cosine between the gradients of every two estimators, under (a, b) and under (b, a).
 
-    A model that is trained on several ranks needs them here too. `advantages` are by estimator, in the order
-    of the episodes.
+    A model that is trained on several ranks needs as many here. `advantages` has a list for each estimator,
+    in the order of `episodes`. See `learner.factory`.
     """
     tell = partial(reporter.stage, "gradients")
 
     async def by_ranks() -> list[tuple[str, str, float]]:
-        # With another id: a learner that works for the run would take this for the run's next start.
+        # Under another id: a learner that works for the run would treat this call as the run's next start.
         apart = replace(directory, run_id=f"{directory.run_id}.recredit")
         async with (
             launcher(job, apart.run_id, reporter.say) as found,

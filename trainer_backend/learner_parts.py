@@ -11,7 +11,7 @@ from trainer_backend.plugins import estimator
 
 def learner_config(job: JobConfig) -> LearnerConfig:
     samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
-    # Ray gives the learner, each gateway and each vLLM server their own places.
+    # Ray places the learner, each gateway and each vLLM server separately.
     launcher = "local" if job.cluster is None else job.cluster.launcher
     hosts_gateways = launcher == "local" or (
         launcher == "external" and http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
@@ -21,7 +21,7 @@ def learner_config(job: JobConfig) -> LearnerConfig:
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's copies of fixed policies share its process with the engine unless that has its own process.
+    # A gateway's process holds its copies of fixed policies, and the engine unless this has its own process.
     others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,

@@ -50,7 +50,7 @@ from trainer_backend.plugins import BUILT_IN, OPEN_BOARDS, OperatorPlug
 
 KEY = "job.trainer_plugins"
 _SCHEDULES = "rollout_allocation_schedule.type"
-# The board of each group of entry points, and what marks its functions and classes.
+# By group of entry points: its registry (`plugins.OPEN_BOARDS`), and the decorator that marks its members.
 _GROUPS = {
     "turnwise.estimators": ("algorithm.advantage", "@estimator(NAME)"),
     "turnwise.losses": ("algorithm.loss", "@loss(NAME)"),
@@ -67,7 +67,7 @@ Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """A marked function or class: its board, name and plug."""
+    """A marked function or class: its registry, its name, and the entry that the registry gets."""
 
     board: str
     name: str
@@ -120,7 +120,7 @@ def loss(
 
     Args:
         keys: the class of its keys. Keys of `[training]` are read there, others in `[training.NAME]`. A loss
-            without keys counts as one without a ratio.
+            without keys is treated as a loss without a ratio.
         values: the values of keys that the job omits, by dotted key.
 
     Raises:
@@ -146,11 +146,11 @@ def aggregation(
     Args:
         keys: the class of its keys, which it gets after the segments. Keys of `[training]` are read there,
             others in `[training.NAME]`.
-        over: whose segments it gets: those of an optimizer step or of the iteration, whose weights then sum
-            to 1, or with "plan" those of a step, whose weights are then divided by the planned tokens.
+        over: "step": the function gets the segments of an optimizer step, and their weights sum to 1;
+            "iteration": likewise of a whole iteration; "plan": of a step, but divided by the planned tokens.
 
     Raises:
-        SettingsError: `over` is something else.
+        SettingsError: `over` is none of these.
     """
     if over not in get_args(WeighedOver):
         raise SettingsError(f"{name!r} has over = {over!r}{did_you_mean(str(over), get_args(WeighedOver))}")
@@ -169,14 +169,14 @@ def aggregation(
 
 
 def schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Name a schedule of fixed policies, as `rollout_allocation_schedule.type` then may.
+    """Register a schedule of fixed policies for `rollout_allocation_schedule.type`.
 
     The class has `get_policy_choice(step)`, which returns "actor" or "fixed", as the published
     `RolloutAllocationSchedule`; or it is a `DrawnSchedule` with `alpha_at(step)`, P(actor). Its arguments are
-    keys of [rollout_allocation_schedule]; those that this table lacks stand in a table of its name.
+    keys of [rollout_allocation_schedule], or of [rollout_allocation_schedule.NAME] if that table lacks them.
 
     Raises:
-        SettingsError: it is no such class.
+        SettingsError: the object is no such class.
     """
 
     def mark(kind: Schedule) -> Schedule:
@@ -280,7 +280,7 @@ def _refuse_numbers(
 
 
 def _place(name: str, episode: EpisodeRewards, turn: int | None = None) -> str:
-    """The place of an estimator's own error; it begins with the estimator, so that no rollout is blamed."""
+    """Return the place of an estimator's own error. It begins with the estimator, so no rollout is blamed."""
     return f"the estimator {name!r}, {place(episode.rollout_id, turn)}"
 
 
@@ -351,7 +351,7 @@ def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) ->
         )
 
 
-# The digest of each file, and its plugs on the boards.
+# The digest of each file, and its entries in the registries.
 _BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
@@ -367,7 +367,7 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
     Args:
         known: their digests at that time; empty: the run has not begun.
         option: the key of the job that names the files.
-        value: the value of this key, which accepts the current files in a --set.
+        value: the value of this key; the error suggests `--set KEY=VALUE`, which accepts the current files.
 
     Raises:
         JobError: a file has changed, or cannot be read.
@@ -383,7 +383,7 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
 
 
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Put the plugs of the files on the boards, and remove those of other files.
+    """Put what the files mark into the registries, and remove the entries of other files.
 
     A loaded file that is unchanged does not run again.
 
@@ -404,7 +404,7 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
 
 
 def load_packages() -> None:
-    """Put the plugs of installed packages on the boards, once per process.
+    """Put what installed packages mark into the registries, once per process.
 
     Raises:
         JobError: an entry point cannot be imported, is not marked, or uses a name that exists already.
@@ -475,7 +475,7 @@ def _unload(file: Path) -> None:
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
-        # Its own mark only: a class inherits that of its base, and an object that of its class.
+        # Only the object's own mark: a class would inherit its base's mark, and an instance its class's.
         mark = vars(value).get(_MARK) if hasattr(value, "__dict__") else None
         if isinstance(mark, _Plug) and id(mark) not in seen:  # not an alias
             seen.add(id(mark))
@@ -483,7 +483,7 @@ def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
-    # `others` come from packages, and are on the boards or will be.
+    # `others` come from packages, and are in the registries or will be.
     homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
     of_files = (item for _, known in _BY_FILE.values() for item in known)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}

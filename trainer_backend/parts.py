@@ -30,7 +30,7 @@ class CreditedEpisode:
     segments: Sequence[Segment]
     """Its token sequences (core.segments)."""
     advantages: OfEpisode
-    """[T] of its decisions, or those of its sampled tokens."""
+    """[T] one advantage for each decision, or a row for each decision with one for each sampled token."""
     critic: CriticTargets | None = None
     """The critic's targets; None without a critic."""
     policy: str = ACTOR
@@ -69,17 +69,17 @@ class Learner(Protocol):
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Train on a teacher's decisions and return metrics.
 
-        `tell` receives the finished steps and their total; its error ends the warm-up.
+        `tell` receives the finished steps and their total; an error that it raises ends the warm-up.
         """
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """Return V of each episode, where the job's estimator needs it.
+        """Return the critic's values by rollout id, for each decision or token as the estimator needs them.
 
         Raises AdvantageError with rollout, turn and token if a value is not finite.
         """
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Return the tokens' log-probs by the policy and by the initial model of RL, by rollout id.
+        """Return by rollout id the tokens' log-probs under the policy and under the reference policy.
 
         Called only for jobs whose rewards contain the KL between the two.
         """
@@ -90,8 +90,8 @@ class Learner(Protocol):
         """Score the episodes, do one iteration of policy updates, and return its metrics.
 
         Args:
-            policy_version: of the weights before the update, where older ones have sampled tokens too; None:
-                these weights have sampled all of the actor's.
+            policy_version: version of the weights before the update, if older weights sampled some of the
+                actor's tokens; None: the weights before the update sampled all of them.
 
         Raises NonFiniteLoss before anything non-finite reaches the weights.
         """
@@ -103,8 +103,8 @@ class Learner(Protocol):
         """Write the policy for engines, or raise CheckpointError and leave nothing.
 
         Args:
-            part: the whole model folder, with adapters merged into it and stored next to it; the base model
-                without adapters; or a folder of the adapters alone.
+            part: "whole": the model with merged adapters, and the adapters next to it; "base": the base
+                model without adapters; "adapters": a folder of the adapters alone.
         """
 
     def offer(self, peer: str) -> tuple[str, int]:
@@ -118,33 +118,33 @@ class Learner(Protocol):
         """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
 
         Args:
-            expected: it returns once this many servers have loaded it.
+            expected: the call returns once this many servers have loaded the policy.
             wait_s: it also returns when no server asks for this long, and at once if nothing is on offer.
             tell: receives the number of servers that have loaded it, and the expected number, while it
                 waits; an error that it raises ends the wait.
         """
 
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
-        """Return the prompts of more than `most` tokens, as the gateway counts them; none has tools."""
+        """Return the prompts of more than `most` tokens, as the gateway counts them without any tools."""
 
     def score_ids(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of ids[1:] under the policy, each given those before it."""
+        """Return the log-probs of ids[1:] under the policy, each given all ids before it."""
 
     def hardware(self) -> Hardware:
-        """Return where it computes."""
+        """Return the device on which the learner computes, and its precision."""
 
 
 class LearnerFactory(Protocol):
     """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        """Return the model folders of the fixed policies, by name. A policy at a foreign server has none.
+        """Return the model folders of the fixed policies, by name. A policy at a remote server has none.
 
         Args:
-            checkpoint: the one that the run continues from; None: it begins.
+            checkpoint: the checkpoint that the run continues from; None: the run begins.
 
         Raises:
-            TrainerError: one has no such folder, or its tokens are not the actor's.
+            TrainerError: a policy has no such folder, or another tokenizer than the actor.
         """
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
@@ -153,7 +153,7 @@ class LearnerFactory(Protocol):
         No weights are read.
 
         Args:
-            checkpoint: the one that the run continues from; None: it begins.
+            checkpoint: the checkpoint that the run continues from; None: the run begins.
             fixed: model folders of the fixed policies that this machine serves too.
 
         Raises:
@@ -182,19 +182,19 @@ class InferenceServer(Protocol):
         """Serve the learner's weights from now on, under this version; no request is lost."""
 
     async def release(self) -> None:
-        """Free the memory that it shares with the learner, because nothing is sampled for a while."""
+        """Free the memory that the server shares with the learner, because nothing is sampled for a while."""
 
     async def resume(self) -> None:
         """Serve again after a release if nothing new was published since."""
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work that uses the server, and return its result; the work has ended in any case.
+        """Run work that uses the server, and return its result. When this returns or raises, work has ended.
 
         Raises EngineStopped if the engine has failed, since further requests would be useless.
         """
 
     def watch(self, reporter: "Reporter") -> None:
-        """Report its processes, if it has any, and each change of one from now on."""
+        """Report the server's processes now, if it has any, and every later change of one."""
 
     async def verify(self) -> list[str]:
         """Check that no fixed policy has changed since it was loaded; return a line for each local one."""
@@ -219,7 +219,7 @@ class Reporter(Protocol):
         """Report the progress of the current stage."""
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
-        """Report a row of metrics.jsonl that was just written, and what it says in a line worth keeping."""
+        """Report a row that was just written to metrics.jsonl; `line` says the same in words."""
 
     def process(
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
@@ -229,7 +229,7 @@ class Reporter(Protocol):
 
         Args:
             name: identifies the process together with the role.
-            version: of the policy that it has; None: unchanged.
-            word: its last message, or the last message about it.
-            host: its host, unless the name contains it; empty: unchanged.
+            version: the version of the policy that the process has; None: unchanged.
+            word: the last message of the process or about the process.
+            host: the host of the process, unless the name contains it; empty: unchanged.
         """

@@ -1,6 +1,6 @@
-"""The plug boards of the trainer: every name that a job may choose, and its implementation.
+"""The registries of the trainer, called plug boards. A board has a plug for each name that a job may choose.
 
-Importing this file imports no torch.
+A plug is an implementation with facts about it, such as its keys. Importing this file imports no torch.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ from trainer_backend.tool_formats.turnwise import CALL, ShortForm, parse_turnwis
 
 Plug = TypeVar("Plug")
 
-# Each file of core/advantages has its estimators in PLUGS.
+# Each file of core/advantages lists its estimators in PLUGS.
 ESTIMATORS: dict[str, EstimatorPlug[Any]] = {
     name: plug
     for module in iter_modules(advantages.__path__)
@@ -151,7 +151,7 @@ READ_BY = {
 
 
 def reads(board: str) -> dict[str, frozenset[str]]:
-    """The job's keys that each name of a board reads; a set key that only other names read is refused."""
+    """Return the keys that each name of a board reads. A job may not set a key that only other names read."""
     if board == "training.critic":
         kinds = CRITICS
     else:

@@ -119,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Wandb:
-    """Starts a run of the W&B project, or continues that of this run directory without sending rows again."""
+    """Starts a W&B run, or continues the one of this run directory without sending its rows again."""
 
     def __init__(self, keys: WandbKeys, run: SinkRun) -> None:
         import wandb
@@ -153,7 +153,7 @@ class Wandb:
 
 
 class Trackio:
-    """Starts a Trackio run; in the local folder it replaces that of an earlier start of this run."""
+    """Starts a Trackio run. In the local folder it replaces the Trackio run of an earlier start."""
 
     def __init__(self, keys: TrackioKeys, run: SinkRun) -> None:
         import trackio
@@ -162,7 +162,7 @@ class Trackio:
             for earlier in list(trackio.Api().runs(keys.project)):
                 if (earlier.config or {}).get(_TRACKIO_RUN_ID) == run.run_id:
                     earlier.delete()
-        with redirect_stdout(io.StringIO()):  # it prints, and our live table stands there
+        with redirect_stdout(io.StringIO()):  # trackio prints, which would break our live table
             self._run = trackio.init(
                 project=keys.project,
                 name=keys.name or run.folder.name,

@@ -48,7 +48,7 @@ class Ended(NamedTuple):
     progress: Progress
     """The last finished iteration, which is saved."""
     stopped: str
-    """The signal that asked to stop, where a resumed run has something left to do; else empty."""
+    """The signal that stopped the run, if a resume has something left to do; otherwise empty."""
 
 
 async def run_job(
@@ -112,7 +112,7 @@ async def restart_on_loss(
 
     Args:
         start: runs the job to its end; its argument says whether it resumes.
-        most: the number of restarts.
+        most: the largest number of restarts.
     """
     for restarts in count():
         try:
@@ -212,7 +212,7 @@ async def _run(
 
 
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
-    """Try the job; return whether its environment can be reseeded, if the job does that."""
+    """Try the job; return whether its environment can be reseeded, or False if the job never does that."""
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():
@@ -242,10 +242,9 @@ def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) 
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
-    """Write the job for the next resume, the report and eval; return the function that writes it once more.
+    """Store the job for resume, report and eval; return a function that stores it once all is served.
 
-    It is to be called once the policy is served. A refused job must not be stored, and with [cluster]
-    gateways may still refuse the fixed policies; then only the returned function writes it.
+    If gateways of [cluster] may still refuse the fixed policies, only the returned function stores the job.
     """
     replace_job = partial(directory.replace_job, job)
     if job.cluster is None or not job.fixed_policies:
@@ -262,7 +261,7 @@ async def _checked_servers(job: JobConfig) -> list[str]:
 
 
 def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
-    """Refuse a damaged newest checkpoint, and a damaged one that RL started from if it is needed."""
+    """Refuse a damaged newest checkpoint, or a damaged iteration_0 if the job needs the start of RL."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return
@@ -284,7 +283,7 @@ def report_task_app(reporter: Reporter) -> Show:
 
 
 def describe_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
-    """Describe reward mode and flags in one line, as source 1 requires at start."""
+    """Describe the reward mode and its flags in one line, as source 1 (docs/sources.md) requires at start."""
     return (
         f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "
         f"step_rewards_mode={table.step_rewards_mode} event_rewards_kind={table.event_rewards_kind} "

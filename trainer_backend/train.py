@@ -44,7 +44,7 @@ async def train(
     updates.
 
     Args:
-        served: is called once the policy and the fixed ones are served.
+        served: is called once the policy in training and the fixed policies are served.
     """
     saving, ahead = run.saving, Ahead(run, stop)
     await until(stop, run.server.publish(progress.policy_version))
@@ -82,16 +82,16 @@ async def train(
 
 
 def work_left(run: Run, progress: Progress) -> bool:
-    """Whether a resumed run would have anything to do."""
+    """Return whether a resumed run has an iteration or an evaluation left."""
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
 class Ahead:
     """The iterations whose rollouts are requested: the next one, and up to `max_staleness` beyond it.
 
-    Iteration k may begin once the weights that iteration k - max_staleness starts with are served. Then none
-    of its tokens is older than these at its update, whatever is published meanwhile. Iterations are learned
-    from in order, each from exactly its plan.
+    Iteration k may begin once the weights with which iteration k - max_staleness starts are served. So the
+    weights that sample its tokens are at most `max_staleness` iterations older than its update. The learner
+    takes the iterations in order, each with exactly the rollouts of its plan.
 
     Source: DESIGN.md section 8.
     """
@@ -126,7 +126,7 @@ class Ahead:
 
 
 async def _play(iteration: Iteration) -> IterationResult | None:
-    """Stops 2 to 10; None where a stop came first."""
+    """Do stops 2 to 10 of docs/route.md; return None if the run was asked to stop first."""
     while not iteration.is_complete:
         if not await iteration.add_round():
             return None
@@ -136,7 +136,7 @@ async def _play(iteration: Iteration) -> IterationResult | None:
 async def _learn_or_reject(
     ahead: Ahead, progress: Progress, iteration: Iteration, result: IterationResult
 ) -> Progress | None:
-    """As `_learn`, but replace rollouts that the update rejects; return None at a stop."""
+    """Call `_learn`; replace rollouts that the update rejects, and learn again. None: the run was stopped."""
     run = ahead.run
     try:
         return await _learn(ahead, progress, result)
@@ -156,7 +156,7 @@ async def _learn_or_reject(
 
 
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
-    """Stops 11 to 13: update, serve the new weights, record the consumed rollouts and the metrics."""
+    """Do stops 11 to 13: update, serve the new weights, record the consumed rollouts and the metrics."""
     run, iteration = ahead.run, progress.iteration + 1
     staleness = _staleness(run, progress, result)
     keeping = asyncio.ensure_future(_keep_starts(run, iteration, result))  # while the learner works

@@ -1,9 +1,9 @@
-"""One door to the names that the sources publish; docs/sources.md says of each where it comes from.
+"""All names that the published sources define, in one package; docs/sources.md has the source of each name.
 
     from turnwise import RLRolloutWorker, TaskDefinitionModel
 
-A name is imported when it is first asked for, and brings no more than its own module: none needs torch, and
-those of the task app and the wire need nothing of the trainer. Who checks types reads the imports below.
+A name is imported on first access, with its own module only. No name needs torch. The names of the task app
+and of shared_schemas do not import the trainer. The imports below are for type checkers.
 """
 
 from importlib import import_module
@@ -61,7 +61,7 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the name from its module (PEP 562); then it stands here like any other."""
+    """Import the name from its module on first access (PEP 562), and keep it as an attribute of this one."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""guess.py: a number hides; every guess is answered with higher or lower."""
+"""guess.py: find a hidden number; every guess is answered with higher or lower."""
 
 import random
 

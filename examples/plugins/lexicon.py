@@ -1,4 +1,4 @@
-"""lexicon.py: words are looked up with a tool; what is said in words, the interaction answers and scores."""
+"""lexicon.py: a tool looks words up; an interaction answers and scores what the model says in words."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""medians.py: returns against the median of their siblings; a penalty in the place of a clipped ratio."""
+"""medians.py: an estimator with the siblings' median, and a loss with a penalty in place of a clip."""
 
 from statistics import median
 
@@ -15,7 +15,7 @@ class MedianKeys(EstimatorKeys):
 
 @estimator("median_return", keys=MedianKeys)
 def median_return(episodes, keys):
-    """Return-to-go of a decision, less the median of its group's at the same turn."""
+    """Return each decision's return-to-go, less the median of its group at the same turn."""
     returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
     advantages = [[] for _ in episodes]
     for members in siblings(episodes).values():
@@ -28,7 +28,7 @@ def median_return(episodes, keys):
 
 @loss("spo", keys=RangeKeys)
 def spo(logprobs, proximal, advantages, weights, keys):
-    """Simple policy optimization (arXiv:2401.16025): a square holds the ratio near 1."""
+    """Simple policy optimization (arXiv:2401.16025): a squared penalty keeps the ratio near 1."""
     ratio = (logprobs - proximal).exp()
     penalty = advantages.abs() / (2 * keys.clip_high) * (ratio - 1).square()
     return -((ratio * advantages - penalty) * weights).sum()

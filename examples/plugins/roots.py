@@ -1,4 +1,4 @@
-"""roots.py: n tokens sampled in a row count as sqrt(n), between decision_mean and token_mean."""
+"""roots.py: n tokens sampled in a row weigh sqrt(n), between `decision_mean` (1) and `token_mean` (n)."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""thrifty.py: the fewer guesses the better; each that was no number costs a little."""
+"""thrifty.py: the fewer answers the better; an answer without a guess costs a little."""
 
 from task_app.reward_functions import EvaluateResult, StepOutput, reward_function
 

@@ -40,14 +40,14 @@ class Agent:
     folder: Path | str | None = None
     """Working directory; None: that of the task app."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables. The agent also gets the task app's variables that hold no keys, but not
-    PYTHONPATH."""
+    """Further environment variables. Of the task app's own, the agent gets only a fixed list of names that
+    hold no keys (`without_keys`); PYTHONPATH is not on it."""
     exit_codes: tuple[int, ...] = (0,)
     """Exit codes of a finished episode; any other code fails the rollout."""
     models: tuple[str, ...] = ()
     """Model names that the agent may request; empty allows any name. The policy always answers."""
     sees_ground_truth: bool = False
-    """Whether its task contains the row's ground truth, by which the agent can compute its reward."""
+    """Whether its task contains the row's ground truth, from which the agent can compute its reward."""
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
@@ -72,7 +72,7 @@ class AgentConfig(Body):
 
 
 class AgentEnvironment:
-    """An agent on the plug board. It cannot be stepped, because the agent calls the policy itself."""
+    """An agent as an environment. It cannot be stepped, because the agent calls the policy itself."""
 
     outcome_definition = OUTCOME
     quick_step = True
@@ -110,7 +110,7 @@ def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
 
 
 async def start_agent(agent: Agent, task: Mapping[str, Any], *, url: str, key: str, output: Output) -> Child:
-    """Start an agent's process with its task; its model is at the capture's `url` (without /v1)."""
+    """Start an agent's process and send it its task; its model is at the capture's `url` (without /v1)."""
     model = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,

@@ -1,6 +1,6 @@
 """ASGI middleware that translates every error below a capture's /v1 into the dialect of the caller's library.
 
-It also translates errors of the gate and the router: a wrong key, a body that is too large, an unknown route.
+Errors before the route are translated too: a wrong key, a body that is too large, an unknown route.
 """
 
 import json
@@ -28,7 +28,7 @@ def split_path(scope: Scope) -> tuple[str, str]:
 
 
 class CallErrors:
-    """Translates problem bodies below a capture's /v1.
+    """Translates problem+json replies to requests below a capture's /v1.
 
     `find_dialect` finds the dialect by the path after /v1/ or by the headers.
     """
@@ -44,7 +44,7 @@ class CallErrors:
 
 
 class _Translation:
-    """A send channel that holds a problem back until its body is complete."""
+    """Wraps `send`: collects a problem+json reply, and sends it translated. Other replies pass unchanged."""
 
     def __init__(self, dialect: Dialect, send: Send) -> None:
         self._dialect, self._send = dialect, send
@@ -64,7 +64,7 @@ class _Translation:
                 await self._send_translated(self._start, json.loads(self._body))
 
     async def _send_translated(self, start: Message, problem: Mapping[str, Any]) -> None:
-        """Send the problem in the dialect; mistakes of the caller become a 400, which no library retries."""
+        """Send the problem in the dialect; 409 and 422 become 400, which no library retries."""
         is_name = problem["code"] == UnknownName.code
         code = "model_not_found" if is_name else problem["code"]
         status = 404 if is_name else CLIENT_MISTAKE if start["status"] in (409, 422) else start["status"]

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 Event = tuple[str | None, Json | str]
 # Values of a response format's `type`.
 _FORMS = ("text", "json_object", "json_schema")
-# JSON levels above a tool's schema in a stored rollout, and some to spare.
+# Number of JSON levels around a tool's schema in a stored rollout, with a margin.
 _ABOVE_SCHEMA = 11
 
 
@@ -45,7 +45,7 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Answer:
     call_id: str
-    """Id of the capture and the turn; each dialect adds its prefix."""
+    """The capture's id and the turn, joined; each dialect adds its prefix."""
     turn: int
     """Number of the decision, from 1."""
     created: int
@@ -86,9 +86,9 @@ class Keys:
 
     body: Json
     ignored: list[str] = field(default_factory=list)
-    """Keys without effect, as far as the body was read."""
+    """Keys without effect among those read so far."""
     options: Json = field(default_factory=dict)
-    """`Call.options`, as far as the body was read."""
+    """`Call.options`, from the keys read so far."""
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -104,18 +104,18 @@ class Keys:
         return value
 
     def skip(self, *names: str) -> None:
-        """Accept keys that are for the caller's own records."""
+        """Accept keys that have no effect, without reporting them as ignored."""
         self._read.update(names)
 
     def refuse(self, name: str, allowed: Sequence[Any], hint: str) -> None:
-        """Refuse any value of a key that is not allowed."""
+        """Raise InvalidRequest if the key is there with a value that is not `allowed`."""
         self._read.add(name)
         value = self.body.get(name)
         if name in self.body and not is_among(value, allowed):
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
-        """Return the tools that may be called; a required call becomes an option."""
+        """Return the tools that `tool_choice` allows; a required call becomes an option."""
         specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
         try:
@@ -131,9 +131,9 @@ class Keys:
         return tuple(specs[place] for place in places)
 
     def form(self, value: Any, where: str) -> None:
-        """Store the requested form of the answer as an option; plain text needs none.
+        """Store the requested response format as an option; plain text needs none.
 
-        `value` has the form of Chat Completions, or the schema's keys at its top as in the other dialects.
+        `value` has the form of Chat Completions, or holds the schema's keys itself as in the other dialects.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -146,7 +146,7 @@ class Keys:
         self.options[RESPONSE_FORMAT] = value
 
     def form_in(self, name: str) -> None:
-        """Store the answer's form from the key's `format`; its other settings have no effect."""
+        """Store the response format under `format` of this key; the key's other settings have no effect."""
         part = self.take(name, dict, {})
         self.form(part.get("format"), f"{name}.format")
         self.ignored += [f"{name}.{clipped(other)}" for other in part if other != "format"]
@@ -175,7 +175,7 @@ class Keys:
         return tuple(dict.fromkeys([*self.ignored, *unread]))
 
     def call(self, messages: Iterable[Message], read_tool: Callable[["Item"], ToolSpec], **own: Any) -> Call:
-        """Make the call from the keys of all dialects and the dialect's `own` fields. Call this last."""
+        """Make the call from the keys that dialects share and from `own` fields. Call this last."""
         return Call(
             model=self.take("model", str, ""),
             messages=tuple(messages),
@@ -227,7 +227,7 @@ class Item:
         return text
 
     def role(self, roles: Mapping[str, str]) -> str:
-        """Return the role of a message in the policies' terms."""
+        """Return the role of a message under the name that policies use."""
         role = self.get("role")
         if not isinstance(role, str) or role not in roles:
             raise self.refusal("role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
@@ -248,7 +248,7 @@ class Item:
 
 
 def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
-    """Return the text of a content: absent, a text, or a list of parts of these kinds."""
+    """Return the text of a content, which is absent, a text, or a list of parts of these kinds."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -288,7 +288,7 @@ def tool_spec(function: Item, schema_key: str) -> ToolSpec:
 
 
 def append_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "") -> None:
-    """Append text and calls to the assistant's message at the end, or add such a message."""
+    """Append text and calls to the last message if the assistant wrote it; otherwise add such a message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if last is None:
         messages.append(Message(role="assistant", content=text, tool_calls=tuple(calls) or None))

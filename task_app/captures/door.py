@@ -1,4 +1,4 @@
-"""The captures of a service by id, and the door that accepts a capture's own key for that capture."""
+"""The open captures of a service by id, and the check of the keys with which requests reach them."""
 
 import hmac
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from task_app.held import Held
 from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
-# Prefix, below a capture, of the dialects' paths, which always need a key.
+# The paths of model calls begin with this, below a capture; they always need a key.
 V1 = "/v1/"
 
 
@@ -31,11 +31,11 @@ class Captures:
             end_path="/captures/{capture_id}/end",
             on_remove=self._release,
         )
-        # Host and port of the last request for a rollout, by which agents on this machine reach this service.
+        # Host and port to which the last rollout was posted; agents on this machine reach the service there.
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
-        """Open a capture; `size` is that of its request, or 0 if a rollout's request is counted already.
+        """Open a capture; `size` is that of its request, or 0 if its rollout's request is counted already.
 
         Raises:
             CapacityReached: there are too many captures or held bytes. Bytes are not checked for a rollout's
@@ -61,7 +61,7 @@ class Captures:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}{capture.capture_id}"
 
     def opens(self, scope: Scope) -> bool:
-        """Whether the request has the key of the capture in its path."""
+        """Return whether the request has the key of the capture in its path."""
         capture = self.sessions.find(scope["path"].removeprefix(PATH).partition("/")[0])
         ours = capture.key.encode() if capture is not None else b""
         keys = presented_keys(scope["headers"])
@@ -69,7 +69,7 @@ class Captures:
 
 
 class CaptureDoor(KeyDoor):
-    """The service's door, which also accepts a capture's own key for that capture.
+    """Checks keys as its base class does, and accepts a capture's own key for that capture's paths.
 
     Model calls need a key even if the service has none, so that an agent with a wrong key gets an error.
     """

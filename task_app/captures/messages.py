@@ -26,7 +26,7 @@ _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
 _UNSHOWN = ("thinking", "redacted_thinking")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Key of a conversation that the server stores. After this error, Anthropic's library sends the whole one.
+# Key of a conversation that the server stores. On this error, Anthropic's library sends all of it.
 _THREAD = "thread"
 _NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": []}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -100,7 +100,7 @@ class AnthropicMessages:
 
 
 def _add_message(messages: list[Message], item: Item) -> None:
-    """Append a message; tool results, here blocks of the user's message, become messages before it."""
+    """Append a message; tool results, which are blocks of a user's message, become messages before it."""
     role, content = item.role(_ROLES), item.get("content")
     if isinstance(content, str):
         messages.append(Message(role=role, content=content))

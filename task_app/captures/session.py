@@ -1,9 +1,9 @@
 """A capture: the model calls of one agent as the decisions of one episode.
 
-A call that begins with the messages and the answer of an earlier call continues its *branch*. Any other call
-opens a branch: the first call, a call of a sub-agent, a call after a compaction or with another system
-prompt. Each branch has its own policy, and so its own conversation at our gateway, whose token ids stay exact
-in any order of the branches' calls. Decisions are recorded in the order in which they were answered.
+A call continues a *branch* if it begins with the messages and the answer of that branch's last call, and no
+other call of the branch is running. Any other call opens a branch: the first call, a call of a sub-agent, one
+after a compaction or with another system prompt. Each branch has its own policy, and so its own conversation
+at our gateway, which keeps its token ids exact. Decisions are recorded in the order of their answers.
 """
 
 import asyncio
@@ -94,15 +94,15 @@ class CaptureSpec:
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
-    """Size limit of the trajectory; calls are also refused while the service can hold no more bytes. None for
-    the capture of a rollout, which was accepted before."""
+    """Size limit of the trajectory; if set, calls are also refused while the service can hold no more bytes.
+    None for a rollout's capture, because the rollout was accepted already."""
 
 
 class Capture:
     """One captured episode.
 
-    `held` counts the bytes that it holds. With `rejects_form` it refuses a call whose `response_format` the
-    policy does not follow.
+    `held` counts the bytes that the capture holds. If `rejects_form` is true, the capture refuses a call
+    whose `response_format` the policy does not follow.
     """
 
     def __init__(self, spec: CaptureSpec, held: Held, *, rejects_form: bool = False) -> None:
@@ -111,7 +111,7 @@ class Capture:
         self.lock = SessionLock()
         self.capture_id = ""
         self.failure: TaskAppError | None = None
-        # The last such error, which does not fail the capture.
+        # The last error about a prompt that is too long, which does not fail the capture.
         self.too_long: ContextLengthExceeded | None = None
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
@@ -122,7 +122,7 @@ class Capture:
         self._model = self._policy_name = ""
         self._branches: list[Branch] = []
         self._running = 0
-        # The policy's calls by id, name and arguments as values.
+        # The policy's tool calls, under the keys that `_call_key` makes.
         self._calls: dict[tuple[str, str, str], ToolCall] = {}
         self._call_ids: set[str] = set()
         self._tools: dict[str, ToolSpec] = {}
@@ -132,7 +132,7 @@ class Capture:
         self._rewards: dict[int, float] = {}
         self._episode_reward: float | None = None
         self._outcome_reward = 0.0
-        # Of the last recorded decision.
+        # Message hashes and token ids of the last recorded decision.
         self._prompt_keys: tuple[int, ...] = ()
         self._token_ids: tuple[int, ...] = ()
         self.conversations: list[list[Message]] = []
@@ -145,12 +145,12 @@ class Capture:
         """Let the policy answer a call, and record the decision.
 
         Raises:
-            EpisodeOver: the capture has ended, or its decisions or the bytes of its trajectory are used up.
+            EpisodeOver: the capture has ended, or its decisions, time or bytes are used up.
             CapacityReached: this service can hold no more bytes.
             ContextLengthExceeded: the prompt is too long; the agent may continue with a shorter one.
             PromptRefused: the model's server refuses the prompt; the agent may continue with another one.
             UnknownName: the agent may not request this model.
-            InvalidRequest: the call has a response_format, and this service rejects it.
+            InvalidRequest: the policy does not follow the call's response_format (`rejects_form`).
             EpisodeFailed: the policy could not be called, which fails the capture.
         """
         self._refuse(call)
@@ -301,14 +301,14 @@ class Capture:
         return message if is_same else message.model_copy(update={"tool_calls": calls})
 
     def _make_id_unique(self, call: ToolCall, turn: int) -> ToolCall:
-        """Give the call a new id if an earlier call has the same: agents may take both for the same call."""
+        """Give the call a new id if an earlier call has the same, since agents identify calls by their id."""
         while call.id in self._call_ids:
             call = call.model_copy(update={"id": f"{call.id}_{turn}"})
         self._call_ids.add(call.id)
         return call
 
     def _find_branch(self, keys: tuple[int, ...]) -> Branch:
-        """Return the longest branch that a call continues, or a new one."""
+        """Return the longest idle branch that a call with these hashes continues, or a new branch."""
         candidates = [
             branch
             for branch in self._branches
@@ -344,7 +344,7 @@ class Capture:
         try:
             with self._spec.spans.decision(branch.policy, None, conversation=self.capture_id) as notes:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
-                # Of simultaneous calls, the first answer is the next decision.
+                # If several calls wait, the one that is answered first is the next decision.
                 notes.answer(reply, turn=len(self.steps) + 1)
         except ContextLengthExceeded as exc:
             self.refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
@@ -423,7 +423,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count the bytes of a decision and its call. Raises EpisodeOver if the trajectory is too large."""
+        """Count the bytes of a decision and of its `others`. Raises EpisodeOver if there are too many."""
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:
@@ -435,10 +435,10 @@ class Capture:
         self.hold(size)
 
     def _rebase_ids(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
-        """Make the ids of a prompt relative to the previous decision, as the wire requires.
+        """Express the prompt's ids relative to the previous decision, as the wire requires.
 
-        The policy's ids are relative to the last call of its branch. Return the choice, and all ids of prompt
-        and answer.
+        The policy gives them relative to the last call of its branch. Return the changed choice, and all ids
+        of prompt and answer.
         """
         tokens = choice.log_probs
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:

@@ -50,7 +50,7 @@ class AgentWorker:
         return list(capture.steps), messages, self._request.ground_truth
 
     def trajectory(self) -> Trajectory:
-        """The finished episode; call it after `run_episode`."""
+        """Return the finished episode; call this after `run_episode`."""
         assert self._capture is not None, "run_episode has not finished"
         return self._capture.trajectory()
 
@@ -64,7 +64,7 @@ class AgentWorker:
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
-                # Do not wait longer than the capture, which may fail or be ended by the agent.
+                # Stop waiting when the capture is over, because it failed or the agent ended it.
                 async with (
                     asyncio.timeout(self._request.limits.timeout_s),
                     racing(child.ended(), capture.over.wait()) as (exit_task, _),
@@ -80,7 +80,7 @@ class AgentWorker:
         self._conclude(capture, exit_code, encodable(output.last_text()))
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
-        """End the capture with its stop reason, or raise the reason for which there is no episode."""
+        """End the capture with its stop reason, or raise the error that says why there is no episode."""
         name = self._environment.name
         if not capture.steps and capture.too_long is not None:
             raise capture.too_long

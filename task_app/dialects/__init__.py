@@ -1,1 +1,1 @@
-"""Other people's ways to speak to the same environments; each a thin layer, none with state of its own."""
+"""Protocols of other projects for the same environments; each is a thin layer without state of its own."""

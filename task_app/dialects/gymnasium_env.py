@@ -36,7 +36,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     """Wraps an `Environment` in gymnasium's API; one episode at a time, not thread-safe.
 
     Args:
-        environment: a name on the plug board, or an environment of your own.
+        environment: the name of an environment of the task app, or an environment of your own.
         config: of the named environment, as in POST /env/create.
         render_mode: `ansi` renders the text; `rgb_array` a picture, if the environment draws one.
 
@@ -140,7 +140,7 @@ _LONGEST_SAMPLE = 4
 
 
 class _Loose(gymnasium.Space[Any]):
-    """A space without shape or array form; spaces of a class are equal, as vector environments require."""
+    """A space without shape or array form; spaces with an equal `_key` are equal, for vector environments."""
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -182,8 +182,8 @@ class JsonSpace(_Loose):
 class DecisionSpace(_Loose):
     """One decision: a tool call `{"name", "arguments"}`, a list of calls, or a list of action names.
 
-    It contains everything that can be read; the environment may still refuse it, and then executes a no-op
-    (DESIGN.md 4.4).
+    The space contains every action that can be read; the environment may still refuse one, and then executes
+    a no-op (DESIGN.md 4.4).
     """
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:

@@ -1,7 +1,7 @@
 """OpenEnv's MCP interface: JSON-RPC by POST /openenv/{env_name}/mcp, or in a socket's {"type": "mcp"} frames.
 
-OpenEnv's `MCPToolClient` creates a session here, and calls its tools here; it joins the session by a socket
-for reset and state. The methods are `openenv/session/create`, `openenv/session/close`, `tools/list` and
+OpenEnv's `MCPToolClient` creates a session here, and calls its tools here. For reset and state it joins the
+session by a socket. The methods are `openenv/session/create`, `openenv/session/close`, `tools/list` and
 `tools/call`. A tool call is a decision.
 """
 
@@ -110,7 +110,7 @@ async def _call_method(
         return {"tools": tools_json(await services.fetch_tools(target.session.environment))}
     call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
     step = await target.step({"type": "call_tool", **call}, where="params", ignored=[])
-    # A CallToolObservation, without our `data`, which the client would take for the tool's result.
+    # A CallToolObservation, without our `data`, which the client would read as the tool's result.
     observation = step["observation"]
     reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
     return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}

@@ -146,7 +146,7 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 def reply_data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make a reply with its metadata in both places of OpenEnv's server; typed clients read the inner one."""
+    """Make a reply with its metadata twice, as OpenEnv's server does; typed clients read the inner copy."""
     inner = {**observation, "metadata": dict(metadata)}
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
@@ -164,7 +164,7 @@ def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
 def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, Any]:
     """Make the OpenAPI document of one environment, like that of its own OpenEnv server.
 
-    It has the paths of the service's document `whole` below `prefix`, which becomes the server's `url`.
+    It has the paths of the service's document `whole` that begin with `prefix`, which `url` replaces.
     """
 
     def drop_env_name(operation: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Choice:
 class Action:
     """An action of an episode: `tool_calls` are recorded, `requests` are sent to the environment.
 
-    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; for other environments
-    `invalid_reason` is the fault. `text` is None if the reply could not be read.
+    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; any other environment
+    refuses it with `invalid_reason`. `text` is None if the reply could not be read.
     """
 
     tool_calls: tuple[ToolCall, ...] = ()
@@ -60,8 +60,8 @@ class Action:
 def read_action(action: Mapping[str, Any]) -> Action:
     """Read the first element of `AgentPolicy.get_action`'s tuple.
 
-    The action itself may be a single call, as in source 2; `tool_calls` may have several. If both are given,
-    they must be the same call.
+    The action itself may be a single call, which is the published form; `tool_calls` may have several. If
+    both are given, they must be the same call.
 
     Raises:
         ValueError: `type` is unknown, or the two forms of a call differ. This is a bug of the policy.
@@ -79,7 +79,7 @@ def read_action(action: Mapping[str, Any]) -> Action:
             return Action(tool_calls=calls, requests=requests)
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            # A text without a call is valid; with any other fault it is not an answer.
+            # Text whose only fault is the missing call is a valid answer; with another fault it is none.
             text = encodable(action.get("content") or "") if reason == NO_TOOL_CALL else None
             return Action(text=text, invalid_reason=encodable(reason))
         case "terminate":
@@ -89,7 +89,7 @@ def read_action(action: Mapping[str, Any]) -> Action:
 
 
 def _is_one_call(requests: Sequence[ToolRequest], action: Mapping[str, Any]) -> bool:
-    """Whether the only request is the call in the action itself, with equal arguments."""
+    """Return whether the only request is the call in the action itself, with equal arguments."""
     name, arguments = action["name"], action["arguments"]
     if len(requests) != 1 or requests[0].name != encodable(name):
         return False
@@ -144,7 +144,7 @@ def _read_request(call: Mapping[str, Any], index: int) -> ToolRequest:
 
 
 def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return name and arguments of a call, which may have several keys; None for a missing one."""
+    """Return name and arguments of a call, each from the first of its possible keys; None if missing."""
     function = call.get("function")
     source = function if isinstance(function, dict) else call
     name, arguments = (

@@ -1,7 +1,7 @@
 """A growing conversation: the model's message, then the results of its calls or the user's answer.
 
-The states of source 3: PENDING is `prompt`, PROCESSING_TOOLS and INTERACTING are `carry_out`. The user
-answers only a message without a call (DESIGN.md 4.11, 4.12).
+It implements the states of 3-context-editing-tool-loop.md: `prompt` is PENDING; `carry_out` is
+PROCESSING_TOOLS and INTERACTING. The user answers only a message without a call (DESIGN.md 4.11, 4.12).
 """
 
 import time
@@ -110,7 +110,7 @@ class Conversation(Prompts):
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
             return DecisionEffect(outcome)
-        # A text is answered by the environment if it refuses the text, or else by the interaction.
+        # The environment answers a text that it refuses; otherwise the interaction does, if there is one.
         over = outcome.terminated or outcome.truncated
         if outcome.invalid_reason is not None:
             self._add_user_message(f"error: {outcome.invalid_reason}")
@@ -168,7 +168,7 @@ class Conversation(Prompts):
         return dict(zip(own, outcome.results, strict=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
-        """Let the interaction score and answer the message; the last one is scored too (DESIGN.md 4.11)."""
+        """Let the interaction answer and score the model's message, also the last one (DESIGN.md 4.11)."""
         start_s = self._clock()
         reply = await interaction.respond([entry.message for entry in self.history])
         took_s = self._clock() - start_s

@@ -22,7 +22,7 @@ def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> l
 def step_metadata(
     before: Mapping[str, int], after: Mapping[str, int], *, turn: int, step_rewards: StepRewards
 ) -> StepMetadata:
-    """Make the metadata of decision `turn`, with decision_rewards if the switches require them.
+    """Make the metadata of decision `turn`, with decision_rewards if `step_rewards` requires them.
 
     Decisions without an achievement also get the record, unless the environment has no achievements at all
     (DESIGN.md 4.2).

@@ -31,7 +31,7 @@ class Entry:
     msg_id: int
     """Index of the message in the whole history."""
     message: Message
-    """The original message; for a tool result, only its text."""
+    """The original message; a tool result has only its text, without ids."""
     shown: Message
     """The message in an unedited view, with ids if the history shows them."""
     invoking: int | None = None
@@ -80,9 +80,9 @@ class History:
         return self._append(Entry(self._length, message, message))
 
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
-        """Append the result of a call of the last assistant message.
+        """Append `text` as the result of a call of the last assistant message.
 
-        If the text is an object, `fields` are its members, which are shown in one object with the ids.
+        If the text is an object, `fields` are its members, and the view adds the ids to them.
         """
         invoking = self.last_assistant_id
         if invoking is None:

@@ -1,4 +1,4 @@
-"""The prompts of the episode loop: the base class `Prompts`, and `FreshPrompts`, which are independent.
+"""The prompts of the episode loop: the base class `Prompts`, and `FreshPrompts`, a whole prompt each time.
 
 task_app.episode.conversation has the other implementation.
 """
@@ -56,7 +56,7 @@ class Prompts:
     """Makes the prompts of an episode and executes its actions."""
 
     tools: tuple[ToolSpec, ...] = ()
-    """The tools that the policy may call; a foreign environment knows them only from `begin` on."""
+    """The tools that the policy may call; some environments know them only from `begin` on."""
     past: Sequence[PastDecision] = ()
     """The last decisions, for environments that show them."""
     # 0 by default, because fresh prompts do not depend on the last decision's length.
@@ -118,7 +118,7 @@ def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Messa
 
 
 class FreshPrompts(Prompts):
-    """Prompts of the `opening` and the environment's messages for its observation and the last decisions."""
+    """Prompts that join the `opening` and the environment's own messages for the current observation."""
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment

@@ -42,7 +42,7 @@ class Decision:
 
 
 def observation_data(observation: Observation, decision: Decision | None = None) -> ObservationData:
-    """Make counters and last reward of an observation; with its `decision`, also prompt and state keys."""
+    """Record an observation's counters and last reward; with its `decision`, also prompt and state keys."""
     counts = dict(observation.achievements_counts)
     data = ObservationData(
         messages=decision.prompt.new if decision else (),
@@ -61,7 +61,7 @@ def observation_data(observation: Observation, decision: Decision | None = None)
 def step_data(
     decision: Decision, *, policy_name: str, step_rewards: StepRewards, costs: CostKeys | None = None
 ) -> StepData:
-    """Make the record of a decision; `costs` has the penalty of a refused one."""
+    """Make the record of a decision; `costs` holds the penalty for a refused decision."""
     choice, outcome = decision.choice, decision.effect.outcome
     penalty = costs.invalid_action_penalty if costs and outcome.invalid_reason is not None else 0.0
     was, now = decision.before.achievements_counts, outcome.observation.achievements_counts
@@ -96,7 +96,7 @@ def mark_end(
 ) -> StepData:
     """Mark the last step of an episode as `terminated` by the task or `truncated` by a limit.
 
-    `penalty` is added if the next prompt would be too long.
+    `penalty` becomes a reward part of the step if the next prompt was too long.
     """
     if reason is StopReason.CONTEXT_LENGTH:
         step = step.model_copy(update={"reward_parts": (*step.reward_parts, *_penalties(penalty))})

@@ -78,7 +78,7 @@ def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[s
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """Whether the reason truncates the episode; for ENVIRONMENT_DONE, the environment decides.
+    """Return whether the reason truncates the episode; for ENVIRONMENT_DONE, the environment decides.
 
     A signal of the policy, by action or by pattern, terminates the episode instead.
     """

@@ -80,8 +80,8 @@ class RLRolloutWorker:
         step_rewards: decides whether the steps' metadata has decision_rewards.
         prompts: by default `Conversation` for a conversational environment, otherwise `FreshPrompts`.
         multi_turn: limits of a conversation.
-        keep: called before every decision, also one that a limit prevents; its snapshot becomes part of the
-            step, or of the trajectory.
+        keep: called before every decision, and once more when a limit ends the episode; its snapshot goes
+            into the step, or into the trajectory.
         final_view: whether to ask the policy for one more token if a limit cuts the episode.
         spans: traces of model calls and environment calls.
         threads: run resets and slow steps; by default the event loop's own threads.
@@ -310,10 +310,9 @@ class RLRolloutWorker:
         return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
 
     async def _fetch_final_view(self) -> PolicyLogprobs | None:
-        """Return the prompt of the next decision with one more token, rendered by the policy's server.
+        """Return the exact tokens of the next decision's prompt and one more, from the policy's server.
 
-        None if the prompt is too long, so that no decision could have followed, if the time is over, or if
-        the server returns no tokens.
+        None if the prompt is too long (no decision could follow), the time is over, or there are no tokens.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
@@ -361,8 +360,8 @@ class RLRolloutWorker:
         if steps_quickly(environment):
             return step()
         try:
-            # The time limit of the whole episode, so that a slow policy does not shorten the environment's
-            # time.
+            # Each step may take the time limit of the whole episode, so that a slow policy does not shorten
+            # the environment's time.
             async with asyncio.timeout(self._limits.timeout_s):
                 return await in_thread(self._threads, "environment.step", step)
         except TimeoutError as exc:
@@ -405,7 +404,7 @@ class RLRolloutWorker:
         return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
-        """Mark the last step with the reason. Raises if there is no complete decision."""
+        """Mark the last step with the reason. Raises if the environment failed or no decision is complete."""
         if self._critical is not None:
             raise self._critical
         if not self._steps:
@@ -425,7 +424,7 @@ class RLRolloutWorker:
 
 
 def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """Create the environment of a task; also return the opening messages that it does not have itself."""
+    """Create the environment of a task; also return the opening messages that it does not show itself."""
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
     try:

@@ -14,7 +14,7 @@ Method = Literal["strict", "flexible"]
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """Find the final answer in a text, without commas, dollar signs and trailing full stop; None without one.
+    """Return a text's final answer without commas, dollar signs and final full stop; None if there is none.
 
     Args:
         solution_str: the assistant's text. The published function reads only its last 300 characters, which

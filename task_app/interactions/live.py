@@ -148,8 +148,8 @@ class LiveInteraction:
     """A running interaction, for the episode loop and the routes. The caller that starts it must close it.
 
     The calls run on the `loop`: the service's, or a loop of `loop_in_thread`, which stops at the end.
-    `on_end` is called when the interaction is finalised, or abandoned because it `hangs`, and in that case
-    again if the hanging call returns.
+    `on_end` is called when the interaction is finalised, or abandoned because it `hangs`. In the second
+    case it is called again if the hanging call returns.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class LiveInteraction:
             self._stop_loop()
             self._on_end(self)
 
-        # The time of both waits in `finalise`, and some for the threads.
+        # Long enough for both waits in `finalise`, and a second for the threads.
         await asyncio.wait({task}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not task.done()
         if self.hangs:
@@ -366,7 +366,7 @@ def _read_metadata(value: Any, *, where: str) -> dict[str, Any]:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in an error: a scalar itself, or its type."""
+    """Describe a value in an error: a scalar by its value, anything else by its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r:.80}"
     if isinstance(value, tuple | list):

@@ -59,8 +59,8 @@ class Interactions:
     ) -> AsyncIterator[LiveInteraction]:
         """Start an interaction, and finalise it at the end of the context.
 
-        `kwargs` are the interaction_kwargs of the data row; the request's `ground_truth` is used if they have
-        none. The instance_id begins with `rollout_id`.
+        `kwargs` are the interaction_kwargs of the data row. If they hold no ground truth, the request's
+        `ground_truth` is used. The instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # the import takes a tenth of a start, and only pictures need
     import numpy as np
     import numpy.typing as npt
 
-_PALETTE_FROM = 8  # pictures of the palette, which cover dawn to night of a long episode
+_PALETTE_FROM = 8  # number of pictures that make the palette, from dawn to night of a long episode
 Picture: TypeAlias = "npt.NDArray[np.uint8]"
 
 

@@ -97,7 +97,7 @@ class Spans:
     """Context of the parent span; None: the current span when a span is opened."""
 
     def here(self) -> Spans:
-        """Return spans with the current span as parent, for model calls that come by other requests."""
+        """Return spans with the current span as parent, for model calls that arrive in other requests."""
         if self.tracer is None:
             return self
         from opentelemetry.context import get_current
@@ -120,7 +120,7 @@ class Spans:
     ) -> AbstractContextManager[Notes]:
         """Open the span of a policy's answer; the turn is None if it is not known yet.
 
-        `conversation` is added if there is no parent span of an episode, which would have it.
+        `conversation` is added only without the parent span of an episode, because that span names it.
         """
         if self.tracer is None:
             return _NOTHING

@@ -137,7 +137,7 @@ def plant(facts: Facts, limit: int) -> Actions | None:
 
 
 def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
-    """Place a stone onto a dug cell, and dig it up again."""
+    """Place a stone in front, and collect it again."""
     if not _todo(facts, "place_stone") or not _count(facts, "stone"):
         return None
     if facts.target in RULES.place["stone"].where:
@@ -185,7 +185,7 @@ def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
 
 
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
-    """Sleep after the first lost point of energy: by day, a dozen steps then give `wake_up` without harm."""
+    """Sleep if energy is low; by day, one lost point is enough until `wake_up` is unlocked."""
     is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
     return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
 
@@ -248,7 +248,7 @@ def ore(facts: Facts, limit: int) -> Actions | None:
 
 
 def explore(facts: Facts) -> Actions:
-    """Walk out of view; without a way, clear the cell in front (a tree, the own plant) and step there."""
+    """Walk out of view; if there is no way, clear the cell in front (a tree, a plant) and step there."""
     way = moves(facts, "way")
     if way:
         return way

@@ -39,7 +39,7 @@ class DocumentsTeacherConfig(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A tool result in the prompt; without ids if messages have none."""
+    """A tool result in the prompt; its ids are None if messages show none."""
 
     text: str
     msg_id: int | None = None
@@ -92,7 +92,7 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
 
 
 def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
-    """Return the ids of results without a part of `fact`, and of the messages with only their calls.
+    """Return the ids of results that hold no part of `fact`, and of the messages with only their calls.
 
     The last chunk is kept if the fact may begin at its end.
     """
@@ -117,7 +117,7 @@ def _make_fact(messages: Sequence[Message]) -> str:
 
 
 def _find_answer(fact: str, text: str) -> str | None:
-    """Return the word after the fact, if it ends the sentence."""
+    """Return the word that follows the fact and ends its sentence; None if there is none."""
     place = text.find(fact)
     while place >= 0:
         if answer := _ANSWER.match(text, place + len(fact)):

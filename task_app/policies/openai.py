@@ -74,7 +74,7 @@ class Endpoint:
         self._target: Target | None = None
 
     def without_rollout(self, path: str | None = None) -> "Endpoint":
-        """Return this endpoint for a request outside of the conversation, perhaps at another path."""
+        """Return a copy without the rollout's header, and with `path`, if given, as its path."""
         other = copy(self)
         other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
@@ -136,7 +136,7 @@ class ModelAccess(TypedDict, total=False):
 
 
 class OpenAIAgentPolicy:
-    """One conversation with a model; a policy per rollout.
+    """One conversation with a model; each rollout has a policy of its own.
 
         policy = OpenAIAgentPolicy(OpenAIConfig(inference_url=..., model=..., ask_token_ids=False))
         action, text, log_probs, value = await policy.get_action(messages, tools)
@@ -224,7 +224,7 @@ class OpenAIAgentPolicy:
 
     @property
     def call_options(self) -> frozenset[str]:
-        """Return the options of `protocols.FollowsOptions`; if tokens are recorded, none with a grammar.
+        """Return the options that the policy follows; if tokens are recorded, none that needs a grammar.
 
         Our gateway needs no grammar for `tool_choice`: it forces a call by the prompt alone. `leave_out` and
         `extra_body` of the config take precedence.
@@ -250,7 +250,7 @@ class OpenAIAgentPolicy:
         return read_count(answer.body, is_billed=not can_count)
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
-        """Return the sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
+        """Return the sampling settings of decision `turn` (from 1); `most` is a further limit of tokens."""
         config = self.config
         seed = None if "seed" in config.leave_out else config.seed
         return Sampling(
@@ -262,7 +262,7 @@ class OpenAIAgentPolicy:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the number of decisions; the gateway keeps the conversation's ids."""
+        """Return the number of decisions; the token ids stay in the gateway, outside of the snapshot."""
         return {"turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -312,7 +312,7 @@ class OpenAIAgentPolicy:
         return reply
 
     async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
-        """Make the attempts after the first, which avoids stamina because it takes as long as a step."""
+        """Make the attempts after the first. (The first avoids stamina, which takes as long as a step.)"""
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
@@ -341,8 +341,8 @@ class OpenAIAgentPolicy:
         return self._clock() + error.after_s <= until_s and error.after_s
 
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
-        # If the first answer was lost, or an earlier attempt at this rollout got it, the gateway must not
-        # build on its ids: the request asks for the whole prompt.
+        # The gateway must not continue from an answer that was lost, or that only an earlier attempt at this
+        # rollout received: the request asks for the ids of the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
         status, text, after_s, ignored = await self._post(self._endpoint, request)
         if status == 200:

@@ -109,7 +109,7 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
         http://h:1/v1/chat    -> http://h:1/v1/chat/completions
         http://h:1/x?cid=7    -> http://h:1/x/v1/chat/completions?cid=7
 
-    A host is allowed by `host` (any port) or `host:port`; None allows any.
+    `allowed_hosts` holds `host` (any port) or `host:port`; None allows any host.
     """
     parts = split_http(inference_url)
     if parts is None:

@@ -25,8 +25,8 @@ _NUMBERS = (0, 9)
 _TEXT = "text"
 # Longer values are not drawn even if the schema demands them: they would fill the memory.
 _LONGEST_TEXT, _LONGEST_LIST = 10_000, 1_000
-# Draws of a whole value, draws of an item unlike the others, and parts of a value: schemas may refer to
-# themselves.
+# Limits: draws of a whole value, draws of an item that equals an earlier one, and parts of a value. Schemas
+# may refer to themselves, so a value could have endlessly many parts.
 _TRIES, _ITEM_TRIES, _PARTS = 30, 30, 2_000
 # From this depth on, objects have only required properties, lists have the fewest items allowed, and a choice
 # avoids references; below `_DEEPEST` every value is null.
@@ -47,8 +47,8 @@ _KEYS_OF_KINDS = {
 def random_object(schema: Schema, source: random.Random, *, longest: int) -> dict[str, Any]:
     """Draw an object that the schema describes; if no draw fits, return the last one.
 
-    The first draw is uniform over enums, has all properties, and lists of `longest` items, or as near to it
-    as their schema allows. If it does not fit, draws with fewer properties and items follow.
+    The first draw chooses uniformly from enums, sets all properties, and makes lists of `longest` items, or
+    the nearest allowed length. If it does not fit, draws with fewer properties and items follow.
     """
     whole = {**schema, "type": "object"} if isinstance(schema, Mapping) else {"type": "object"}
     value: dict[str, Any] = {}
@@ -180,8 +180,8 @@ class _Draw:
 def _find_bounds(schema: Mapping[str, Any], *, margin: int) -> tuple[float, float]:
     """Return the smallest and the largest value of a number.
 
-    Values keep `margin` from an exclusive bound. If the schema sets only one bound, the range has a width of
-    9.
+    Values keep `margin` from an exclusive bound. A lone lower bound gets a range as wide as `_NUMBERS`. A
+    lone upper bound gets a range at least as wide, which begins at the start of `_NUMBERS` or below it.
     """
     low, above = _read_number(schema, "minimum"), _read_number(schema, "exclusiveMinimum")
     high, below = _read_number(schema, "maximum"), _read_number(schema, "exclusiveMaximum")
@@ -195,7 +195,7 @@ def _find_bounds(schema: Mapping[str, Any], *, margin: int) -> tuple[float, floa
 
 
 def _read_number(schema: Mapping[str, Any], key: str) -> int | float | None:
-    """Return the number at a keyword; None if there is none, or one that is not finite or very large."""
+    """Return the number at a keyword; None if it is missing, very large, or not finite."""
     value = schema.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e15:
         return None
@@ -224,7 +224,7 @@ def _resolve_reference(reference: str, root: Schema) -> Schema:
 
 
 def _may_not_fit(schema: Schema) -> bool:
-    """Whether a draw may not fit the schema."""
+    """Return whether a draw may not fit the schema."""
     if not isinstance(schema, Mapping):
         return schema is False
     if not schema.keys() <= _DRAWN:
@@ -238,7 +238,7 @@ def _may_not_fit(schema: Schema) -> bool:
 
 
 def _fits_schema(value: Any, schema: Schema) -> bool:
-    """Whether the value fits the schema; a schema that cannot be applied accepts every value."""
+    """Return whether the value fits the schema; a schema that cannot be applied accepts every value."""
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 

@@ -100,7 +100,7 @@ class _PlainTokens(StrictReply):
 
 
 class _PlainChoice(_OwnChoice):
-    """A choice with OpenAI's log-probs, which were asked for; most replies with only calls have none."""
+    """A choice of a reply with requested OpenAI log-probs; replies with only calls mostly lack them."""
 
     logprobs: _PlainTokens | None = None
 
@@ -169,13 +169,13 @@ class ReadTokens(Protocol):
     hint: str
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
-        """Return the class of a reply; `logprobs`: whether OpenAI's were asked for."""
+        """Return the class of a reply; `logprobs` says whether OpenAI's log-probs were requested."""
 
     def __call__(self, reply: Completion[Any]) -> PolicyLogprobs | None: ...
 
 
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
-    """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
+    """Read the body of a reply with status 200; `logprobs` says whether OpenAI's were requested."""
     reply = _read(read_tokens.kind(logprobs=logprobs), body, read_tokens.hint)
     choice, usage = reply.choices[0], reply.usage or _NO_USAGE
     plain = choice.logprobs if isinstance(choice, _PlainChoice) else None
@@ -197,7 +197,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
 
 
 def read_count(body: bytes, *, is_billed: bool) -> int:
-    """Read the number of a prompt's tokens from the body of a 200; `is_billed`: from its usage."""
+    """Read the number of a prompt's tokens from a reply; if `is_billed`, from the reply's usage."""
     return _read(_Billed, body).usage.prompt_tokens if is_billed else _read(_Counted, body).count
 
 
@@ -206,7 +206,7 @@ def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
         return replies.read_reply(kind, body, "")
     except replies.ReplyInvalid as exc:
         fault = exc
-    if not fault.field and b"\\ud" in body.lower():  # half a character that the model wrote is data
+    if not fault.field and b"\\ud" in body.lower():  # a lone surrogate is the model's doing
         with suppress(ValueError):
             plain = to_json(read_typed(read_quotation, body))
             return _read(kind, plain, hint)
@@ -251,7 +251,7 @@ def protocol_error(what: str) -> PolicyUnavailable:
 def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
     """Return the action of a message: all its calls, or its text with the reason why there is no call.
 
-    A single call is also given in source 2's form: `name`, and `arguments` as an object if possible.
+    A single call also gets the published form: `name`, and `arguments` as an object if possible.
     `tool_calls` keeps the arguments' text, which the next prompt must repeat exactly.
     """
     calls = choice.message.tool_calls
@@ -267,7 +267,7 @@ def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
 
 
 def _read_call(call: Any, index: int) -> dict[str, str]:
-    """Make a call of any value; the environment can carry it out, or refuse it with a reason."""
+    """Make a call from any value, so that the environment can execute it or refuse it with a reason."""
     source = call if isinstance(call, dict) else {}
     function = _read_table(source, "function")
     arguments = function.get("arguments", "")
@@ -288,7 +288,7 @@ def _join_text(message: _Message) -> str:
 class OwnReplies:
     """Reads the exact tokens of our own gateway's replies; None for a server that sends no such fields.
 
-    If exact tokens were not asked for, our gateway sends only the answer's, which are then not used either.
+    If exact tokens were not requested, our gateway sends those of the answer alone, and they are not used.
     """
 
     hint = ""

@@ -1,6 +1,6 @@
 """Policies without a model: the Crafter teacher and uniform random play.
 
-Like a model they see only `PolicyObservation.data`: the 9x7 view and the status bar.
+The teacher sees only `PolicyObservation.data`, with what a model may read: the 9x7 view and the status bar.
 """
 
 import random
@@ -103,7 +103,7 @@ def random_actions(source: random.Random, count: int) -> list[str]:
 
 
 def _list_answers(observation: Any) -> list[str]:
-    """Return the words that an environment takes instead of calls, as in ACTIONS; none: it takes calls."""
+    """Return the answers that an environment takes, in the order of ACTIONS; empty if it takes calls."""
     names = getattr(observation, "data", {}).get("answer_names")
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 

@@ -24,7 +24,7 @@ _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "times": ("*", lambda have, count: have * count),
 }
 _FACTORS = {"doubles": 2, "triples": 3}
-# How far a slip is off.
+# A wrong answer differs from the right one by one of these.
 _SLIPS = (-2, -1, 1, 2)
 
 

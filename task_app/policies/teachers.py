@@ -15,7 +15,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 class OrdersTeacher(DetourTeacher[DetourConfig]):
-    """At the shop's desk: looks customers up one by one, and grants their requests; remembers nothing."""
+    """Looks a shop's customers up one by one, and grants their requests; remembers nothing."""
 
     name = "orders_teacher"
     config_type = DetourConfig
@@ -55,7 +55,7 @@ def _find_call(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | No
 
 
 class SokobanTeacher(DetourTeacher[DetourConfig]):
-    """Plays the shortest solution of the board that it sees, one push a decision, and remembers it."""
+    """Pushes boxes along a shortest solution, one push a decision; remembers the solution of the board."""
 
     name = "sokoban_teacher"
     config_type = DetourConfig
@@ -106,7 +106,7 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
         return call_answer("act", {"actions": [action]}, exploratory=detour)
 
     def _follow_episode(self, episode: Mapping[str, Any], max_steps: int) -> None:
-        """Bring the own level to the state of the episode, and ask the bot after each step."""
+        """Bring the own copy of the level to the state of the episode, and ask the bot after each step."""
         world, actions = (episode["level"], episode["seed"]), list(episode["actions"])
         if self._level is None or world != self._world or actions[: len(self._done)] != self._done:
             self._level, self._bot = Level(world[0], max_steps=max_steps), None
@@ -135,7 +135,7 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
 
 
 def _replan(bot: Any, action: Any) -> str | None:
-    """Return the action that the bot suggests; None if it suggests nothing but to be done."""
+    """Return the bot's action; None if it fails, or suggests only an action without effect."""
     # A detour may break the bot's plans; then it raises an AssertionError or some other error.
     try:
         name = str(bot.replan(action).name)

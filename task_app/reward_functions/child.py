@@ -2,8 +2,8 @@
 
 It imports SOURCE (a file, or `module:function`) and writes {}. Then it answers each line of stdin with one
 line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The process ends
-when stdin closes, because the service has ended, or when a call passes its deadline; in this case it first
-writes to stderr where the function was.
+when stdin closes, because the service has ended. It also ends when a call passes its deadline, after it has
+written to stderr where the function was.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ class _Request:
 
 
 class RewardFunctions:
-    """The reward functions on the plug boards; each starts its own processes when it is first called."""
+    """The reward functions that requests may name; each starts its own processes when it is first called."""
 
     def __init__(self, boards: PlugBoards, settings: Settings) -> None:
         self._boards = boards
@@ -66,7 +66,7 @@ class RewardPool:
     of any group. So a result must not depend on the other episodes of its batch.
 
     A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed batch
-    lasts up to three deadlines: its own, then single episodes that begin within a second one.
+    lasts up to three deadlines: its own, one in which single episodes begin, and one for the last of them.
     """
 
     name: str
@@ -134,8 +134,8 @@ class RewardPool:
     ) -> None:
         """Judge each episode of a failed batch alone, so that the others can succeed.
 
-        A batch that hung is not judged again, because each episode could hang as long, and after a further
-        deadline no call begins. The remaining episodes fail with the error of the batch.
+        A batch that hung is not judged again, because each episode could hang as long. No call begins after
+        one more deadline. The remaining episodes fail with the error of the batch.
         """
         until_s = self.clock() + self.settings.reward_deadline_s
         for request in batch:

@@ -20,7 +20,7 @@ from task_app.settings import Settings
 
 # The error code if the function took too long.
 DEADLINE = "reward_function_deadline"
-# The child ends itself at the deadline and writes where it was; we kill it so many seconds later.
+# The child ends itself at the deadline and writes where it was; otherwise it is killed this much later.
 GRACE_S = 1.0
 
 

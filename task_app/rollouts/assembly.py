@@ -1,6 +1,6 @@
 """Builds the worker that plays a rollout request, and refuses a faulty request.
 
-It also takes the snapshots of an episode from which other episodes can start.
+This module also takes the snapshots of an episode from which other episodes can start.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ def branch_policies(
     *,
     where: str = "policy.",
 ) -> Callable[[int], AgentPolicy]:
-    """Return a function that makes the policy of an agent's branch, by the branch's number.
+    """Return a function that makes the policy of an agent's branch from the branch's number.
 
     Each policy has its own conversation at the server, and its own seeds, because an agent that asks the same
     question twice wants two answers.
@@ -252,13 +252,13 @@ class SnapshotTaker:
     """The environment's spec with every setting written out."""
     seed: int
     step_rewards: StepRewards | None
-    """The episode's switches; None if the request names none."""
+    """The episode's training switches; None if the request names none."""
     at_most_bytes: int
     """Size limit of a snapshot before compression."""
     timeout_s: float
     """Time limit of one snapshot."""
     threads: Threads | None
-    """Take the snapshot of an environment that does not promise quick steps."""
+    """The threads that run `snapshot` of an environment without quick steps."""
 
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]

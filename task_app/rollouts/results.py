@@ -242,7 +242,7 @@ NewRequest = tuple[int, RolloutRequest, Fingerprint]
 def split_batch(
     batch: RolloutBatch, find: Callable[[str], Record | None]
 ) -> tuple[list[NewRequest], list[str]]:
-    """Return the new requests with place in the batch and fingerprint, and the ids of known requests."""
+    """Return the new requests, each with its index in the batch and its fingerprint, and the known ids."""
     new: dict[str, NewRequest] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
@@ -269,9 +269,9 @@ def take_fingerprint(request: RolloutRequest) -> Fingerprint:
 
 
 def _explain_long_prompt(record: Record, sentence: str) -> str:
-    """Return the failure's sentence for a first prompt that is too long, with the server's own sentence.
+    """Return the failure's sentence for a first prompt that is too long; it contains the server's sentence.
 
-    It names the group, whose name ends with the row of the data set.
+    The failure's sentence also names the group, whose name ends with the row of the data set.
     """
     start = "a snapshot" if record.seed is None else f"seed {record.seed}"
     group = f" in group {record.group_id!r}" if record.group_id else ""
@@ -284,7 +284,7 @@ def _explain_long_prompt(record: Record, sentence: str) -> str:
 
 
 def build_failure(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
-    """Return the failure that stands in the record of an episode that an error ended."""
+    """Make the failure that is recorded for an episode that an error ended."""
     return RolloutFailure(
         code=exc.code,
         detail=encodable(exc.detail),

@@ -68,7 +68,7 @@ class RolloutRunner:
         self._is_draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Check the whole batch, then queue its new requests; one whose plug-in raises fails alone."""
+        """Check the whole batch, then queue new requests; if a plug-in raises, its request fails alone."""
         self._check_open()
         count, most = len(batch.rollouts), self._settings.max_rollouts_per_request
         if count > most:
@@ -93,7 +93,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """Wait for the first result after the cursor; return a `RolloutPage` with them all, as JSON."""
+        """Wait for a result after the cursor; return all results after it, a `RolloutPage` as JSON."""
         after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -149,7 +149,7 @@ class RolloutRunner:
         return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Whether unfinished rollouts of the run end because the service stops, not by an abort."""
+        """Return whether unfinished rollouts of the run end because the service stops, not by an abort."""
         return self._is_draining and self.runs.get(run_id).aborted_at is None
 
     def unfinished(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ class RolloutRunner:
         self.runs.expire()
 
     def begin_drain(self) -> None:
-        """Start no more rollouts; those that run go on."""
+        """Start no more rollouts, and cancel those that wait; running rollouts continue."""
         self._is_draining = True
         for record, *_ in self._queue.values():
             self._cancel_record(record, "the task app stopped before it started")
@@ -196,7 +196,7 @@ class RolloutRunner:
             return
 
     async def _stop(self, records: Iterable[Record]) -> None:
-        """Cancel those that have not ended; running ones get `settings.drain_s` for it."""
+        """Cancel the unfinished rollouts among `records`; wait up to `settings.drain_s` for running ones."""
         tasks = set()
         for record in records:
             task = self._running.get(record.rollout_id)
@@ -226,8 +226,8 @@ class RolloutRunner:
 
     def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
         record = self._add(request, fingerprint)
-        # Whatever task starts it, it runs in the context of its own request, which decides about its
-        # sessions.
+        # The rollout later runs in the context of its own request, not of the task that starts it: the
+        # context says to which request its session's changes belong.
         self._queue[request.rollout_id] = (record, worker, copy_context())
         return record
 
@@ -240,7 +240,7 @@ class RolloutRunner:
             task.add_done_callback(partial(self._finish_task, record, worker))
 
     async def _run(self, record: Record, worker: Worker) -> tuple[RolloutStatus, bytes]:
-        # The request or rollout that started this task has left its own ids for the log.
+        # The context may hold the log ids of the request or rollout that started this task.
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:

@@ -123,7 +123,7 @@ class Runs:
         return len(old)
 
     def _touch(self, run_id: str) -> RunLife:
-        """Return the run, new or existing, as the one used last."""
+        """Return the run, made if it is new, and mark it as the one used last."""
         run = self._runs.pop(run_id, None) or RunLife()
         run.last_use_s = self._clock()
         if len(self._runs) >= self._at_most:

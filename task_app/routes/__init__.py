@@ -1,1 +1,1 @@
-"""The HTTP routes, a small file a topic. They translate; what decides is elsewhere."""
+"""The HTTP routes, a small file for each topic. They translate HTTP for the code that decides."""

@@ -1,6 +1,6 @@
 """The session routes with the id in the path: POST /env/{env_id}/step is POST /env/step, and so on.
 
-The handlers are the same. /env/{env_name}/step and /terminate have the same form; the router tells them apart
+The handlers are the same. /env/{env_name}/step and /terminate look alike; the router tells them apart
 by the form of an id. OpenAPI cannot express that, so its document lists only the routes with a name.
 """
 

@@ -384,7 +384,7 @@ _COUNTING = frozenset({"responses/input_tokens", "messages/count_tokens"})
 
 
 def find_dialect(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
-    """Return the dialect of a path behind /v1/; for another path, that of the library that asks."""
+    """Return the dialect of a path after /v1/; for any other path, the one that the headers suggest."""
     is_anthropic = b"anthropic-version" in headers
     default = "messages" if is_anthropic else "chat/completions"
     return DIALECTS[next((name for name in DIALECTS if path.startswith(name)), default)]
@@ -399,7 +399,7 @@ _ROUTES = {
 class CallWay:
     """ASGI middleware that answers model calls without FastAPI, which would take as long as all the rest.
 
-    It stands behind service_kit.gate, which has read the body. A call has limits of its own instead of the
+    It runs after service_kit.gate, which has read the body. A call has limits of its own instead of the
     request's deadline. A call with an Idempotency-Key goes through FastAPI.
     """
 
@@ -425,7 +425,7 @@ def _split_call_path(scope: Scope) -> tuple[str, str]:
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
-    """Read a body for the gate; only a model call may quote whatever a model wrote.
+    """Read a body for the gate; only a model call may hold every text that a model can write.
 
     For a model call that cannot be read, return an InvalidRequest, which is answered in its dialect.
     """

@@ -176,7 +176,7 @@ async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
 
 @asynccontextmanager
 async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
-    """Report an unreadable observation as the caller's mistake if the caller gave it; the log has both."""
+    """Report an observation that cannot be read as the caller's mistake, if the caller gave it."""
     try:
         yield
     except CriticalError as exc:
@@ -244,7 +244,7 @@ def session_policy(
 
 
 def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:
-    """Build the policy again around the key, in its current state."""
+    """Build the policy again with another key, in its current state."""
     if not isinstance(session.policy, RestorablePolicy):
         raise InvalidRequest(
             f"policy {policy_name(session.policy)!r} cannot take another inference_key: "

@@ -34,7 +34,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 router = Router(prefix="/env", tags=["env"])
 
-# After so many env steps other requests get their turn: about three milliseconds of Crafter.
+# Number of env steps (three milliseconds of Crafter) after which other requests get their turn.
 SLICE_ENV_STEPS = 50
 
 

@@ -43,7 +43,7 @@ def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | N
 
 
 def _suggest_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
-    """Return where a key belongs that is a published name of a rollout request, or a key of a part."""
+    """Return where a misplaced key belongs: a published name of a rollout request, or a key of a part."""
     if model is None:
         return None
     name = str(place[-1])

@@ -157,7 +157,7 @@ def _write_row(decision: RecentDecision) -> str:
 
 frames_router = Router(tags=["frames"])
 
-# Below 18 a cell of Crafter is one pixel, and its items would have none.
+# Below 18 pixels, a cell of Crafter has a side of one pixel, and the items would have none.
 Side = Annotated[int, Query(ge=18, le=1_024, description="pixels")]
 FrameSeconds = Annotated[float, Query(ge=0.02, le=10.0, allow_inf_nan=False)]
 EVERY = "X-Frames-Every"
@@ -201,8 +201,8 @@ async def draw_rollout(
 ) -> Response:
     """An animated GIF of a finished rollout, a frame a decision; with `turn`, the PNG after that decision.
 
-    It is played again from its seed and calls, and held against its record. Episodes longer than `max_frames`
-    show every n-th decision and the last; the header `X-Frames-Every` is n.
+    The rollout is played again from its seed and calls, and compared with its record. Episodes longer than
+    `max_frames` show every n-th decision and the last; the header `X-Frames-Every` is n.
     """
     services = get_services(request)
     settings, runner = services.settings, services.runner
@@ -231,9 +231,9 @@ async def draw_rollout(
 async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
     """PNGs and snapshots of an episode that is recorded in the body, after each of the turns named.
 
-    The episode is played again from its seed and calls. 409 `replay_departs`: it is another one than the
-    record says; 404 `no_pictures`, 400 `not_restorable`: its environment draws none, or has no snapshots. At
-    most `max_frames` pictures in one request.
+    The episode is played again from its seed and calls. 409 `replay_departs`: it differs from the record; 404
+    `no_pictures`, 400 `not_restorable`: the environment draws no pictures, or has no snapshots. At most
+    `max_frames` pictures in one request.
     """
     services = get_services(request)
     settings, drawn, kept = services.settings, {*body.frames}, {*body.snapshots}

@@ -1,6 +1,6 @@
 """`Idempotency-Key` as ASGI middleware: a POST with a key is carried out once, and retries get its answer.
 
-It stands inside the gate, so that only clients with an API key reach it, and outside all routes.
+It lies between the gate, which lets only clients with an API key pass, and the routes.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ class Once:
 
 
 class _Recorder:
-    """A send channel that holds the response back until it is stored."""
+    """Takes the place of `send` and collects the response, which is sent after it is stored."""
 
     def __init__(self) -> None:
         self._status = 500

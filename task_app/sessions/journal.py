@@ -1,16 +1,16 @@
 """Stores sessions, and the answers for retries, in one SQLite database; --state-dir keeps it on disk.
 
-    sessions   id | facts: JSON | snapshot: the whole session, or NULL: an environment, reset to facts.seed
+        sessions   id | facts: JSON | snapshot: the whole session; NULL: reset an environment to facts.seed
     steps      session, number | calls: [[tool, arguments as text]] | seen: digest of the decision's outcome
     answers    key | digest of the request | state: open, kept, process | at_s | size | status, headers, body:
                NULL if they are lost
 
 A session is its row and its steps, which are replayed at the start. A policy has no steps.
 
-The effects of a request with an Idempotency-Key are written with its answer in one transaction: after a kill
-before the write none of them remains, and a retry carries them out. If another request needs one of the
-sessions earlier, the effects so far are written first, with the key in the state `open`; then a retry after
-a kill gets 409 answer_lost.
+The effects of a request with an Idempotency-Key are written with its answer in one transaction. If the
+process is killed before, no effect remains, and a retry carries the request out. If another request needs
+one of the sessions earlier, the effects so far are written first, and the key gets the state `open`: a retry
+after a kill is then answered with 409 answer_lost.
 
 If a write fails, its statements stay in memory and are written before the session is used again.
 """
@@ -99,7 +99,7 @@ class Work:
     """The statements of one request that the database does not hold yet, by session.
 
     With an Idempotency-Key the work is written with the answer. It `is_partly_written` if another request
-    needed one of its sessions earlier. `survives`: the next process can use the answer.
+    needed one of its sessions earlier. `survives` says whether the next process can use the answer.
     """
 
     key: str = ""
@@ -129,7 +129,7 @@ class Database:
     Args:
         folder: created if missing; None: the database is in memory, for an app without --state-dir.
         most, most_bytes: number and total bytes of the stored answers; the oldest is dropped first.
-        most_s: how long an answer is stored; for answers of an earlier process, from this start on.
+        most_s: how long an answer is stored; answers of an earlier process are stored this long from now on.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Database:
             self._connection = None
 
     def answer(self, key: str) -> tuple[str, Answer | None] | None:
-        """Return the digest of the request that came with the key, and its answer; None for a lost answer."""
+        """Return digest and answer of the request that came with the key; a lost answer is None."""
         query = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
         try:
             with self._lock:
@@ -196,7 +196,7 @@ class Database:
         return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
     def ready(self, session_id: str) -> None:
-        """Write another request's effects on the session before it is used; raises JournalFailed."""
+        """Write what another request did to the session, before the session is used; raises JournalFailed."""
         with self._lock:
             work = self._unwritten.get(session_id)
             if work is not None and work is not _find_open_work():
@@ -205,7 +205,7 @@ class Database:
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
         """Store a session's statements until its keyed request is answered; without a key, write them now.
 
-        With `whole` they replace the session's unwritten ones; `failure` says how to report a failed write.
+        If `whole` is true, they replace unwritten ones. `failure` says how to report a failed write.
         """
         with self._lock:
             own = _find_open_work()
@@ -255,7 +255,7 @@ class Database:
             raise
 
     def _write_answer(self, work: Work) -> None:
-        """Write the row of a key, and delete the oldest answers to make room for it."""
+        """Write the row of the work's key; for an answer, first delete old ones to make room."""
         answer, at_s = work.answer, self._clock()
         self._delete_answer("key = ?", work.key)
         row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
@@ -286,7 +286,7 @@ class Database:
 
 
 class SessionStore:
-    """Stores live sessions and restores them; a database in memory gets none.
+    """Stores live sessions and restores them; nothing is stored if the database is in memory.
 
     `snapshot_every` is the number of decisions between two snapshots of a session.
     """
@@ -381,9 +381,9 @@ class SessionStore:
 class SessionJournal:
     """Writes one live session, whose lock the caller holds.
 
-    When a method has returned, the change survives the process. If a write fails, a request without an
-    Idempotency-Key gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency.
-    `since` is the number of decisions since the last write of the whole session.
+    For a request without an Idempotency-Key, a change survives the process once the method has returned, and
+    a failed write raises JournalFailed. With a key, both happen when the answer is written. `since` is the
+    number of decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
@@ -423,7 +423,7 @@ class SessionJournal:
             except TaskAppError as exc:
                 # The steps are enough to restore the session, only more slowly.
                 log.error("journal_not_compacted", session=self._id, reason=exc.detail)
-        # The arguments are parsed from their text again, which can always be written.
+        # The text of the arguments can always be written; it is parsed again later.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
         row = (self._id, session.turn, calls, outcome_digest(session.past[-1].outcome))
         self._record([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)

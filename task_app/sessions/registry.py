@@ -1,4 +1,4 @@
-"""Holds the sessions of one kind by id: at most so many, and each is forgotten when it was idle too long."""
+"""Holds a limited number of sessions of one kind by id, and forgets each that was idle too long."""
 
 import asyncio
 import secrets

@@ -33,7 +33,7 @@ from task_app.sessions.registry import SessionLock
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
-# So many last decisions are shown to people who watch a session.
+# Number of last decisions on the page for people who watch a session.
 MAX_RECENT = 12
 
 
@@ -76,8 +76,8 @@ class EnvironmentSession:
 
     `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
     thread, and so do steps unless the environment promises quick ones. `switches` are the training switches
-    by source (the environment's request, or the id of a bound policy), which agree with each other. From
-    `spec`, which is without the switches, a snapshot can build an equal environment.
+    by source (the environment's request, or the id of a bound policy), which agree with each other. `spec`
+    holds no switches; a restored snapshot builds an equal environment from it.
     """
 
     environment: Environment
@@ -217,8 +217,8 @@ class PolicySession:
 
     The session is an AgentPolicy that counts and stores its decisions; the caller holds its lock.
     An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
-    spec. The policy was built from `spec`, with its key, which no snapshot holds and which a restart loses.
-    `switches` are its training switches, which also apply to the bound environment.
+    spec. The policy was built from `spec` with its key; no snapshot holds the key, and a restart loses it.
+    `switches` are the policy's training switches, which also apply to the bound environment.
     """
 
     policy: AgentPolicy

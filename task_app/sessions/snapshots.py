@@ -1,7 +1,7 @@
 """Snapshots of sessions: the environment or policy, with the session's own facts.
 
-In whatever process it is restored, an environment session gives the same observations, rewards, metadata and
-prompts for the same tool calls, and a policy session the same decisions. A snapshot holds no key.
+Restored in any process, an environment session gives the same observations, rewards, metadata and prompts
+for the same tool calls, and a policy session makes the same decisions. A snapshot holds no key.
 """
 
 from collections import deque
@@ -125,7 +125,7 @@ class EnvironmentSnapshot:
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
 
     def text(self, *, at_most_bytes: int) -> str:
-        """Return the snapshot in the form that rollouts name as their start."""
+        """Return the snapshot as the text that a rollout request gives as its start."""
         return to_text(self.seal(at_most_bytes=at_most_bytes))
 
     def session(self, boards: PlugBoards) -> EnvironmentSession:

@@ -1,8 +1,8 @@
-"""Finds the training switches in a request, and checks that they agree; no I/O.
+"""Finds the training switches (which rewards decisions get) in a request, and checks that they agree; no I/O.
 
 A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
-that create something also accept that table next to the config. As in source 1, a table `rollout` may hold
-the same names, besides others.
+that create something also accept that table next to the config. As in 1-crafter-event-rewards.md, a table
+`rollout` may hold the same names, and other names too.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ OFF = StepRewards()
 def take_step_rewards(
     config: Mapping[str, Any], *, where: str, training: StepRewardKeys | None = None, rollout: Any = None
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
-    """Split `config` into the plug-in's part and the switches by their body path.
+    """Split `config` into the plug-in's own keys and the switches, which are returned by their body path.
 
     `where` is the body path of `config`; `training` and `rollout` are the request's tables of these names.
     """

@@ -1,1 +1,1 @@
-"""State as bytes: the envelope, whole sessions in it, what is held, what starts from it."""
+"""Snapshots as bytes: their envelope, a cache of them, and the starts of episodes from them."""

@@ -29,7 +29,7 @@ StartView = tuple[Observation, Sequence[PastDecision]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """`begin` brings a fresh environment to the start; the parent is the episode that had the snapshot."""
+    """A start: `begin` brings a fresh environment to it; the parent is the episode that had the snapshot."""
 
     begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None

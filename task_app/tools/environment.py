@@ -24,7 +24,7 @@ class Moment(Body, Generic[S], allow_inf_nan=False):
 
 
 class OneCallEnvironment:
-    """Carries out decisions of one tool call; a subclass defines what raises NotImplementedError here.
+    """Carries out decisions of one tool call; a subclass defines the methods that are not implemented here.
 
     A tool is a method with a typed signature, which adds each env step that it runs to `_ran`. A call that
     runs none, or that is refused, costs one env step without effect.
@@ -39,7 +39,7 @@ class OneCallEnvironment:
         self._ran: list[tuple[str, float]] = []  # env steps of the present decision, with their rewards
 
     def over(self) -> bool:
-        """Whether the task itself has ended in this state."""
+        """Return whether the task itself has ended in this state."""
         raise NotImplementedError
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -69,7 +69,7 @@ class OneCallEnvironment:
         )
 
     def _is_cut(self) -> bool:
-        """Whether a limit of env steps is reached."""
+        """Return whether a limit of env steps is reached."""
         return False
 
     def _state_before(self) -> Any:
@@ -102,7 +102,7 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, int]:
-        """Return the achievements' counters, which only grow. A decision is paid for those that it raises."""
+        """Return the achievements' counters, which only grow. Raising a counter is rewarded."""
         raise NotImplementedError
 
     def show(self) -> tuple[str, Mapping[str, Any]]:
@@ -118,7 +118,7 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         return started(self._state)
 
     def run(self, action: str, state: S, reward: float = 0.0) -> bool:
-        """Run one env step, after which `state` holds; return whether the episode continues."""
+        """Run one env step that leads to `state`; return whether the episode continues."""
         self._state, self._reward = state, reward
         self._ran.append((action, reward))
         return not self.over()

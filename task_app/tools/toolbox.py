@@ -59,7 +59,7 @@ class Toolbox:
 
 
 def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
-    """Say that a call names no known tool, or that its arguments are no object; None if it is right."""
+    """Return what is wrong with the name or the arguments of a call; None if both are right."""
     name = clipped(call.name)
     if call.name not in known:
         return f"there is no tool {name!r}{suggest_to_policy(name, known)}"

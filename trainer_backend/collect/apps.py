@@ -33,7 +33,7 @@ class TaskApps:
         urls: entries of services.task_url.
         timeout_s: deadline of one request.
         lost_wait_s: how long a batch waits when no task app answers.
-        label: name of a single app in metrics; several get a number too; empty: host and port.
+        label: name in metrics, followed by a number if there are several apps; empty: host and port.
         tell: receives a sentence when an app is lost or answers again.
         look_up_every_s: maximum age of a resolved name while a batch is collected.
     """
@@ -107,7 +107,7 @@ class TaskApps:
             raise TaskAppLost(f"no task app answers: {self.answers() or ', '.join(self._urls)}")
 
     async def _look_up(self) -> list[TaskAppClient]:
-        """Resolve all names, update `members`, and return the new ones, which have not answered yet.
+        """Resolve all names, update `members`, and return the new apps, which have not answered yet.
 
         A name that cannot be resolved keeps its addresses.
         """

@@ -86,7 +86,7 @@ def _no_id(part: str) -> ReplyInvalid:
 
 
 def _read_place(text: bytes) -> dict[str, Any]:
-    """Read the id and the place of a rollout, which both identify its request; defaults if unreadable."""
+    """Read a rollout's id and its place (PLACE); either identifies its request. Defaults if unreadable."""
     place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
     members, found = _parts(text) or [], {}
     for name, default in place.items():
@@ -99,7 +99,7 @@ def _read_place(text: bytes) -> dict[str, Any]:
 
 
 def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
-    """Add the innermost field that is no JSON to the fault, if there is one."""
+    """Return the fault with the path of the innermost field that is not valid JSON, if there is one."""
     names: list[str] = []
     while len(names) < _MOST_NAMES:
         members = _parts(text) or ()

@@ -111,9 +111,9 @@ class LossCheck:
     """Reports the lost rollouts of stages, and ends a run that loses too many."""
 
     log: Path | None = None
-    """The log of the job's own task app; None for a foreign task app."""
+    """The log of the job's own task app; None if the job has no task app of its own."""
     most: float = 1.0
-    """The largest share, `training.max_lost_share`, for stages of LEAST_ROLLOUTS or more."""
+    """The largest share that may be lost (`training.max_lost_share`), in stages of LEAST_ROLLOUTS or more."""
     say: Callable[[str], None] = lambda _: None
     record: Callable[[dict[str, Any]], None] = lambda _: None
     """Stores the row of a stage that ends the run."""

@@ -1,6 +1,6 @@
 """The client of one task app: its routes, whether it answers, and the rollouts that it has.
 
-Every call has a deadline, every retry a budget.
+Every call has a deadline; retries are limited in number and time.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
 # Limit of a reply on other routes than _LONG.
 _MOST_SHORT_BYTES = 16 << 20
-# Limits on _LONG: 1.5 times TURNWISE_MAX_PAGE_BYTES, since a page may exceed that by one rollout. The first
-# holds for its default; the second is the largest, the default of TURNWISE_MAX_HELD_BYTES.
+# Limits of a reply on _LONG: 1.5 times TURNWISE_MAX_PAGE_BYTES, which a page may exceed by one rollout; at
+# least 48 MiB, and at most 1 GiB, the default of TURNWISE_MAX_HELD_BYTES.
 _MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 48 << 20, 1 << 30
 _LONG = ("/rollouts", "/replay")
 
@@ -119,15 +119,15 @@ class InstanceInfo(StrictReply):
     """A task app's description of an environment."""
 
     conversation: bool = False
-    """The task app keeps its history."""
+    """Whether the task app keeps the messages of an episode."""
     takes_answers: bool = True
-    """Words without a call are accepted."""
+    """Whether words without a call are accepted."""
     restorable: bool | None = None
-    """It has snapshots; None: the task app is too old to tell."""
+    """Whether it has snapshots; None: the task app is too old to report this."""
     reseedable: bool = False
-    """It can draw other random numbers after a snapshot."""
+    """Whether it can draw other random numbers after a snapshot."""
     rewards_calls: bool = False
-    """It is an agent, whose calls may be rewarded individually."""
+    """Whether it is an agent, whose calls may be rewarded individually."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -164,7 +164,7 @@ class TaskAppClient:
 
     Args:
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
-        name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
+        name: the name that was resolved to this address (`addresses.Address.name`), or empty.
         label: name in metrics; empty: host and port.
         fault: why the app takes no work yet.
         most_reply_bytes: limit of a reply; pages may be as long as the app's own limit.
@@ -191,8 +191,8 @@ class TaskAppClient:
         """Begin with no rollouts; `change` is set whenever the app starts or stops answering."""
         self._run_id, self._change = run_id, change
         self.answers = self.fault is None
-        # The rollouts of this app; the unsent ones of them; the sent ones, each with the instance that
-        # accepted it ("" before that).
+        # `requests` are all rollouts of this app. `unsent` has the unsent ones; `accepted` has the sent ones,
+        # each with the instance that accepted it ("" until one has).
         self.requests: dict[str, RolloutRequest] = {}
         self.unsent: dict[str, RolloutRequest] = {}
         self.accepted: dict[str, str] = {}
@@ -260,7 +260,7 @@ class TaskAppClient:
             self.wake.set()
 
     def discard_results(self) -> None:
-        """Let the app forget results that count, since they are on disk."""
+        """Tell the app to forget valid results, which are on disk now."""
         self.discard += self.unacked
         self.unacked = []
         self.wake.set()
@@ -309,7 +309,7 @@ class TaskAppClient:
     async def look(self) -> bool:
         """Ask a lost app until it answers; return False if its name leads elsewhere.
 
-        Another process that answers has no rollouts of this run.
+        If a new process answers, forget the cursor and stale rollouts: that process has none of this run.
         """
         while True:
             await asyncio.sleep(self._look_s)

@@ -1,12 +1,12 @@
 """Collects planned rollouts from one or several task apps until each has ended: a queue with retries.
 
-Each task app takes one group after the other; if the queue is empty, it helps another app with its group. A
-faster app has room again sooner, so it takes more. Several batches share the task apps: the batch of the
-lowest rank takes free places first.
+Each task app takes one group after the other; once no group waits, it takes rollouts of another app's group.
+A faster app has room again sooner, so it takes more. Several batches share the task apps: the batch of the
+lowest rank (the earliest iteration) takes free places first.
 
 A policy's own mistakes are training data. Only infrastructure fails a rollout: it is planned once more under
-a new id, with the same seeds, then omitted and counted. A rollout lost with its task app is requested again
-under the same id and seeds, from any app. Every rollout counts once; the first result wins.
+a new id with the same seeds; if it fails again, it is omitted and counted. A rollout lost with its task app
+is requested again under the same id and seeds, from any app. Each rollout counts once, by its first result.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _LAST_WORD_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An unfinished rollout. `app` has it (None: it waits); `failed_at` is where it failed last."""
+    """An unfinished rollout. `app` plays it (None: it waits); `failed_at` is the app where it failed last."""
 
     request: RolloutRequest
     queue: "Queue"
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether no task app has had the rollout: a result is then of an earlier batch with the same ids."""
+        """Whether no task app has had the rollout; a result then belongs to an earlier batch with its ids."""
         return self.app is None and not self.turn
 
 
@@ -107,7 +107,7 @@ class Queue:
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
         """Take the next rollout for an app; siblings stay together while other groups wait.
 
-        An app that is `alone` also gets rollouts that failed there.
+        An app that is `alone` (no other is open) also gets rollouts that failed there.
         """
         again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
@@ -144,8 +144,8 @@ class Dispatcher:
     Several batches of one run may be collected at the same time, in one event loop.
 
     Args:
-        timeout_s: deadline of one batch; `collect` says when its clock runs.
-        max_running: limit of unfinished rollouts at all task apps; None: no limit.
+        timeout_s: time limit of one batch; `collect` says when its time starts.
+        max_running: the most unfinished rollouts at all task apps together; None: no limit.
     """
 
     def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
@@ -166,9 +166,9 @@ class Dispatcher:
         """Run all requests, which belong to one run, to their end.
 
         An error or a cancellation cancels the batch's running rollouts at the task apps; other batches
-        continue unless the error is one of the task apps. Earlier iterations are served first, and
-        evaluations, whose iteration is 0, before all. The deadline's clock starts once no earlier iteration
-        is being collected.
+        continue unless the task apps caused the error. Earlier iterations are served first, and evaluations,
+        whose iteration is 0, before all iterations. The time of a batch starts once no earlier iteration is
+        being collected.
 
         Args:
             progress: receives the number of ended rollouts.
@@ -205,13 +205,13 @@ class Dispatcher:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self.task_apps.serving))
 
     async def abort(self, run_id: str) -> None:
-        """End the rollouts of a killed start of the run at the task apps.
+        """End the rollouts that a killed process of the run left at the task apps.
 
         Errors are ignored: a rollout whose gateway is gone ends by itself later.
         """
         await _say_goodbye(app.abort(run_id) for app in self.task_apps.serving)
 
-    # The queue. Nothing below waits, up to `_leave`.
+    # The queue. No function before `_leave` waits.
 
     def add(self, queue: Queue) -> None:
         """Begin to collect a batch, after batches of the same rank."""
@@ -406,7 +406,7 @@ class Dispatcher:
             await asyncio.shield(self._service)
 
     def _set_clocks(self) -> None:
-        """Run the deadlines of the batches of the lowest rank; batches that wait for others have none."""
+        """Set deadlines for the batches of the lowest rank; batches that wait for them have no deadline."""
         now = asyncio.get_running_loop().time()
         for queue in self.queues:
             is_first = queue.rank == self.queues[0].rank

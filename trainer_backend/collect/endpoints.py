@@ -1,4 +1,4 @@
-"""Addresses of foreign OpenAI-compatible servers, and their keys, which come from environment variables."""
+"""Addresses of remote OpenAI-compatible servers, and their keys, which come from environment variables."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def warmup_key(table: WarmupTable | None) -> SecretStr | None:
 
 
 def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
-    """List the hosts of the teacher and of a foreign player, which the job's own task app may call."""
+    """List the hosts of the teacher's and the `player`'s servers, which the job's own task app may call."""
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
     if isinstance(url, str):
@@ -77,7 +77,7 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
 
 
 def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
-    """List the hosts of fixed policies at foreign servers, which the job's own gateway calls."""
+    """List the hosts of fixed policies at remote servers, which the job's own gateway calls."""
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
         for table in tables

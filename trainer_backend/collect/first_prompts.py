@@ -26,7 +26,7 @@ Messages = Sequence[dict[str, Any]]
 class Room(NamedTuple):
     """The tokens that a first prompt may have: prompt and answer share a limit.
 
-    `limit_key` and `answer_key` name the job's keys behind the numbers.
+    `limit_key` and `answer_key` name the job's keys that set `limit` and `answer`.
     """
 
     limit: int

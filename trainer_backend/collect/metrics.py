@@ -136,7 +136,7 @@ def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
 
 
 def rates_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> dict[str, Interval]:
-    """Return by achievement the mean over worlds of the share of episodes that unlocked it."""
+    """Return for each achievement the share of a world's episodes that unlocked it, as a mean over worlds."""
     shares = achievement_shares([item.achievements_counts for item in episodes], worlds)
     return {name: nested_rate_interval(shares_W, len(episodes)) for name, shares_W in shares.items()}
 
@@ -213,8 +213,8 @@ def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Traje
     return trajectories
 
 
-# A definition may explain itself after a colon; the part before it is the outcome's name. All rows without a
-# named outcome are older and come from Crafter.
+# A definition may explain itself after a colon; the part before it is the outcome's name. Rows without a
+# definition were written by older versions, and come from Crafter.
 UNIQUE_ACHIEVEMENTS = "unique achievements"
 
 

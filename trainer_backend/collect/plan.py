@@ -234,8 +234,8 @@ class Planner:
         """Plan trained branches of a finished rollout.
 
         Args:
-            snapshots: by the number of decisions before them.
-            fresh_draws: whether the world draws other numbers than in the parent, equal within a fork.
+            snapshots: each by the number of decisions before it.
+            fresh_draws: whether the world's random numbers differ from the parent's; siblings get equal ones.
         """
         return [
             request.model_copy(
@@ -344,7 +344,7 @@ class Planner:
         seed_parts: Sequence[int | str], max_decisions: int | None = None,
         snapshot_turns: tuple[int, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
-        """Plan a rollout in which the actor continues a finished rollout from a snapshot, in its limits.
+        """Plan a rollout in which the actor continues a finished rollout from a snapshot, within its limits.
 
         Args:
             start: `parent_turn` is the number of the parent's decisions before the snapshot.
@@ -446,7 +446,7 @@ class Planner:
             env=players.env(origin),
             policy=policy,
             step_rewards=step_rewards,
-            # With all of the time limit, since the time used before a snapshot is not reproducible.
+            # The whole time limit, since the time used before a snapshot is not reproducible.
             limits=players.limits(decisions_done=origin.decisions_done, invalid=origin.invalid),
             multi_turn=players.multi_turn.for_requests(),
             state_keys=state_keys,

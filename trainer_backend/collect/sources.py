@@ -148,7 +148,7 @@ class Rows:
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Refuse rows with one of these interactions, which need a number, whose ground truth is none."""
+        """Refuse rows of these interactions, which need a number, whose ground truth is not a number."""
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
@@ -176,7 +176,7 @@ def count_bytes(origin: Origin) -> int:
 
 
 def _env_config(row: Row) -> dict[str, Any]:
-    """Return the row under the config keys of dialogues or environments with a document (SET_BY_ROWS)."""
+    """Return a row as config: keys of `dialogue`, or of an environment with a document (SET_BY_ROWS)."""
     if row.document is None:
         prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
         return {"prompt": prompt}
@@ -217,7 +217,7 @@ class Inference:
     asks: Mapping[str, Any] = field(default_factory=dict)
     """Further config of the policy for this server; `rollout.policy_config` overrides it."""
     other_urls: tuple[str, ...] = ()
-    """Further equal servers; each rollout uses one of all."""
+    """Further equal servers; each rollout uses one server."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class Inference:
 
 def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling) -> dict[str, Any]:
     """Return the config of a policy that calls a model."""
-    # Bounds of prompt and response together, of which the model may ask for the lower one.
+    # Both keys limit prompt and response together, so the lower one holds.
     lengths = filter(None, (table.max_model_length, inference.max_model_len))
     return {
         "inference_url": inference.url,

@@ -31,12 +31,12 @@ Entered = TypeVar("Entered")
 
 _START_S = 60.0
 _STOP_S = 10.0
-# Its exit code for a wrong setting or plug-in file (task_app.__main__).
+# A task app's exit code for a wrong setting or plug-in file (task_app.__main__).
 _REFUSAL = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
 # For the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
 OWN_BODY_BYTES = 4 << 20
-# The setting's own bound.
+# The largest value that this setting may have.
 _MOST_BODY_BYTES = 1 << 30
 
 

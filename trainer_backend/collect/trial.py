@@ -34,7 +34,7 @@ _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 @dataclass(frozen=True, slots=True)
 class _StagePolicy:
-    """The policy of a stage's first request, and the TOML keys behind it."""
+    """The policy of a stage's first request, and the TOML keys that set it."""
 
     policy: PolicySpec
     name_key: str
@@ -160,7 +160,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
 
 
 def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
-    """Return the keys behind a fixed policy's config: inherited ones, or keys of its own table."""
+    """Return the TOML key of each setting in a fixed policy's config: the job's, or its own table's."""
     own = [key for key in SAMPLING_KEYS if getattr(table, key, None) is not None]
     return {
         **SET_BY_THE_JOB,

@@ -42,7 +42,7 @@ class PluginFailed(Answered, code="plugin_failed", status=422, title="A plug-in 
 
 
 class BackendFailed(Answered, code="backend_failed"):
-    """A server or process behind the task app failed, perhaps temporarily; the message is that server's."""
+    """A server or process that the task app calls failed, perhaps temporarily; the message is its own."""
 
 
 class NoPictures(TaskAppError, code="no_pictures"):
@@ -74,7 +74,7 @@ def json_in(text: str) -> Any:
 
 
 def is_final(status: int, answer: Any) -> bool:
-    """Return whether an error that could be a proxy's, or temporary, is a final answer of the task app."""
+    """Return whether an error status, which a proxy could also send, is the task app's final answer."""
     if not isinstance(answer, dict):
         return False
     by_itself = status in _OF_BACKENDS and _kind_of_answer(status, problem_in(answer)) is not None
@@ -82,7 +82,7 @@ def is_final(status: int, answer: Any) -> bool:
 
 
 def _kind_of_answer(status: int, problem: Problem | None) -> type[Answered] | None:
-    """Return the class of a problem that answers the request; None for any other."""
+    """Return the error class of a problem that is a final answer to the request; None for any other."""
     return None if problem is None or problem.code == _GOES_ON else _ANSWERS.get(status)
 
 

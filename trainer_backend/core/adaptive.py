@@ -15,10 +15,10 @@ MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # defaults of a job
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSchedule(DrawnSchedule):
-    """More fixed samples while they teach the actor something:
+    """Gives the fixed policies more samples while these teach the actor something:
 
         alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
-        gap_share = clip(gap / largest gap so far, 0, 1);  0 where no gap was ever above 0
+        gap_share = clip(gap / largest gap so far, 0, 1);  0 if no gap was ever above 0
 
     `counted` is the weight of a fixed sample in the update relative to a sample of the actor, in [0, 1]
     (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is the
@@ -35,7 +35,7 @@ class AdaptiveSchedule(DrawnSchedule):
     max_alpha: float = MAX_ALPHA
     window: int = WINDOW
     history: Sequence[Past] = ()
-    """Finished iterations; a step reads only those before it."""
+    """Finished iterations; the choice for an iteration reads only earlier ones."""
 
     def __post_init__(self) -> None:
         refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)
@@ -60,7 +60,7 @@ class AdaptiveSchedule(DrawnSchedule):
 
 
 def _gaps(known: Sequence[Past], window: int) -> list[float]:
-    """Return, for each iteration with both, the mean outcome of the fixed policies minus the actor's."""
+    """Return the mean outcome of the fixed policies minus the actor's, per iteration, once both are known."""
     of_actor, of_fixed = deque[Past](maxlen=window), deque[Past](maxlen=window)
     gaps = []
     for past in known:

@@ -19,7 +19,7 @@ from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import BatchError
 
-# (segments, keys of the plug) -> for each segment, the [N] weights of its sampled tokens.
+# (segments, keys of the aggregation) -> for each segment, the [N] weights of its sampled tokens.
 Aggregation = Callable[[Sequence[Segment], Any], list[NDArray[Any]]]
 WeighedOver = Literal["step", "iteration", "plan"]
 
@@ -28,19 +28,20 @@ class ConstantKeys(Table):
     """Keys of aggregations over the plan."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
-    """constant: sampled tokens that each of rollout.episodes_per_batch counts as in the denominator; absent:
-    the most that an episode may sample"""
+    """constant: number of sampled tokens that the denominator counts for each of rollout.episodes_per_batch;
+    absent: the most that an episode may sample"""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregationPlug:
-    """An aggregation on the plug board."""
+    """An aggregation that a job can name."""
 
     weights: Aggregation
     over: WeighedOver = "step"
-    """The segments that `weights` needs. An episode may lie in several steps, so its weights need the whole
-    "iteration"; they are multiplied by the steps of a pass, so that a step weighs about 1. Weights over the
-    "plan" are divided by the planned number of tokens, which does not depend on samples."""
+    """The segments that `weights` gets: those of one "step", or of the whole "iteration", where an episode's
+    segments may lie in several steps. Weights over the iteration are multiplied by the steps of a pass, so
+    that a step weighs about 1. Over the "plan", a step's weights are divided by the planned tokens, whose
+    number does not depend on samples."""
     keys: type[Table] = Table
     """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
 
@@ -84,8 +85,8 @@ def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    Biased like `decision_mean`, by the lengths of episodes. Takes all segments of the iteration: by steps, an
-    episode with segments in S steps would count up to S times.
+    Biased like `decision_mean`, by the lengths of episodes. Takes all segments of the iteration: weighed
+    step by step, an episode with segments in S steps would count up to S times.
 
     Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -133,8 +134,8 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """Number the units of sampled tokens, from 0 in order of appearance: [N] for each segment.
 
-    `segments` must contain every unit completely; `levels` are the segments' levels. A decision lies in one
-    segment; an episode may lie in several, all of one level.
+    `segments` must contain every unit completely; `levels` has the level of each segment. A decision lies in
+    one segment; an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0

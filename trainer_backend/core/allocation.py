@@ -36,15 +36,15 @@ class Selection(ABC):
 
     @abstractmethod
     def shares(self, step: int) -> Mapping[str, float]:
-        """Return by name the probabilities of the policies that can be drawn; they sum to 1."""
+        """Return the probability of each policy that can be drawn, by name; they sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Selection):
-    """An ensemble: in every step, policies sample in proportion to their weights."""
+    """An ensemble: in every iteration, policies sample in proportion to their weights."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: {FIXED: 1.0})
-    """By name, above 0; they need not sum to 1."""
+    """The weight of each policy, by name, above 0; weights need not sum to 1."""
 
     def __post_init__(self) -> None:
         if not self.weights or not all(0.0 < weight < math.inf for weight in self.weights.values()):
@@ -73,7 +73,7 @@ class ByReward(Selection):
 
     names: Sequence[str]
     history: Sequence[Past] = ()
-    """Finished iterations; a step reads only those before it."""
+    """Finished iterations; the choice for an iteration reads only earlier ones."""
 
     def shares(self, step: int) -> Mapping[str, float]:
         pulls = {
@@ -101,12 +101,12 @@ def _most_promising(pulls: Mapping[str, Sequence[float]]) -> str:
 
 _LONGEST_VALUE = 100  # characters of a schedule's value in an error
 _DRAWS = 2**53  # a float distinguishes this many numbers below 1
-# Names the part of a step that a choice is for: () for all of it, or a group's or rollout's name.
+# Names the part of an iteration that a choice is for: () for the whole, or a group's or rollout's name.
 Unit = tuple[int | str, ...]
 
 
 class RolloutAllocationSchedule(ABC):
-    """Chooses who samples in each step. A subclass needs only `get_policy_choice`.
+    """Chooses the policy that samples in each iteration. A subclass needs only `get_policy_choice`.
 
     Source: 4-mixture-of-rollout-models.md, "Base Schedule Class".
     """
@@ -115,12 +115,12 @@ class RolloutAllocationSchedule(ABC):
 
     @abstractmethod
     def get_policy_choice(self, step: int) -> str:
-        """Return who samples in a step (from 1): "actor" or "fixed"."""
+        """Return who samples in iteration `step` (from 1): "actor" or "fixed"."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnSchedule(RolloutAllocationSchedule):
-    """A schedule that draws who samples, with probability alpha for the actor, for a step or each part."""
+    """A schedule that draws who samples, the actor with probability alpha, for an iteration or its parts."""
 
     seed: int = field(default=0, kw_only=True)
     """The job's seed; equal seeds give equal choices."""
@@ -129,14 +129,14 @@ class DrawnSchedule(RolloutAllocationSchedule):
 
     @abstractmethod
     def alpha_at(self, step: int) -> float:
-        """Return P(actor) in a step, in [0, 1]."""
+        """Return the probability that the actor samples in iteration `step`, in [0, 1]."""
 
     def get_policy_choice(self, step: int) -> str:
-        """Return who samples in a step: "actor" or the name of a fixed policy ("fixed" if it has no name)."""
+        """Return who samples in iteration `step`: "actor", or a fixed policy's name ("fixed" if unnamed)."""
         return self.choices(step, [()])[0]
 
     def choices(self, step: int, units: Iterable[Unit]) -> list[str]:
-        """Draw independently who samples each unit of a step; units need distinct names."""
+        """Draw independently who samples each unit of iteration `step`; units need distinct names."""
         shares = self.shares(step)
         return [
             _draw_policy(shares, derived_seed(self.seed, "allocation", step, *unit, below=_DRAWS) / _DRAWS)
@@ -144,7 +144,7 @@ class DrawnSchedule(RolloutAllocationSchedule):
         ]
 
     def shares(self, step: int) -> dict[str, float]:
-        """Return by policy, the actor first, the probability that it samples; they sum to 1."""
+        """Return the probability that each policy samples, the actor's first; they sum to 1."""
         alpha = self.alpha_at(step)
         fixed = self.selection.shares(step)
         return {ACTOR: alpha, **{name: (1.0 - alpha) * share for name, share in fixed.items()}}
@@ -160,7 +160,7 @@ def _draw_policy(shares: Mapping[str, float], u: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConstantSchedule(DrawnSchedule):
-    """The same alpha in every step."""
+    """The same alpha in every iteration."""
 
     alpha: float
 
@@ -202,7 +202,7 @@ class ExponentialSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule(DrawnSchedule):
-    """Switches between the actor and the fixed policies at each of these steps (step >= s)."""
+    """Switches between the actor and the fixed policies at the start of each iteration in `switch_steps`."""
 
     switch_steps: Sequence[int]
     initial_policy: Literal["actor", "fixed"] = "fixed"
@@ -220,9 +220,9 @@ class StepSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class _Checked(DrawnSchedule):
-    """Checks a schedule's values and draws by them; for "fixed", `selection` chooses the policy.
+    """Draws by the schedule `by`, and checks its values; if the actor does not sample, `selection` chooses.
 
-    If the schedule overrides `get_policy_choice`, its choices are used, otherwise its alpha.
+    If `by` defines `get_policy_choice` itself, that choice is used, otherwise its alpha.
     """
 
     by: RolloutAllocationSchedule
@@ -265,7 +265,7 @@ _NO_DEFAULT = Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class AllocationPlug:
-    """A type of schedule on the plug board."""
+    """A type of schedule that a job can name."""
 
     kind: type[RolloutAllocationSchedule]
     """Its class. Arguments are keys of the job's table, except for `seed`, the job's, and `history`, the
@@ -273,7 +273,7 @@ class AllocationPlug:
 
     @property
     def keys(self) -> type[Table]:
-        """The keys that it reads from its table, or from a table of its name if the table lacks them."""
+        """Its keys; those that [rollout_allocation_schedule] lacks are in that table's table NAME."""
         return _build_keys(self.kind)
 
     @property
@@ -299,7 +299,7 @@ class AllocationPlug:
     def schedule(
         self, keys: Mapping[str, Any], *, seed: int, selection: Selection, history: Sequence[Past] = ()
     ) -> DrawnSchedule:
-        """Build the schedule with a job's keys, and check its values. JobError: the class refuses a key."""
+        """Build a schedule whose values are checked. Raises JobError if the class refuses a key."""
         from service_kit.boundary import Boundary
 
         given = {"seed": seed, "history": history}

@@ -31,11 +31,11 @@ class WeightKeys(Table):
     """Keys of the truncation of weights, which bounds their variance at the cost of a bias."""
 
     behaviour_weight_cap: float = Field(default=2.0, ge=1)
-    """truncation of proximal / behaviour"""
+    """upper bound of the weight proximal / behaviour"""
     behaviour_weight_floor: float = Field(default=0.0, ge=0, le=1)
-    """mask: smaller weights are set to 0 too; truncate does not read it"""
+    """mask: weights below this are set to 0 too; truncate does not read this key"""
     behaviour_weight_level: RatioLevel = "token"
-    """a token's weight: its own, its decision's or its episode's (products)"""
+    """whose weight a token has: its own, or the product over its decision or its episode"""
     behaviour_weight_mode: WeightMode = "truncate"
     """a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)"""
 
@@ -43,7 +43,7 @@ class WeightKeys(Table):
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """Compute [N] the importance weight of each token's unit, in [0, cap], without gradient.
+    """Compute the importance weight of each token's unit, [N], in [0, cap], without gradient.
 
     The loss's weights are multiplied by it, whether the sampler is an older version of the policy or another
     model. A loss treats a token of weight 0 as padding. `logprobs` (nats) are those of the target policy,
@@ -56,10 +56,10 @@ def behaviour_weights(
 
 
 def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
-    """Compute [N] log w of each token's unit before truncation, at most LOG_RATIO_LIMIT; no gradient.
+    """Compute log w of each token's unit, [N], before truncation, at most LOG_RATIO_LIMIT; no gradient.
 
-    There is no lower limit, which would give all distant units the same small weight. `units` are equal for
-    tokens of one unit, all of which must be present; None: each token is a unit.
+    There is no lower limit, which would give all distant units the same small weight. `units` has the number
+    of each token's unit; all tokens of a unit must be present. None: each token is a unit.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:
@@ -70,7 +70,7 @@ def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | No
 
 
 def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
-    """Compute [N] truncated weights, in [0, cap], from their logs."""
+    """Compute the truncated weights, [N], in [0, cap], from their logs."""
     weights = logs.exp()
     if keys.behaviour_weight_mode == "mask":
         return weights.where(
@@ -94,7 +94,7 @@ def effective_share(weights: Sequence[float]) -> float:
 
 
 def counted_share(weights: Sequence[float]) -> float:
-    """Compute to how many samples of weight 1 these are equivalent, as a share of their number.
+    """Compute how many samples of weight 1 the weighted samples are worth, as a share of their number.
 
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 

@@ -1,15 +1,15 @@
 """Converts segments to tensors: packed rows for the model, flat columns for the loss.
 
-Columns of sampled tokens are flat, [N], one segment after the other, in the order of rows. `predict_row_N`
-and `predict_position_N` locate the token before each sampled token, where the model predicts the latter. So
-the head runs on N hidden states instead of B * L:
+Columns of sampled tokens are flat, [N], one segment after the other, in the order of rows. The model predicts
+a sampled token at the token before it, which `predict_row_N` and `predict_position_N` locate. So the head
+runs on N hidden states instead of B * L:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
 
 A row holds whole segments one after the other, or *tries* of segments in depth-first order, which store a
-shared prefix once; one cell may then predict tokens of several segments. The parent of a token at position p
-is the last earlier token of its row at position p - 1, so positions determine the trie (`subtree_ends`).
-Segments share a token only if they name the same experts for it and for all tokens before it.
+shared prefix once; one cell (place in a row) may then predict tokens of several segments. The parent of a
+token at position p is the last earlier token of its row at position p - 1, so positions determine the trie
+(`subtree_ends`). Segments share a token only if they name the same experts for it and all tokens before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Packed:
     """int64, number of the segment or trie, from 1 in each row; 0 in padding."""
     predict_row_N: Tensor
     predict_position_N: Tensor
-    """int64, the cell where each sampled token is predicted."""
+    """int64, row and column of the cell at which each sampled token is predicted."""
     target_N: Tensor
     """int64, id of the sampled token."""
     temperature_N: Tensor
@@ -74,7 +74,7 @@ class Batch:
     proximal_logprob_N: Tensor
     """float32, nats: under the learner's weights before the step; the denominator of the clip."""
     behaviour_weight_N: Tensor
-    """float32, factor of the weight for the token's sampler, see `core.behaviour`."""
+    """float32, truncated importance weight for the token's sampler, see `core.behaviour`."""
     unit_N: Tensor
     """int64, equal for tokens that share a ratio or a weight, see `number_units`; from 0 in the step."""
     policy_N: Tensor
@@ -84,7 +84,7 @@ class Batch:
     reference_logprob_N: Tensor | None = None
     """float32, nats: under the reference of the KL term; None without this term."""
     unit_log_N: Tensor | None = None
-    """Shared logs of units whose tokens may lie in several micro-batches (`Objective.unit_logs`); or None."""
+    """float32, `Objective.unit_logs`; None if no unit's tokens may lie in several micro-batches."""
     policy_logprob_N: Tensor | None = None
     """float32, nats: under the current policy without dropout; None if the loss's own forward pass has no
     dropout."""
@@ -95,7 +95,7 @@ def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
     item: Any = given
     if isinstance(item, Tensor):
         item = of(item)
-    elif type(item) is tuple:  # no named one, which has another way to be built
+    elif type(item) is tuple:  # not a named tuple, which is built in another way
         item = tuple(map_tensors(part, of) for part in item)
     elif is_dataclass(item) and not isinstance(item, type):
         item = replace(item, **{f.name: map_tensors(getattr(item, f.name), of) for f in fields(item)})
@@ -104,7 +104,7 @@ def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
 
 
 def to_device(given: Columns, device: torch.device) -> Columns:
-    """Copy the tensors of a dataclass to a device without waiting; those that are there are not copied."""
+    """Copy a dataclass's tensors to a device without waiting; tensors that are there already stay."""
     return map_tensors(given, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -168,7 +168,7 @@ def _place_experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
-    """Compute from a row's positions, [L] for each token, the index after the last token that sees it."""
+    """Compute for each token, [L], the index after the last token that sees it, from a row's positions."""
     ends_L = np.full(len(position_L), len(position_L))
     path: list[int] = []  # indices of the tokens from position 0 to the current token
     for place_, position in enumerate(position_L.tolist()):
@@ -178,7 +178,7 @@ def subtree_ends(position_L: Numbers) -> Numbers:
 
 
 def _find_first_tokens(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
-    """Find [N] the first tokens of decisions: they begin a span that continues no other span."""
+    """Return [N] whether a token is its decision's first: it begins a span that continues no other span."""
     start_K, end_K = (spans[name].astype(np.int64) + first_K for name in ("start", "end"))
     count_K = end_K - start_K
     first_N = np.zeros(count_K.sum(), dtype=np.bool_)
@@ -230,7 +230,7 @@ class _Cells:
         )
 
     def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
-        """Find [N] the stored token of a segment's position; a shared one belongs to an earlier segment."""
+        """Return the [N] indices in [P] of tokens at these positions; earlier segments store shared ones."""
         segment_N = segment_N.copy()
         while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
             segment_N[others] -= 1
@@ -307,7 +307,7 @@ def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
 
 
 def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
-    """Split [N] values of sampled tokens by segment, by the segment's number."""
+    """Return each segment's share of [N] values of sampled tokens, by the segment's number."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
     rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])

@@ -21,7 +21,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Makes pydantic write a flat array as [offset in bytes, count] into the bytes after the JSON.
+    """Makes pydantic write a flat array as [offset in bytes, count]; the array's bytes follow the JSON.
 
     Arrays that were read are read-only views of these bytes.
     """

@@ -26,7 +26,7 @@ class HeadKeys(Table):
     """Keys of a critic that is a head of the policy."""
 
     value_coef: float = Field(default=0.5, gt=0)
-    """critic: weight of half the squared error of its values"""
+    """critic: weight of half the squared error of the critic's values"""
     value_trunk_gradient: bool = False
     """critic: let the value loss train the policy's own weights too, not only the value head"""
 
@@ -41,7 +41,7 @@ class OwnCriticKeys(Table):
     critic_batch_decisions: int = Field(default=256, ge=1)
     """own critic: decisions per optimizer step"""
     critic_warmup: int = Field(default=0, ge=0)
-    """own critic: its first iterations, in which it learns alone and the policy stays"""
+    """own critic: number of first iterations in which the critic learns and the policy does not"""
 
 
 class CriticKeys(HeadKeys, OwnCriticKeys):
@@ -54,8 +54,8 @@ class CriticKeys(HeadKeys, OwnCriticKeys):
     """critic: a value that moved further than this in an iteration has no gradient; reward units; absent: no
     limit"""
     value_learning_rate: float = Field(default=0.5, gt=0)
-    """critic: AdamW's rate for the value head, divided among its inputs: about how far a step can move a
-    value, in reward units; it falls as learning_rate does"""
+    """critic: about how far one step of the value head can move a value, in reward units: AdamW's rate is
+    this number divided by the number of the head's inputs; it falls as learning_rate does"""
 
 
 CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
@@ -98,7 +98,7 @@ class CriticTargets:
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
-    """Return [T] the number of each decision, or of its first token, where V(s_t) is read."""
+    """Return the [T] numbers of decisions, or those of their first tokens, where V(s_t) is read."""
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
@@ -115,7 +115,7 @@ def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """Return an episode's values at the positions where its estimator reads them.
 
-    `values` hold, for each of its segments, [N] V in reward units at the positions that predict the sampled
+    `values` has for each segment the [N] V, in reward units, at the positions that predict its sampled
     tokens. The level "decision" reads V(s_t) at the first sampled token of decision t. Raises AdvantageError
     if a decision sampled no token, and for a value that is not finite.
     """
@@ -131,7 +131,7 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
 
 
 def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
-    """Return [N] the number of each sampled token of a segment, or of its decision.
+    """Return [N] numbers, one for each sampled token of a segment: its own, or that of its decision.
 
     Raises BatchError for a missing number, a number that is not finite, and for more numbers than tokens.
     """
@@ -154,7 +154,7 @@ def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: st
 
 
 def offsets(segment: Segment) -> NDArray[np.int64]:
-    """Return [N] the index of each sampled token within its decision."""
+    """Return the index of each sampled token within its decision, [N]."""
     before, seen = [], Counter[int]()
     for start, end, t, _, _ in segment.spans.tolist():
         before.append(seen[t] - start)

@@ -18,7 +18,7 @@ _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: ID}
 
 
 def write_experts(experts_LW: NDArray[np.uint16], first: int) -> dict[str, Any]:
-    """Encode experts of the tokens from index `first` on as JSON of `ExpertChoices`, if possible in bytes."""
+    """Encode the experts of tokens from index `first` on as JSON of `ExpertChoices`, in bytes if all fit."""
     size = 1 if bool((experts_LW < 255).all()) else 2
     data = b64encode(experts_LW.astype(_TYPES[size]).tobytes()).decode()
     return {"first": first, "per_token": experts_LW.shape[1], "number_bytes": size, "data": data}
@@ -35,7 +35,7 @@ def _read_whole(value: Any) -> NDArray[np.uint16]:
 
 
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
-    """Decode [n, W] the experts of the n tokens from index `choices.first` on.
+    """Decode the experts of the n tokens from index `choices.first` on, as [n, W].
 
     SegmentError: the data is not base64 of whole tokens, or covers more than the call's `length` tokens.
     """
@@ -60,7 +60,7 @@ def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[
 def join_experts(
     parts: Sequence[tuple[int, NDArray[np.uint16]]], length: int, *, where: str
 ) -> NDArray[np.uint16]:
-    """Join parts, each with its first index, to [length * W] of one sequence; UNKNOWN between the parts.
+    """Join parts, each with its first index, to the [length * W] experts of one sequence; gaps are UNKNOWN.
 
     Without parts the result is empty. Parts are cut at `length`; later parts overwrite earlier ones.
     """

@@ -17,11 +17,11 @@ class ForkKeys(Table):
     """Keys of trained continuations."""
 
     train_branches: bool = False
-    """play on from decisions of finished episodes and train what follows, with any estimator:
-    branches_per_episode decisions each, branch_rollouts continuations of each (docs/credit.md)"""
+    """continue finished episodes from some of their decisions, and train what follows, with any estimator:
+    branches_per_episode decisions per episode, branch_rollouts continuations of each (docs/credit.md)"""
     fork_rule: str = "uniform"
-    """chooses these decisions: uniform by seed alone, surprise in proportion to -log p of what was sampled
-    there, critic in proportion to the size of the critic's TD error"""
+    """chooses the decisions to continue from: uniform by seed alone, surprise in proportion to -log p of what
+    was sampled there, critic in proportion to the size of the critic's TD error"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ Choose = Callable[[Parent, int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ForkPlug:
-    """A fork rule on the plug board."""
+    """A fork rule that a job can name."""
 
     choose: Choose
     reads_samples: bool = True
-    """Whether it reads samples. The parent is then not a fair sample of what follows the fork, and
-    continuations are compared only with each other."""
+    """Whether it reads what the parent sampled. The parent is then not a fair sample of what follows the
+    fork, and continuations are compared only with each other."""
     needs_values: bool = False
     """Whether it reads a critic's values."""
 
@@ -63,7 +63,7 @@ def uniform(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
 def surprise(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
     """Draw turns in proportion to -log p of the sampled tokens: where the policy was uncertain.
 
-    Drawn instead of taking the largest: otherwise the same uncertain situations would always be forked. It
+    Turns are drawn, because the largest values would always fork the same uncertain situations. The rule
     reads only sampled log-probs, which every inference server returns.
     """
     return _draw(parent.surprise_T, parent.first, count, seed)
@@ -75,7 +75,7 @@ def critic(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
 
 
 def _draw(weights_T: Sequence[float], first: int, count: int, seed: int) -> tuple[int, ...]:
-    """Draw at most `count` turns without replacement, in proportion to their weights; none of weight 0.
+    """Draw at most `count` turns without replacement, in proportion to their weights; weight 0: never.
 
     Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006: the smallest of
     -log(u) / w.
@@ -119,8 +119,8 @@ def compare_at_forks(
 
         A_0 = G_0 - mean of the others' G_0      others: of the fork, with the parent's rest if in `rests`
 
-    The first decisions of a fork are made in the same state. A lone continuation has A_0 = 0. `found` are the
-    estimator's advantages of `episodes` and then `rests`; the result is for `episodes` only.
+    The first decisions of a fork are made in the same state. A lone continuation has A_0 = 0. `found` has the
+    estimator's advantages of `episodes`, then of `rests`; the result is for `episodes` only.
     """
     every = [*episodes, *rests]
     returns = [discounted_returns(episode.rewards_T, gamma)[0] for episode in every]

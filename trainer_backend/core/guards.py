@@ -1,4 +1,4 @@
-"""Checks every credited episode before an update: a broken record stops the run with its name."""
+"""Checks every credited episode before an update: a broken record ends the run by an error with its name."""
 
 import math
 from collections.abc import Sequence

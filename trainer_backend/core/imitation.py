@@ -21,7 +21,7 @@ def worth_imitating(step: StepData) -> bool:
 
 
 def find_target(step: StepData) -> tuple[list[dict[str, Any]], str]:
-    """Return the calls and the text to imitate, from the label if the decision has one."""
+    """Return the calls and the text to imitate: a teacher's label if the decision has one, else its own."""
     label = step.action_taken.get(LABEL)
     if label is not None:
         return label["tool_calls"], label["content"] or ""

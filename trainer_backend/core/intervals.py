@@ -10,7 +10,7 @@ from trainer_backend.core.statistics import Z_975, Interval, bounded, t_quantile
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
-    """Return by achievement, sorted by name, [W] the share of each world's episodes that unlocked it.
+    """Return for each achievement, sorted by name, the [W] shares of a world's episodes that unlocked it.
 
     `counts` are the counters at the end of each episode, a missing name counting 0; `worlds` are the
     episodes' worlds.
@@ -39,10 +39,9 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
     c_ii is 1. B >= 0 is the jackknife's estimate of the bias: f is concave, so m is too low on average where
     achievements are rare. In d(b) `_unseen_distance` stands for all achievements that no episode unlocked.
 
-    4d960597:bench/score_coverage.py measures how often the interval contains the score. The upper bound is
-    high if many achievements are unseen: 100 episodes do not distinguish rates of 0 and 1 %. The interval is
-    too narrow if several rare achievements are nearly always unlocked together, or with fewer than ten
-    worlds.
+    bench/score_coverage.py of commit 4d960597 measures how often the interval contains the score. The upper
+    bound is high if many achievements are unseen: 100 episodes do not distinguish rates of 0 and 1 %. The
+    interval is too narrow with fewer than ten worlds, or if rare achievements nearly always come together.
 
     Args:
         counts: counter of every achievement at the end of each episode; a missing name counts 0.
@@ -75,7 +74,7 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
 
 
 def _log_percent(rate: float) -> float:
-    """f of `crafter_score_interval`."""
+    """Return f(rate) = ln(1 + 100 rate), the f of `crafter_score_interval`."""
     return math.log1p(100 * rate)
 
 
@@ -90,9 +89,9 @@ def _distances(shares_W: Sequence[float], episodes: int) -> tuple[float, float]:
 def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[float]) -> float:
     """Compute d of `crafter_score_interval`: the distance of a sum's bound, from those of its terms.
 
-        d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W, and a_i^2 more of each constant share
+        d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W + sum_j a_j^2
 
-    z_wi are the [N, W] standardised shares, a_i the [N] distances.
+    z_wi are the [N, W] standardised shares, a_i the [N] distances; shares i differ between worlds, j do not.
     """
     moves_W = [0.0] * len(scaled_NW[0])
     alone = 0.0
@@ -114,13 +113,13 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:
-    """Bound the share in the sum of f of the K achievements that no episode unlocked.
+    """Bound what the K achievements that no episode unlocked add to the sum of f (`_log_percent`).
 
         min(sqrt(K) f(z^2 / (n + z^2)), K f(U / (n K))),   U = k + z^2 / 2 + z sqrt(k + z^2 / 4)
 
-    The first term is Wilson's bound for each. In the second, their rates sum to at most U / n, where k is the
-    number of achievements that exactly one world saw, an estimate of the new ones in a further world, and U
-    is the upper bound of the mean of a count with value k.
+    z is Z_975, n the effective count of `nested_rate_interval`. The first term joins Wilson's bounds of K
+    rates of 0. In the second, the K rates sum to at most U / n. There k is the number of achievements that
+    exactly one world saw, an estimate of the new ones in a further world; U bounds the mean of a count of k.
 
     Source: Good, Biometrika 40 (1953), p. 237: the k seen once, over n, estimate the unseen probability.
     """
@@ -135,7 +134,9 @@ def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> flo
 
 
 def _jackknife_bias(shares_W: Sequence[float]) -> float:
-    """Estimate by how much f of the rate is too low: (W - 1) (f(p) - mean_w f(p without world w)).
+    """Estimate by how much f(p) is too low on average, at least 0; f is `_log_percent`, p the mean share.
+
+        max((W - 1) (f(p) - mean_w f(p without world w)), 0),   W worlds
 
     Source: Quenouille, Biometrika 43 (1956), p. 353.
     """

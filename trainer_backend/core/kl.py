@@ -6,8 +6,8 @@ With d = log policy - log reference, at tokens that the policy sampled:
     k2 = d^2 / 2            biased, small variance
     k3 = exp(-d) - 1 + d    unbiased, never negative
 
-As losses, their expected gradients are: of k2, that of KL(policy || reference); of k3, that of
-KL(reference || policy); of k1, zero, so it is no loss.
+As a loss, k2 has in expectation the gradient of KL(policy || reference), and k3 that of
+KL(reference || policy). The expected gradient of k1 is zero, so k1 is no loss.
 
 Source: Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html.
 """
@@ -35,7 +35,7 @@ class KlKeys(Table):
     kl_coef: float = Field(default=0.0, ge=0)
     """weight of the KL to the model that RL started from"""
     kl_kind: LossKind = "k3"
-    """estimator of that KL"""
+    """estimator of the KL in the loss"""
 
 
 def k3(log_ratios: Tensor) -> Tensor:

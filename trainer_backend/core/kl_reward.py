@@ -21,10 +21,10 @@ class KlRewardKeys(Table):
     """Keys of a KL in r_t."""
 
     kl_reward_coef: float = Field(default=0.0, ge=0)
-    """reward units that a decision pays per nat of its KL to that model: in r_t, while kl_coef is in the
-    loss"""
+    """reward units that a decision pays in r_t per nat of its KL to the model that RL started from; kl_coef
+    acts in the loss instead"""
     kl_reward_kind: KlKind = "k1"
-    """estimator of that KL; only k1 has its gradient (docs/credit.md)"""
+    """estimator of the KL in r_t; only k1 has the gradient of the KL (docs/credit.md)"""
 
 
 # Estimates as functions of d = log policy - log reference; see core.kl for tensors and their properties.
@@ -42,7 +42,7 @@ class ScoredTokens:
     policy_T: Sequence[Sequence[float]]
     """For each decision, the log-probs of its tokens under the policy before the update (nats)."""
     reference_T: Sequence[Sequence[float]]
-    """The same under the policy that RL started from."""
+    """For each decision, the log-probs of its tokens under the policy that RL started from."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") ->
 
 
 def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]:
-    """Compute [T] the cost of KL in r_t: -coef * sum of k(d) over the tokens of decision t.
+    """Compute the [T] costs of KL in r_t: -coef * sum of k(d) over the tokens of decision t.
 
     With d = log policy - log reference at a sampled token, and gamma 1, the kinds act as a reward as follows:
 

@@ -13,7 +13,7 @@ MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """Computes log-probs from logits, and gradients. With z = logits / temperature, for C tokens."""
+    """Computes log-probs from logits, and gradients of logits, for C tokens; z is logits / temperature."""
 
     read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(logits [C, V], targets [C], temperatures [C]) -> log-probs, entropies and log sum exp z, [C] each. The

@@ -57,7 +57,7 @@ def clip_metrics(
 
 
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Estimate [N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
+    """Estimate KL(proximal || policy) at each token, [N], in nats, by k3; 0 where the weight is 0.
 
     Never below 0, so a partial sum never exceeds the whole. Takes the tokens' own log-probs, not those of
     `losses.level_ratios`, because opposite changes cancel in the mean of a unit.

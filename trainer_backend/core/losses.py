@@ -1,6 +1,6 @@
 """Losses over sampled tokens. Sums are weighted by `core.aggregation`, so micro-batches add up.
 
-Torch is not imported, only methods of tensors are used: the orchestrator, which reads the plug board, has no
+This file uses only methods of tensors and does not import torch: the orchestrator, which reads LOSSES, has no
 torch.
 """
 
@@ -25,13 +25,13 @@ class RangeKeys(Table):
     """The range of ratios, [1 - clip_low, 1 + clip_high], outside which their gradient stops."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """ratios are clipped below 1 - clip_low; at 1 none are"""
+    """ratios are clipped below 1 - clip_low; with clip_low = 1 none is"""
     clip_high: float = Field(default=0.25, gt=0)
     """ratios are clipped above 1 + clip_high"""
 
 
 class ClipKeys(RangeKeys):
-    """With clip_dual, the gradient of tokens with negative advantage also stops above that ratio."""
+    """With clip_dual, a token with a negative advantage has no gradient if its ratio is above clip_dual."""
 
     clip_dual: float | None = Field(default=None, gt=1)
     """upper clip of ratios with a negative advantage"""
@@ -51,21 +51,21 @@ class SapoKeys(Table):
     tau_pos: float = Field(default=1.0, gt=0)
     """sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages"""
     tau_neg: float = Field(default=1.05, gt=0)
-    """sapo: the same for negative advantages"""
+    """sapo: how fast a gradient fades as its ratio leaves 1, for negative advantages"""
 
 
-# (log-probs, proximal log-probs, advantages, weights, keys of the plug) -> loss.
+# (log-probs, proximal log-probs, advantages, weights, keys of the loss) -> loss.
 PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", Any], "Tensor"]
 RatioLevel = Literal["token", "decision", "episode"]
 
 
 @dataclass(frozen=True, slots=True)
 class LossPlug:
-    """A loss on the plug board."""
+    """A loss that a job can name."""
 
     compute: PolicyLoss
     keys: type[Table] = Table
-    """The keys that it reads from `[training]`, or from `[algorithm.NAME]` if [training] lacks them."""
+    """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
     """Defaults from its paper, by dotted key of the job; the job's own values win."""
 
@@ -83,7 +83,7 @@ def clipped_policy_loss(
         ratio = exp(logprobs - proximal_logprobs)
         loss  = -sum(w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A))
 
-    With clip_dual = c, where A < 0 the term is max(c * A, the one above).
+    With clip_dual = c, the term of a token with A < 0 is max(c * A, min(...) as above).
 
     Args:
         logprobs: under the policy in training (nats); [N], or any shape that the other three share.
@@ -190,10 +190,10 @@ def attach_gradient(logprobs: Tensor, values: Tensor) -> Tensor:
 
 
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
-    """Compute [N] the mean log-ratio over each token's unit, without gradient.
+    """Compute the mean log-ratio over each token's unit, [N], without gradient.
 
-    `units` are int64, equal for tokens of one unit, all of which must be present; `log_ratios` are nats, from
-    `log_ratio`; tokens of weight 0 are not counted.
+    `units` (int64) has the number of each token's unit; all tokens of a unit must be present. `log_ratios`
+    are nats, from `log_ratio`; tokens of weight 0 are not counted.
     """
     counted = (weights != 0).to(log_ratios.dtype)
     sums = counted.new_zeros(int(units.max()) + 1)

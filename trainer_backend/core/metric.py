@@ -24,7 +24,7 @@ class Line:
     """The name in the legend; absent: the text that the `*` matches."""
     kind: Kind = "iteration"
     band: tuple[str, str] | None = None
-    """Metrics of the bounds, if they have other names."""
+    """The metrics of the bounds, if they have other names than `_low` and `_high`."""
     needs: str | None = None
     """A metric of an iteration; runs without it do not show this line."""
 
@@ -59,14 +59,14 @@ class Metric:
     """A metric of metrics.jsonl."""
 
     name: str
-    """`room/what`; a `*` matches any text. `room/what/*` may be a table of numbers, `room/what`."""
+    """Such as `stop/*`, where `*` matches any text; `app/lost/*` may be one table of numbers, `app/lost`."""
     means: str
     """What it is, with its unit; without a semicolon, which separates the metrics of a row."""
     panel: Panel | str = ""
-    """The chart: the key of a panel of `pages/panels.py`, or one of its own, the last of its section.
-    Absent: a chart without a title."""
+    """The chart that shows it: the key of a panel of `pages/panels.py`, or a panel of its own, which comes
+    last in its section. Absent: a chart without a title."""
     label: str | Mapping[Kind, str] = ""
-    """Its name in the legend, by the kind of rows if not of iterations alone."""
+    """Its name in the legend; by kind if rows of other kinds than iterations have it."""
     band: tuple[str, str] | None = None
     """As in `Line`."""
     needs: str | None = None
@@ -78,7 +78,7 @@ class Metric:
             yield Line(self.name, label, kind, self.band, self.needs)
 
     def matches(self, name: str) -> bool:
-        """Return whether that is its name, a bound of its interval, or its whole table of numbers."""
+        """Return whether `name` is this metric, a bound of its interval, or its whole table of numbers."""
         patterns = (self.name, f"{self.name}_low", f"{self.name}_high", self.name.removesuffix("/*"))
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 

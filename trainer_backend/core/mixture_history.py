@@ -29,7 +29,7 @@ class Past:
     """By policy, `behaviour.counted_share` of its samples in the update."""
 
 
-# By policy, the actor too. `run/iteration_metrics.py` computes the first three rows, the learner the others.
+# Metrics by policy: `run/iteration_metrics.py` computes the first three rows, the learner the others.
 METRICS = (
     Row(
         Metric("mixture/*/episodes", "rollouts that it finished", "mix"),

@@ -69,7 +69,7 @@ class Objective:
     ratio_level: RatioLevel
     """Whether a clipped ratio is that of a token, a decision or an episode."""
     weighting: WeightKeys
-    """Truncates behaviour weights."""
+    """How behaviour weights are truncated."""
     trains_head: bool = True
     """Whether a critic learns from the samples."""
     samples_truncated: bool = False
@@ -86,14 +86,14 @@ class Objective:
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:
-        """Return [N] the log-probs in the denominator of the ratio."""
+        """Return the [N] log-probs in the denominator of the ratio."""
         return tokens.proximal_logprobs if self.kind == "decoupled" else tokens.behaviour_logprobs
 
     def unit_logs(self, tokens: Tokens) -> Tensor | None:
-        """Compute [N] the log that the tokens of a unit share; None if each token is a unit.
+        """Compute the log that the tokens of a unit share, [N]; None if each token is a unit.
 
-        It is the log of their ratio, a mean; or for `reinforce` of their weight, a sum. All tokens of a unit
-        must be present.
+        For `reinforce` it is the log of the unit's weight, a sum over tokens; otherwise the log of the unit's
+        ratio, a mean. All tokens of a unit must be present.
         """
         if self.unit_level == "token":
             return None

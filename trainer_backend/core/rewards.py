@@ -35,5 +35,5 @@ def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
 
 
 def discounted_sizes(rewards_T: Sequence[float], gamma: float) -> list[float]:
-    """Compute [T] returns-to-go of |r_t|: rounding errors of `discounted_returns` are relative to them."""
+    """Compute the [T] returns-to-go of |r_t|; rounding errors of `discounted_returns` scale with them."""
     return discounted_returns([abs(reward) for reward in rewards_T], gamma)

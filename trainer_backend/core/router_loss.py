@@ -28,9 +28,9 @@ class RouterKeys(Table):
     """Keys of the router of a mixture of experts."""
 
     router_aux_coef: float | None = Field(default=None, ge=0)
-    """weight of the loss that spreads tokens over experts, of a model that has them, in the updates of the
-    policy; where a step has several pieces it costs one more forward pass; absent: router_aux_loss_coef of
-    the model's config; 0: none"""
+    """for a model with experts: weight of the loss that spreads tokens over the experts, in updates of the
+    policy; in a step of several micro-batches it costs one more forward pass; absent: router_aux_loss_coef of
+    the model's config; 0: no such loss"""
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:

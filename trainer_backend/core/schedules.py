@@ -16,22 +16,22 @@ class FallKeys(Table):
     """Keys of a learning rate that falls."""
 
     learning_rate_final: float = Field(default=0.1, ge=0, le=1)
-    """share of learning_rate that it falls to; reached one step after the last"""
+    """share of learning_rate to which the rate falls; reached one step after the last"""
 
 
 class DesiredKlKeys(Table):
     """Keys of a learning rate that follows the KL of an iteration's update."""
 
     desired_kl: float = Field(default=0.01, gt=0)
-    """nats per decision that is not certain by which an iteration is to move the policy: where the last one
-    moved it more than twice as far, the rate is divided by 1.5, where less than half as far, multiplied"""
+    """how far an iteration should move the policy: KL in nats, per decision that is not certain; after more
+    than twice this KL the rate is divided by 1.5, after less than half of it multiplied by 1.5"""
     desired_kl_final: float = Field(default=1.0, ge=0, le=1)
-    """share of desired_kl that it falls to, linearly; reached one iteration after the last"""
+    """share of desired_kl to which the desired KL falls linearly; reached one iteration after the last"""
 
 
 @dataclass(frozen=True, slots=True)
 class FallPlug:
-    """A schedule of the learning rate on the plug board."""
+    """A schedule of the learning rate that a job can name."""
 
     fall: Fall
     keys: type[Table] = FallKeys

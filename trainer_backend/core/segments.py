@@ -108,7 +108,7 @@ class Segment:
 
 
 def positions(spans: NDArray[Any]) -> NDArray[np.int64]:
-    """Return [N] the positions of the tokens of spans, span after span."""
+    """Return the [N] positions of the tokens of spans, span after span."""
     count_K = (spans["end"] - spans["start"]).astype(np.int64)
     first_K = count_K.cumsum() - count_K
     start_N: NDArray[np.int64] = np.repeat(spans["start"] - first_K, count_K)
@@ -122,7 +122,7 @@ def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
 
 
 def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
-    """Return [L, W] the experts of each segment, UNKNOWN for segments without; None if no segment has any.
+    """Return the [L, W] experts of each segment, UNKNOWN for segments without; None if no segment has any.
 
     Raises BatchError if segments have different numbers of experts per token.
     """

@@ -1,8 +1,8 @@
 """Groups that start at snapshots of the run's own games: which snapshots to keep, and to start from. Pure.
 
 A snapshot's *cell* is the rarest of its achievements among the snapshots that are kept. A snapshot in a rare
-cell is at the frontier of what the policy reaches. Whole sets of achievements would be no cells: where games
-unlock them in any order, nearly every snapshot has a set of its own, and all look rare.
+cell is at the frontier of what the policy reaches. Whole sets of achievements do not serve as cells: where
+games unlock them in any order, nearly every snapshot has a set of its own, and all look rare.
 """
 
 import math
@@ -27,15 +27,15 @@ class CurriculumKeys(Table):
     """Keys of starts from the run's own snapshots."""
 
     share: float = Field(default=0.25, gt=0, lt=1)
-    """share of an iteration's groups that start at a snapshot, rounded down; none while none is kept"""
+    """share of an iteration's groups that start at a snapshot, rounded down; 0 while no snapshot is kept"""
     rule: str = "frontier"
-    """which snapshots are started from; frontier: whose rarest achievement is rare among those kept;
-    uncertain: from which 20 to 80 % of the starts gained something; late: every turn as often"""
+    """at which snapshots groups start; frontier: those whose rarest achievement is rare among the kept ones;
+    uncertain: those from which 20 to 80 % of the starts gained something; late: all turns equally often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """snapshots that are kept, at most; of those with the most common rarest achievement, the oldest one of
-    their most common turn goes first"""
+    """most snapshots to keep; beyond this, the one to drop is the oldest of the most common turn among those
+    whose rarest achievement is shared by most"""
     pool_mib: float = Field(default=64.0, gt=0)
-    """what the snapshots that are kept may take together, in MiB"""
+    """most MiB that the kept snapshots may take together"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class Moment:
     """The game's name in the plan, and `turn`."""
     iteration: int
     rollout_id: str
-    """The game; if it began at a snapshot itself, its last part."""
+    """The game's rollout; if the game began at a snapshot itself, the rollout of its last part."""
     group_id: str
     seed: int
     """Seed of the world."""
     turn: int
-    """Number of decisions of the whole game before it."""
+    """Number of decisions of the whole game before the snapshot."""
     invalid: int
-    """Number of these that were invalid."""
+    """Number of those decisions that were invalid."""
     achieved: Achieved
-    """Achievements before it."""
+    """Achievements before the snapshot."""
     snapshot: str
 
 
@@ -65,7 +65,7 @@ class Pool:
 
     moments: tuple[Moment, ...] = ()
     results: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By key of a moment, the number of starts that gained something, and of all starts."""
+    """By key of a moment: the number of its starts that gained something, and of all its starts."""
 
     @property
     def mib(self) -> float:
@@ -190,7 +190,7 @@ class Candidate:
     plan: str
     own_turn: int
     turn: int
-    """Decisions of the whole game before it, including those before the game's first snapshot."""
+    """Decisions of the whole game before the moment, including those before the game's first snapshot."""
     achieved: Achieved
 
 

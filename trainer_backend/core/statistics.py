@@ -1,6 +1,6 @@
 """Statistics of a batch of episodes: decision-reward logs and evaluation figures. Pure.
 
-Metric names are `room/what`.
+Metric names have two parts, as in `decision/count`.
 """
 
 import math
@@ -208,7 +208,7 @@ def decision_metrics(
 
 
 def average_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """Return [T] the means of unique_delta and ach_delta at each turn; an ended episode counts 0."""
+    """Return the [T] means of unique_delta and ach_delta by turn; an episode that has ended counts as 0."""
     longest = max((len(trajectory.steps) for trajectory in trajectories), default=0)
     unique, every = [0.0] * longest, [0.0] * longest
     for step in (step for trajectory in trajectories for step in trajectory.steps):

@@ -59,7 +59,7 @@ class Tries:
 
     @property
     def distinct(self) -> int:
-        """Number of tokens without repetition."""
+        """Number of tokens if each shared token counts once."""
         return int((self.length_S - self.shared_S).sum())
 
     def rows(self, row_tokens: int) -> list[Beginnings]:
@@ -167,7 +167,7 @@ def _drop_short_branches(alike: Sequence[int], least: int) -> list[int]:
 
 
 def _number_tokens(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
-    """Return [L] ids of each segment; with experts, numbers that are equal if both ids and experts are.
+    """Return the [L] ids of each segment; with experts, numbers that are equal if both ids and experts are.
 
     A cell has one choice of experts. Another version of the policy, or another batch in bfloat16, may choose
     other experts for the same text.

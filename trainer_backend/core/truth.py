@@ -31,11 +31,11 @@ class Departures:
     sampled: int
     """N: number of sampled choices before the decision."""
     count: float
-    """x: number of these that change the return, estimated from the pairs."""
+    """x: number of sampled choices that change the return, estimated from the pairs."""
     pairs: int
     """n: number of pairs with d_k other than 0."""
     square: float
-    """Mean of d_k^2 over these, weighted by the share of their choices; 0 without any."""
+    """Mean of d_k^2 over these n pairs, weighted by the share of their choices; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
     """Estimate M and S of `pooled_errors`, in squared reward units; M + S is the mean of d_k^2.
 
-    Decisions with two or more pairs separate M from S; with fewer than two such decisions, each is half.
+    Decisions with two or more pairs separate M from S; with fewer than two such decisions, M equals S.
     """
     seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
     square = math.fsum(of.square for _, of in seen) / max(len(seen), 1)
@@ -276,7 +276,7 @@ class Noise:
     spread: float
     """Std of the true advantages over decisions, in reward units, without measurement noise."""
     error: float
-    """Root mean square of their standard errors (`pooled_errors`)."""
+    """Root mean square of the true advantages' standard errors (`pooled_errors`)."""
     known: float
     """Share of the decisions whose sign is known."""
     failed: int
@@ -315,7 +315,7 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
 
 
 def unbiased_correlation(std: float, noise: Noise) -> float | None:
-    """Compute the correlation with the measured truth of an unbiased estimator with this std.
+    """Compute the correlation that an unbiased estimator with this std has with the measured truth.
 
         A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
 

@@ -59,8 +59,8 @@ def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) ->
         loss = sum(w * 1/2 * (V - R)^2)
 
     With clip = c, the larger error of V and V_old + clamp(V - V_old, -c, c) counts, so a value that moved by
-    more than c towards R has no gradient. `values` are [N] of the critic in training, not read where the
-    weight is 0. Losses of micro-batches add up.
+    more than c towards R has no gradient. `values` [N] come from the critic in training; they are not
+    read where the weight is 0. Losses of micro-batches add up.
 
     Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
     """

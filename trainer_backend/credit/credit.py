@@ -59,14 +59,14 @@ class Credited:
     """One for each rollout, in the order given."""
     metrics: dict[str, float]
     flat: list[str]
-    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`), without the cost
-    of KL, because that differs a little between any two episodes."""
+    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`). These advantages
+    are without the cost of KL, which differs a little between any two episodes."""
     fork_credits: Mapping[str, Credit] = field(default_factory=dict)
     """Credit of trained continuations, by rollout id."""
 
 
 def _find_flat_groups(estimate: "_Estimate") -> list[str]:
-    """Find flat groups, by the group ids of the rollouts even if the estimator compared parts of a group."""
+    """Return the flat groups by the rollouts' group ids, even if the estimator compared parts of a group."""
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
@@ -216,7 +216,7 @@ class CreditAssignment:
         return forks.credits(self.algorithm)
 
     def td_errors(self, rollout: Rollout, measured: Measured) -> list[float]:
-        """Compute [T] r_t + gamma V(s_{t+1}) - V(s_t) of a finished rollout whose values were measured."""
+        """Compute the [T] TD errors r_t + gamma V(s_{t+1}) - V(s_t) of a finished, measured rollout."""
         episode = rollout.trajectory
         assert episode is not None, "only finished rollouts have values"
         rewards_T = self._earned(rollout, measured).rewards_T
@@ -435,7 +435,7 @@ _NO_FORKS = _Estimate([], [], [], [], [], Advantages([]), [], [])
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """Return [T] the text of each observation: the messages since the policy's last answer."""
+    """Return the [T] texts of the observations: the messages since the policy's last answer."""
     texts = []
     for t, prompt in enumerate(prompts(trajectory.steps)):
         if not prompt:
@@ -446,7 +446,7 @@ def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
 
 
 def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """Return [T] each decision's state key of the job's `state_hashing_function`."""
+    """Return the [T] state keys of decisions by the job's `state_hashing_function`."""
     keys = []
     for step in trajectory.steps:
         key = step.observation_data.state_keys.get(name)

@@ -72,7 +72,7 @@ def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) ->
 
 
 def _beginning(episode: Trajectory) -> Iterator[Text]:
-    """Where an episode began, if that was a snapshot."""
+    """Yield a line about the snapshot at which an episode began, if it began at one."""
     if episode.is_continued:
         yield Text(
             f"began at a snapshot of {episode.parent_rollout_id}, after {episode.parent_turn} decisions of "
@@ -141,7 +141,7 @@ def episode_view(
 
 
 def _observations(episode: Trajectory, *, full: bool) -> list[str]:
-    """Return [T] the observation of each decision: its whole prompt, or only the new messages."""
+    """Return the [T] observations of decisions: whole prompts, or only the new messages."""
     if full:
         return ["\n".join(map(message_text, prompt)) for prompt in prompts(episode.steps)]
     if episode.full_history:

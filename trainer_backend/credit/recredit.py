@@ -57,8 +57,8 @@ class Recredited:
     refused: Mapping[str, str]
     """Estimators that could not be computed, with the reason."""
     met: Mapping[str, float] = field(default_factory=dict)
-    """For "state" and "text", the share of later decisions (not the first of their episode) with an equal one
-    in their group; without a kind by which no estimator compares decisions."""
+    """By kind, "state" and "text": the share of decisions (without the first of each episode) that have an
+    equal one in their group. A kind by which no estimator compares decisions is absent."""
 
     @property
     def advantages(self) -> dict[str, list[float]]:
@@ -289,7 +289,7 @@ def write_recredit(
 
 
 def truth_page(scores: TruthScores) -> bytes:
-    """Return a page with a chart for each estimator over the truth; above, the truth's own noise."""
+    """Return a page with a chart of each estimator against the truth, below lines about the truth's noise."""
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
@@ -313,7 +313,7 @@ def agreement_page(
     notes: Mapping[str, str] = MappingProxyType({}),
     above: Sequence[str] = (),
 ) -> bytes:
-    """Return a page with a scatter chart for each estimator over the first: one point per decision.
+    """Return a page with a scatter chart of each other estimator against the first: a point per decision.
 
     `notes` are sentences below the charts, by estimator; `above` are sentences above all charts.
     """
@@ -410,7 +410,7 @@ def recredit_run(
 def _read_truth(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """Read a truth file. RunDirectoryError: as `TruthFile.read`; for another iteration or other rewards."""
+    """Read a truth file. Raises RunDirectoryError as `TruthFile.read`, or if its setting is not this one."""
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
@@ -442,9 +442,9 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
 def select_advantages(
     credited: Recredited, truths: Mapping[tuple[str, int], TrueAdvantage] | None
 ) -> dict[str, list[OfEpisode]]:
-    """Return each estimator's advantages in the order of the rollouts, by token if it has such.
+    """Return each estimator's advantages in the order of the rollouts, by token if it has any by token.
 
-    With truths, by rollout and turn, they are added, and advantages of unmeasured decisions are 0.
+    With `truths`, by rollout and turn, the true ones are added, and those of unmeasured decisions are 0.
     """
     if truths is None:
         return {

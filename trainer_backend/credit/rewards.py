@@ -25,11 +25,11 @@ class Earned:
     kl_T: Sequence[float] = ()
     """[T] costs of the KL to the reference; empty without `training.kl_reward_coef`, as is `kl_nats`."""
     kl_nats: Sequence[Sequence[float]] = ()
-    """[T] the estimate of that KL at each token of a decision."""
+    """For each decision, the estimates of the KL at its tokens, in nats."""
 
     @property
     def rewards_T(self) -> Sequence[float]:
-        """[T] r_t, the sum of both, which estimators read."""
+        """[T] r_t, which estimators read: `paid_T` plus `kl_T`."""
         if not self.kl_T:
             return self.paid_T
         return [paid + kl for paid, kl in zip(self.paid_T, self.kl_T, strict=True)]
@@ -129,8 +129,8 @@ class Policies:
     def policy_by(self, rollout: Rollout) -> str:
         """Return the policy that sampled the rollout, ACTOR or a fixed policy, by the trajectory's model.
 
-        Raises SegmentError if the job has no such policy. Treated as the actor's, its samples would silently
-        be trained without weights.
+        Raises SegmentError if the job has no such policy. If its samples counted as the actor's, they would
+        silently be trained without weights.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)

@@ -33,7 +33,7 @@ class TruthScores:
     `advantages` are given by estimator and rollout; the attribute keeps those of measured decisions, in the
     order of `true`. `groups` are the rollouts' group ids. `unbiased` is, by estimator, the correlation of an
     unbiased estimator with the same std; None for a biased one, whose std is not noise in reward units.
-    `cosines` are, by estimator, between its gradient over the measured decisions and the truth's; empty
+    `cosines` are, by estimator, those between its gradient and the truth's over the measured decisions; empty
     without a checkpoint.
     """
 

@@ -28,7 +28,7 @@ class Split:
     """The rows of one split, in the order of their files."""
 
     name: str
-    """For people, such as `train of data/gsm8k`."""
+    """A name for messages, such as `train of data/gsm8k`."""
     rows: tuple[Row, ...]
     """Rows with unique ids."""
     keys: tuple[str, ...]
@@ -60,7 +60,7 @@ class DataSet:
     training: tuple[Row, ...]
     """Rows in the order of their files."""
     evaluation: tuple[Row, ...]
-    """The same for every job with this data and held_out_seed."""
+    """Held-out rows to play, the same for every job with this data and held_out_seed."""
     notes: tuple[str, ...] = ()
     """Lines for the user."""
     identities: tuple[RowIdentity, ...] = ()
@@ -188,7 +188,7 @@ def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], 
 
 
 def first_instances(rows: Sequence[Row], instances: int, seed: int) -> tuple[Row, ...]:
-    """Return the first rows in the order of a hash of their ids, because files are often sorted."""
+    """Return the first `instances` rows in the order of their ids' hashes, because files are often sorted."""
     order = sorted(rows, key=lambda row: derived_seed(seed, "instances", row.id))
     return tuple(order[:instances])
 

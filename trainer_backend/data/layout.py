@@ -4,7 +4,7 @@ file.jsonl, file.parquet                  all rows belong to the split that the 
 dataset_dict.json, train/, test/          DatasetDict.save_to_disk: one folder per split
 state.json, data-00000-of-00001.arrow     Dataset.save_to_disk: one split, named in state.json
 train.jsonl, test-00000-of-00002.parquet  a repository of the hub, also with its files in data/
-train/0000.parquet, test/0000.parquet     its conversion to Parquet
+train/0000.parquet, test/0000.parquet     a hub repository that was converted to Parquet
 """
 
 import json

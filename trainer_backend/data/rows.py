@@ -246,7 +246,7 @@ def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
 
 
 def _result(reader: _Columns, answer: str) -> str:
-    """Return `42` from `21 * 2 = 42\\n#### 42`; `1,000`, as in GSM8K, becomes `1000`."""
+    """Return what follows the mark: 42 for `21 * 2 = 42\\n#### 42`, and 1000 for `#### 1,000`."""
     result = answer.rpartition(ANSWER_MARK)[2].strip()
     if not result:
         raise reader.error(f"answer ends at its {ANSWER_MARK}; the result stands after it")

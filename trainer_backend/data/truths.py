@@ -78,7 +78,7 @@ def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_rewar
 
 
 def _sentence(places: Sequence[str]) -> str:
-    """`a.jsonl: lines 3, 7; b.parquet: row 1 and 12 more`"""
+    """Return the places as one text, such as `a.jsonl: lines 3, 7; b.parquet: row 1 and 12 more`."""
     shown_places = [place.rpartition(": ") for place in places[:_MOST_PLACES]]
     texts = []
     for file, group in groupby(shown_places, key=lambda place: place[0]):
@@ -106,6 +106,6 @@ def _has_interaction(row: Row, table: DataTable) -> bool:
 
 
 def _truth(row: Row) -> JsonValue:
-    """Return the ground truth for start_interaction: the row's own arguments precede other columns."""
+    """Return the ground truth for start_interaction: that of the interaction's arguments, or the row's."""
     kwargs = {} if row.interaction is None else row.interaction.kwargs
     return kwargs.get("ground_truth", row.ground_truth)

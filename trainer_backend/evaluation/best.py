@@ -69,8 +69,8 @@ class Best(NamedTuple):
 def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:
     """Find the evaluation with the highest mean outcome, the first of equals.
 
-    Two evaluations are compared by the worlds that both finished. If that leaves out more than the share
-    `most` of the worlds, the later one is skipped, and so are evaluations with other tasks than the last one.
+    Two evaluations are compared by the worlds that both finished. The later one is skipped if this leaves out
+    more than the share `most` of the worlds. Evaluations with other tasks than the last one are skipped too.
 
     Args:
         evaluations: rows, the oldest first.

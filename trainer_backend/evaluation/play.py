@@ -34,7 +34,7 @@ from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
-# Typical length of a tool call in tokens, for a model with another tokenizer than this job's.
+# Typical length of a tool call in tokens, for a model whose tokenizer is not the job's.
 _TOOL_CALL_TOKENS = 64
 
 
@@ -60,7 +60,7 @@ Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Batch]]
 def player_of_flags(
     policy: str | None, model: str | None, inference_url: str | None, api_key_env: str | None
 ) -> TaskAppPolicy | Inference | None:
-    """Return the player that the flags name, or None for the folder's own model."""
+    """Return the player that the options of `turnwise eval` name; None: the model of its argument plays."""
     if model is None and inference_url is None and api_key_env is None:
         return TaskAppPolicy(policy) if policy else None
     if policy is not None:
@@ -111,14 +111,14 @@ def what_to_evaluate(
 
 
 def _is_a_name(folder: Path, run: Path | None) -> bool:
-    """Return whether `folder` names no folder here, or names an environment and no run here."""
+    """Return whether `folder` is a name: there is no such folder, or it is an environment's and no run."""
     if len(folder.parts) != 1:
         return False
     return not folder.exists() or (run != folder and str(folder) in environment_names())
 
 
 def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:
-    """Add warnings to a job that a foreign model will play."""
+    """Add warnings to a job if a remote model will play it."""
     if isinstance(player, TaskAppPolicy):
         return loaded
     advice = []
@@ -150,8 +150,8 @@ async def evaluate(
         job: environment, limits, worlds ([evaluation]) and services.
         player: the policy to evaluate.
         tell: receives the number of ended episodes, and the total.
-        run: directory of the evaluated run. Rows have their ids there, and the result's setting describes
-            changes of the data since the run began.
+        run: directory of the evaluated run, which determines the ids of rows. The result's setting describes
+            changes of the data since this run began.
         keep: Parquet file for all episodes, also failed ones.
         repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
     """
@@ -212,7 +212,7 @@ def _plan(
     warmup: WarmupTable | None,
     repeats: int,
 ) -> list[RolloutRequest]:
-    """Plan an evaluation; `planner_for(server)` returns the planner that samples at this model server."""
+    """Plan an evaluation; `planner_for(server)` makes a planner whose policy asks this model server."""
     if isinstance(player, TaskAppPolicy):
         teacher, config = _teacher(warmup, player.policy_name)
         return planner_for(teacher).evaluation(

@@ -47,7 +47,7 @@ class TurnSpan:
     playing: int
     """Episodes that reached decision `first`."""
     unique: Interval
-    """Mean over episodes of the sum of unique_delta in the span; `ach` is the same for ach_delta."""
+    """Mean over episodes of the sum of unique_delta in the span; `ach`: the same for ach_delta."""
     ach: Interval
     rewarded: float
     """Share of the span's decisions that unlocked something."""
@@ -64,10 +64,10 @@ class EvaluationResult:
     setting: Mapping[str, Any]
     """Environment, limits and sampling."""
     outcome: Interval
-    """Mean over episodes, like `decisions`, `env_steps` and `env_reward`."""
+    """Mean over episodes; so are `decisions`, `env_steps` and `env_reward`."""
     episodes: int
     repeats: int
-    """The most episodes of a world."""
+    """The largest number of episodes that one world has."""
     solved_in_any: Interval | None
     """Share of worlds with a success in any repeat; None for one repeat, or if any outcome is not 0 or 1."""
     outcome_definition: str
@@ -102,7 +102,7 @@ class EvaluationResult:
     """Worlds without an episode, which no figure includes."""
     lost_because: str
     failures: Mapping[str, int]
-    """Counts of failure codes, also of rollouts that a repetition finished."""
+    """Counts of failure codes, also of attempts that a later attempt made good."""
     prompt_tokens: int | None
     """Over all episodes, like `sampled_tokens`; None if no server counts them."""
     sampled_tokens: int | None
@@ -210,7 +210,7 @@ def _outcome_by_row(batch: Batch) -> dict[str, float]:
 
 
 def _solved_in_any(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval | None:
-    """Share of worlds that were solved at least once, with Wilson's interval."""
+    """Return the share of worlds that were solved at least once, with Wilson's interval."""
     if not are_successes(episodes):
         return None
     solved = by_world([item.outcome_reward for item in episodes], worlds, max)

@@ -44,7 +44,7 @@ class TruthOptions:
     decisions: int
     """How many stored decisions to measure."""
     continuations: int
-    """Pairs of continuations for each."""
+    """Pairs of continuations for each decision."""
     horizon: int | None
     """The most decisions of a continuation; 0: to the end of the episode; None: by gamma (`find_horizon`)."""
     budget: int | None
@@ -79,7 +79,7 @@ async def measure_truth(
         tell: receives the number of measured decisions, and the total.
 
     Raises:
-        JobError: the job's environment or rewards do not allow it; the budget is too small.
+        JobError: the job's environment or rewards do not allow a measurement, or the budget is too small.
         RunDirectoryError: the rollouts or their policy are not stored; see `TruthFile.open`.
     """
     _refuse_options(job.training, job.rollout, options)
@@ -153,7 +153,7 @@ def _with_common_draws(planner: Planner) -> Planner:
     return replace(planner, players=replace(planner.players, rollout=rollout))
 
 
-# The server of a plan whose requests are not sent.
+# Stands for the model server in a plan whose requests are never sent.
 _UNSENT = Inference("http://127.0.0.1:1", "unused", None)
 
 
@@ -317,7 +317,7 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
     """Yield all decisions in an order whose every prefix is spread evenly over rewards, turns and states.
 
-    The last decision of an episode that ran out of time is left out, since it did not end the episode.
+    If an episode ran out of time, its last decision is left out: it did not end the episode.
     """
     decisions = []
     for rollout in map(with_records, rollouts):

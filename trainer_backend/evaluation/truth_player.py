@@ -26,7 +26,7 @@ from trainer_backend.core.truth import (
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# The calls, the words, the reason why there are neither, and the end of a decision.
+# What a decision chose: its calls, its words, the reason why it has neither, and the end that it caused.
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
@@ -70,7 +70,7 @@ class _Side(NamedTuple):
 
     @property
     def choice(self) -> Choice:
-        """The policy's choice, equal for equal choices."""
+        """What the policy chose: two decisions with equal values made the same choice."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
@@ -95,7 +95,7 @@ class ContinuationPlayer:
     """Decisions played without a result; each lost continuation counts as one."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
-        """Measure the truth of a decision; None with fewer than two pairs, or if a choice has no pair.
+        """Measure the true advantage of a decision; None if too few of its pairs could be played.
 
         Raises:
             TaskAppError: a replay of the episode differs, or shows another prompt.
@@ -143,7 +143,7 @@ class ContinuationPlayer:
         count = CHOICES * self.setting.continuations
         firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
-            # With another text of the same state, the policy would not choose as in the stored episode.
+            # If the same state has another prompt now, the policy does not choose as in the stored episode.
             if episode.steps[0].observation_data.messages != item.step.observation_data.messages:
                 told = f"the prompt of decision {item.step.turn} is another one"
                 raise played_elsewhere(item.rollout.rollout_id, told)
@@ -186,7 +186,7 @@ class ContinuationPlayer:
         return None if snapshots is None else (snapshots[turn - 1], snapshots.get(turn))
 
     def _first(self, item: StoredDecision, before: str, number: int) -> RolloutRequest:
-        """Request a new choice of the policy: one decision, and the moment after it."""
+        """Return a request for a new choice of the policy: one decision, and a snapshot after it."""
         done = item.step.turn - 1
         start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
         is_last = item.step.turn >= self.planner.players.max_decisions
@@ -198,7 +198,7 @@ class ContinuationPlayer:
         )  # fmt: skip
 
     def _rest(self, item: StoredDecision, number: int, side: _Side) -> RolloutRequest:
-        """Request the continuation of a side of pair k. Its sides, 2k and 2k + 1, draw the same numbers."""
+        """Return a request to continue a side; sides 2k and 2k + 1 are a pair and draw the same numbers."""
         k = number // 2
         draws = derived_seed("truth draws", *self._seed_parts(item, k))
         start = Start(
@@ -245,10 +245,10 @@ class ContinuationPlayer:
 def _without_lost(
     stratum: Stratum, others: Container[int], differences: Mapping[int, float]
 ) -> list[tuple[float, list[float]]]:
-    """Return the share and the differences of a stratum, in two parts if some of its pairs were lost.
+    """Return the share of a stratum and the differences of its pairs, as two parts if some pairs were lost.
 
-    Only pairs in `others` are played and can be lost. Those that remain keep the share of all `others`;
-    otherwise the zero differences of pairs that chose as stored would replace the lost ones.
+    Only pairs in `others` are played and can be lost. The remaining ones keep the share of all `others`;
+    otherwise pairs that chose as stored, whose difference is 0, would gain the weight of the lost ones.
     """
     share, members = stratum
     kept = [differences[n] for n in members if n in differences]

@@ -45,7 +45,7 @@ class Extras:
     """Called in the caller's event loop with each token except the last one, which only the result of
     `generate` holds."""
     session: str = ""
-    """The rollout of the request; the prompts of a rollout begin alike; "" for none."""
+    """The rollout of the request, whose prompts begin alike; "" for none."""
     common_draws: bool = False
     """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines without seeds
     ignore this option."""
@@ -75,8 +75,8 @@ class Generation:
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per token, as `Extras.likeliest` requests."""
     experts: ExpertColumns | None = None
-    """[L, W] the experts of all tokens of prompt and continuation except the last token, if the engine
-    records experts (`models.routers`)."""
+    """The experts, [L, W], of all tokens of prompt and continuation except the last token; None unless the
+    engine records experts (`models.routers`)."""
 
     def sampled(self) -> list[SampledToken]:
         tops = self.likeliest or ((),) * len(self.token_ids)
@@ -86,7 +86,7 @@ class Generation:
 def refuse_too_long(
     prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model's own"
 ) -> None:
-    """Raise ContextLengthExceeded if prompt and answer exceed a limit, which is `whose`."""
+    """Raise ContextLengthExceeded if prompt and answer exceed a limit; `whose` says whose limit it is."""
     if prompt_tokens + max_tokens > max_model_len:
         raise ContextLengthExceeded(
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=max_model_len, whose=whose
@@ -100,7 +100,7 @@ class FrozenEngine(Protocol):
     """
 
     breakdown: Future[str]
-    """Done, with the reason, once the engine has failed for good."""
+    """This future gets the reason as its result once the engine has failed for good."""
 
     @property
     def version(self) -> int:
@@ -155,7 +155,7 @@ class Engine(FrozenEngine, Protocol):
         return
 
     async def look_after(self) -> None:
-        """Keep the engine serving; an error says why the engine cannot continue."""
+        """Keep the engine serving; raise an error that says why, if the engine cannot continue."""
         return
 
     def watch(self, report: Callable[..., None]) -> None:

@@ -77,7 +77,7 @@ def _function(call: Any) -> object:
 
 @dataclass(slots=True)
 class View:
-    """The messages of a request, in which the forms of `earlier` answers are known.
+    """The messages of a request. The form of each `earlier` answer is known; that of the newest is searched.
 
     Rendering is the most expensive step, so each text is rendered only once.
     """
@@ -102,7 +102,7 @@ class View:
     def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
         """Return a form for which the text continues `prompt`, and where in the text the answer ends.
 
-        The caller replaces the template's writing of the answer by the sampled text. The result is None if
+        The caller replaces the template's version of the answer by the sampled text. The result is None if
         the template writes the text before the answer differently from `prompt`, drops the answer's
         reasoning, or writes the answer differently because other messages follow.
         """
@@ -125,9 +125,9 @@ class View:
         return None
 
     def exact(self, newest: Answer) -> Answer:
-        """Return the form that reproduces the sampled answer after an edited conversation.
+        """Return the form that reproduces the sampled answer after the conversation was edited.
 
-        The reference is then the new text before the answer.
+        The prompt must then begin with the new text before the answer, and the sampled answer.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
@@ -139,7 +139,7 @@ class View:
 def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
     """Return where the answer at the end of `upto` ends in `whole`; None if `whole` writes it differently.
 
-    The end lies behind the stop token, if one was sampled. White space may follow an end token, and the stop
+    The end lies after the stop token, if one was sampled. White space may follow an end token, and the stop
     token may be the beginning of the next message.
     """
     body = upto.rstrip()

@@ -58,7 +58,7 @@ class RunningBatch:
 
     @property
     def free_slots(self) -> int:
-        """Return the number of rows for new requests: none after `wait`, until a row ends."""
+        """Return the number of rows for new requests; it is 0 after `wait`, until a row ends."""
         return 0 if self._is_full else self.cache.slots - len(self.rows)
 
     def to_prefill(self, request: Request) -> int:
@@ -74,7 +74,7 @@ class RunningBatch:
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
 
         def order(request: Request) -> tuple[bool, bool, int]:
-            """Order whole, partly cached and cached prompts, each by the length of the rest."""
+            """Sort uncached prompts before partly cached and cached ones, then by the rest, longest first."""
             length = matches[request].length
             return length == request.cached, length > 0, length - request.cached
 
@@ -107,8 +107,8 @@ class RunningBatch:
     def step(self) -> "SampledTokens | None":
         """Feed rows their next tokens; return the sampled next tokens.
 
-        A paged runner returns the tokens of the step before, or None if there is none. Rows that have ended
-        meanwhile may be among them.
+        A paged runner returns the tokens of the step before, or None if there is none. Some of the tokens may
+        be of rows that have ended meanwhile.
         """
         if isinstance(self._runner, PagedRunner):
             return self._read(self._runner.step(self.rows, self._columns))
@@ -217,7 +217,7 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One sampled token of each of some requests, by columns: objects would cost more than the sampling.
+    """One sampled token per request, by columns: an object per token would cost more than the sampling.
 
     `likeliest` and `lost_masses` (see `SampledToken`) are None if no row has any.
     """
@@ -233,7 +233,7 @@ class SampledTokens:
         cls, requests: list[Request], host_BN: NDArray[np.float64], likeliest: Likeliest | None,
         truncated_B: NDArray[np.bool_],
     ) -> "SampledTokens":  # fmt: skip
-        """Build from the columns ids, log-probs and, if any row truncates, the probability that it keeps."""
+        """Build from columns of ids, log-probs and, if any row truncates, the mass that truncation kept."""
         lost: list[float | None] | None = None
         if truncated_B.any():
             rows = zip(truncated_B.tolist(), host_BN[:, 2].tolist(), strict=True)
@@ -247,7 +247,7 @@ class SampledTokens:
 
 
 def drawing_device(device: torch.device) -> torch.device:
-    """Return the device for drawing tokens in float64: the model's, but the CPU for mps, which lacks it.
+    """Return the device that draws tokens: the model's, or the CPU for mps, which has no float64.
 
     On mps, [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
     """
@@ -257,7 +257,7 @@ def drawing_device(device: torch.device) -> torch.device:
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
     """Split requests into those to prefill now, and siblings that can copy more from one of them afterwards.
 
-    If the cache cannot be cut, the first sibling leaves a state where the prompts part.
+    If the cache cannot be cut, the first sibling keeps its state near the position where the prompts part.
     """
     first: list[Request] = []
     later: list[Request] = []

@@ -1,8 +1,8 @@
 """Store keys and values of all running requests: one row per request, no gaps, positions per row.
 
-In a `SlotCache` a row holds the tokens behind its trunk, padded on the right. Data beyond a row's length is
-garbage that no mask shows and that later tokens overwrite. So rows can be added, moved and removed without
-clearing.
+In a `SlotCache`, rows that begin alike may share their first tokens in a trunk, which is stored once
+(`trunks`). A row itself holds the tokens after its trunk. The columns after a row's last token hold old data,
+which masks hide and later tokens overwrite. So rows can be added, moved and removed without clearing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,11 +74,11 @@ class RowCache:
 
 
 class RowCopy(NamedTuple):
-    """A row's first tokens outside the cache: its trunk, and the tokens behind the trunk."""
+    """A row's first tokens outside the cache: its trunk, and the tokens after the trunk."""
 
     trunk: Trunk | None
     tensors: tuple[Tensor, ...]
-    """The keys of each layer, [heads, tokens, head_dim], then the values of each."""
+    """The keys of each layer, [heads, tokens, head_dim], then the values of each layer."""
 
 
 class SlotCache(Cache, RowCache):
@@ -87,8 +87,8 @@ class SlotCache(Cache, RowCache):
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
 
-    If the cache `shares`, a row that begins like a running row refers to a trunk (`trunks`, by rows), and the
-    forward pass must support trunks, as `RowAttention` does. Otherwise each row holds all its tokens.
+    If `shares` is true, a row that begins like a running row refers to a trunk (`trunks` maps rows to them),
+    and the forward pass must support trunks, like `RowAttention`. If it is false, rows hold all their tokens.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class SlotCache(Cache, RowCache):
         self._visible = 0
 
     def begin_prefill(self, *, first_row: int, length: int) -> None:
-        """Let the next forward pass write new rows, `first_row` and on, from position 0."""
+        """Let the next forward pass write new rows, from row `first_row` on, from position 0 on."""
         self.reserve(length)
         self._first_row = first_row
         self._positions_BQ = None
 
     def begin_append(self, positions_BQ: Tensor, *, first_row: int, visible: int) -> None:
-        """Let the next pass add Q tokens, at positions below `visible`, to B rows, `first_row` and on."""
+        """Let the next pass add Q tokens, at positions below `visible`, to B rows from `first_row` on."""
         self.reserve(visible)
         self._first_row = first_row
         self._positions_BQ = positions_BQ
@@ -146,7 +146,7 @@ class SlotCache(Cache, RowCache):
         self.close_row(source)
 
     def clear_row(self, row: int) -> None:
-        """Zero a row. Garbage is harmless only while finite: a masked NaN still makes a sum NaN."""
+        """Zero a row: old data is harmless only if finite, since a masked NaN still makes a sum NaN."""
         trunk, tensors = self._held(row)
         self._known.discard(trunk)
         for tensor in tensors:
@@ -177,7 +177,7 @@ class SlotCache(Cache, RowCache):
             self.trunks[row] = trunk
 
     def _held(self, row: int) -> RowCopy:
-        """Return views of a whole row, including the garbage behind its last token."""
+        """Return views of a whole row, including the old data after its last token."""
         return RowCopy(self.trunks.get(row), tuple(tensor[row] for tensor in (*self._keys, *self._values)))
 
     def _begin(self, row: int, held: RowCopy, trunk: Trunk | None, length: int, *, room: int) -> None:
@@ -191,9 +191,9 @@ class SlotCache(Cache, RowCache):
                 column += part.shape[1]
 
     def _trunk_for(self, source: int, ids: Sequence[int]) -> Trunk | None:
-        """Return a trunk of the front of `ids`, with which a row begins; the row refers to it from now on.
+        """Return a trunk that begins like `ids`, the first tokens of row `source`; None if there is none.
 
-        If no known trunk pays, a new one is made, because two rows begin with these ids.
+        A new trunk is made if it pays (`trunks.pays`) and has room. A row with a shorter trunk takes it.
         """
         trunk, held = self._known.find(ids), self._held(source)
         length = len(ids) // BLOCK * BLOCK
@@ -227,7 +227,7 @@ class SlotCache(Cache, RowCache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer; the first call allocates them, [..., heads, length, dim]."""
+        """Return a layer's keys and values; the first call allocates them, shaped like the arguments."""
         if number == len(self._keys):
             # Allocate both first: running out of memory in between would leave a layer without values.
             sizes = (

@@ -183,7 +183,7 @@ def probe_text(renderer: ChatRenderer) -> str:
 
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
-    """Return where the ids of one text differ, as a sentence about the author of `other`; None if nowhere."""
+    """Return where two encodings of a text differ, as a sentence about the model of `other`; else None."""
     pairs = enumerate(zip_longest(own, other))
     others = (
         f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"

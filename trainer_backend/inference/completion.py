@@ -39,7 +39,7 @@ class Completion:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return the settings of the request without effect: a call that cannot be forced, and keys."""
+        """Return the settings that have no effect: a `tool_choice` that cannot be met, unsupported keys."""
         is_free = self.request.forces_call and not self.prompt.opening
         return (*(["tool_choice"] if is_free else []), *self.request.left_out)
 
@@ -105,19 +105,19 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields of a choice besides its message; see `shared_schemas.chat`."""
+        """Return the fields of a choice except its message; see `shared_schemas.chat`."""
         body = choice_body(choice)
         return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Return the prompt's ids that the caller does not have; nothing unless requested."""
+        """Return the prompt's ids that the caller lacks; {} unless it asks for ids or sent a rollout's id."""
         if not (self.request.return_token_ids or self.rollout_id):
             return {}
         return {"prompt_ids_reused": self._reused, "prompt_token_ids": self.prompt.ids[self._reused :]}
 
     @property
     def _reused(self) -> int:
-        """Return how many first ids of the prompt the caller has."""
+        """Return how many of the prompt's first ids the caller already has."""
         return 0 if self.request.return_token_ids else self.prompt.reused
 
     def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:

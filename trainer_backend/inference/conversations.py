@@ -157,7 +157,7 @@ def next_prompt(
     The raw text replaces every unedited answer: the template gets the raw text as content, or, if the
     template then writes something else, the raw text replaces the template's output. If the rendering does
     not begin with everything that the model saw and wrote, a message was edited, or the template drops or
-    rewrites a part. The result then shares only the text before that place.
+    rewrites a part. The result then keeps only ids before the first difference.
     """
     hashes = RequestHashes.of(messages, tools)
     text, plain, answers = _render(turn, hashes, messages, tools)
@@ -210,7 +210,7 @@ def _render(
         present, text = (*present, form), view.text(form)
     else:
         text = text_with(messages, present, tools, turn.renderer)
-    if text is None:  # the template cannot render the sampled texts, perhaps the plain messages
+    if text is None:  # the template cannot render the sampled texts, but perhaps the plain messages
         text, present = turn.renderer.prompt_text(messages, tools), ()
     return text, text, present
 

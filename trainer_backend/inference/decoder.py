@@ -56,7 +56,7 @@ class TokenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adapters of a product: scale * x A' B', with the A of all its parts stacked, and their B as blocks."""
+    """Adapters of a joined product: scale * x A' B'. The A of its parts are stacked; their B are blocks."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -171,7 +171,7 @@ class Rotation:
 class Stream:
     """The residual stream of one pass, and its computations between products, by torch's operators.
 
-    `residual_TW` is float32 and changed in place; `turns` has all positions.
+    `residual_TW` is float32 and changed in place; `turns` has the rotations of all positions.
     """
 
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
@@ -189,13 +189,13 @@ class Stream:
         return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        """Return silu(gate) * up; the input has gate and up side by side."""
+        """Return silu(gate) * up; each row of the input has gate and up side by side."""
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True).mul_(up_TM)
 
 
 class KernelStream(Stream):
-    """A stream by kernels (Triton's), with products in `dtype`; the next norm adds the last product."""
+    """A stream computed by kernels, such as Triton's, with products in `dtype`; `norm` adds the last one."""
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: Any, dtype: torch.dtype
@@ -234,7 +234,7 @@ class KernelStream(Stream):
 
 
 class CpuStream(KernelStream):
-    """A stream by CPU kernels in float32, which add a product while they compute it."""
+    """A stream computed by CPU kernels in float32, which add a product while they compute it."""
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         product.add_to(self._residual_TW, input_TI)
@@ -300,12 +300,12 @@ class Decoder:
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
-        """Assert that the model's weights are still the decoder's, so that new ones reach both."""
+        """Assert that the model's weights lie where the decoder reads them, so that new ones reach both."""
         moved = any(weight.data_ptr() != place for weight, place in self._places.items())
         assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
-        """Store keys and values of T tokens, [T] int64; logits are not computed."""
+        """Store keys and values of T tokens, int64 [T], without computing logits."""
         stream = self._new_stream(ids_T, positions_T)
         last = len(self.layers) - 1
         for number in range(last):
@@ -313,7 +313,7 @@ class Decoder:
         self.layers[last].write_only(last, stream, attention)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
-        """Store keys and values of T tokens, [T] int64; return [T, V] logits of what follows each."""
+        """Store keys and values of T tokens, int64 [T]; return the logits of each next token, [T, V]."""
         stream = self._new_stream(ids_T, positions_T)
         for number, layer in enumerate(self.layers):
             layer.run(number, stream, attention)
@@ -385,7 +385,7 @@ def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
 
 
 def _adapters(linears: Sequence[Any]) -> LowRank | None:
-    """Return the adapters of linear layers with the same input, side by side; some layers may have none."""
+    """Return the joined adapters of linear layers with the same input; some of the layers may have none."""
     parts = [linear.parts()[1:] if hasattr(linear, "parts") else None for linear in linears]
     found = [part for part in parts if part is not None]
     if not found:

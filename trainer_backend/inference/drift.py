@@ -1,4 +1,4 @@
-"""Measure drift: whether writing or tokenising the last answer again gives other tokens."""
+"""Measure drift: whether the last answer, tokenised again, has other ids or, rendered again, other text."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +18,7 @@ class Drift:
     tokens: bool
     """Whether the sampled text, tokenised again, gives other ids."""
     text: bool | None
-    """Whether the template writes the parsed message differently; None if it cannot write it alone."""
+    """Whether the template writes the parsed message differently; None if it cannot write a lone message."""
 
 
 def measure_drift(
@@ -28,7 +28,7 @@ def measure_drift(
     messages: Sequence[JsonObject],
     renderer: ChatRenderer,
 ) -> Drift:
-    """Compute the drift of the last answer, at a cost independent of the conversation's length.
+    """Compute the drift of the last answer. The cost does not depend on the conversation's length.
 
     Args:
         sampled: the ids of the answer, stop token included.

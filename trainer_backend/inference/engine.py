@@ -61,12 +61,12 @@ class LocalEngine(Engine):
 
     Args:
         model: any causal model whose layers a runner can hold (`runner`), in evaluation mode, on its device.
-            The decoder may move its weights (`decoder`); do not move the model to another device afterwards.
+            Our decoder may move the weights in memory (`decoder`); do not move the model to another device.
         stop_ids: see `stop_token_ids`.
         keys: None: the defaults, with the model's `max_position_embeddings` as the longest request.
         read: finds the weights of a version; by default in the version's folder.
         paged: whether the cache is paged; None: if the device has kernels for pages (CUDA).
-        prefill_tokens: the most tokens of a turn, padding included; one prompt always fits.
+        prefill_tokens: the most tokens that one turn prefills, padding included; one prompt always fits.
     """
 
     request_timeout_s = order_timeout_s = 600.0

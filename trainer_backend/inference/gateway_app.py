@@ -54,8 +54,8 @@ _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 class GatewayLimits:
     """Bounds of the gateway.
 
-    `default_max_tokens` is for requests without a limit; the free room may reduce it. `leaves_out` are keys
-    of chat requests that this gateway ignores and other gateways refuse.
+    `default_max_tokens` is for requests without a limit; a long prompt may leave less room. `leaves_out` are
+    keys of chat requests that this gateway ignores and other gateways refuse.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -140,7 +140,7 @@ _KEY = "gateway's key (of `turnwise serve`: TURNWISE_API_KEY, or the variable th
 
 
 def gate_for(key: SecretStr | None, limits: GatewayLimits) -> Middleware:
-    """Build the gate that checks the key, except for /health. Without a key only this machine may ask."""
+    """Build the gate that checks the key, except for /health; without a key it admits only this machine."""
     door = KeyDoor(
         Keys([] if key is None else [key], variable=_KEY, needed=False),
         open_paths=["/health"],

@@ -14,7 +14,7 @@ from trainer_backend.inference.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An action for the engine thread between two steps."""
+    """An action that the engine thread runs between two steps."""
 
     action: Callable[[], None]
     future: Future[None] = field(default_factory=Future)
@@ -142,7 +142,7 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest requests that fit, at least one; while a swap waits, only begun requests."""
+        """Take the oldest requests that fit; while a swap waits, only those that have begun."""
         newcomers: list[Request] = []
         longest = 0
         with self._change:
@@ -157,7 +157,7 @@ class Inbox:
         return newcomers
 
     def holds_begun(self) -> bool:
-        """Return whether a request that has begun waits: it was put back, and continues before a swap."""
+        """Return whether a request waits that has begun and was put back; a swap must wait for its end."""
         with self._change:
             return any(request.token_ids for request in self._queue)
 

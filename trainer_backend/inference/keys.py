@@ -40,7 +40,7 @@ _VLLM_OWN = {
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _VLLM_SHARE = 0.92  # the default of vLLM 0.32
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
-# The time for a sample and for detecting a wedged server; the longest time that a task app waits.
+# The time for a sample and for detecting a hanging server; the longest time that a task app waits.
 _SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
 
 
@@ -50,7 +50,7 @@ class VllmKeys(Table):
     engine: Literal["local", "vllm"] = "local"
     """where the actor samples. local: in the trainer's process; vllm: at vLLM servers (docs/vllm.md)"""
     urls: tuple[str, ...] = Field(default=(), max_length=256, repr=False)
-    """vLLM servers, a replica of the actor each; absent: the run starts `replicas` of its own"""
+    """addresses of vLLM servers, each a replica of the actor; absent: the run starts `replicas` servers"""
     replicas: int = Field(default=1, ge=1, le=256)
     """vLLM servers that the run starts where `urls` is empty"""
     vllm_python: Path | None = None
@@ -58,12 +58,12 @@ class VllmKeys(Table):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """arguments of servers that the run starts, under vLLM's own names, such as `tensor_parallel_size = 2`"""
     weight_update: Literal["wait", "keep"] = "wait"
-    """at a vLLM server: wait lets running requests end before new weights are loaded; keep has them go on
+    """at a vLLM server: wait lets running requests end before new weights are loaded; keep lets them continue
     with the new weights"""
     replica_wait_s: float = Field(default=300.0, gt=0, le=86_400)
-    """how long a vLLM server may take to start or to load weights, and how long the run waits when none
-    serves; then it saves and ends. A server that the run started and that stays away so long is started
-    again, and the run waits as long again"""
+    """how long a vLLM server may take to start or to load weights, and how long the run waits while no server
+    serves; then the run saves and ends. If the run started the servers, it restarts a server that has not
+    served for this time, and waits for twice this time"""
     sleep: bool = False
     """vLLM servers give the GPU's memory back while the learner works, and wake with the new weights: for
     servers on the learner's GPU (docs/vllm.md)"""
@@ -81,7 +81,7 @@ class VllmKeys(Table):
         return float(share) if isinstance(share, int | float) else _VLLM_SHARE  # vLLM refuses other values
 
     def argument(self, name: str, default: Any) -> Any:
-        """Return an argument of servers that the run starts; the job may write - for _."""
+        """Return an argument of servers that the run starts; the job may write `-` for `_` in its name."""
         return {key.replace("-", "_"): value for key, value in self.vllm.items()}.get(name, default)
 
     @property
@@ -91,7 +91,7 @@ class VllmKeys(Table):
 
     @property
     def asks(self) -> dict[str, float]:
-        """Return the config of the actor's policy: requests wait as long as the run waits for a replica."""
+        """Return config of the actor's policy: at vLLM, requests wait as long as the run for a replica."""
         if self.engine == "local":
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
@@ -123,13 +123,13 @@ class EngineKeys(Table):
 
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
     head_dim * bytes of a number; a kept prefix takes at most as much as a slot. A paged cache allocates pages
-    on demand, and one longest request always fits. A layer with a state takes the size of the state for each
-    request and each kept prefix instead; a model with such layers keeps as many prefixes again, amid prompts.
+    on demand, and one longest request always fits. A layer with a state instead takes the state's size for
+    each request and kept prefix; a model with such layers keeps as many prefixes again, inside prompts.
     """
 
     own_process: bool = False
-    """the local engine runs in a process of its own and not in its gateway's: parsing and rendering requests
-    then hold up no step of it. It needs [cluster]"""
+    """the local engine runs in a process of its own, not in the gateway's, so that parsing and rendering of
+    requests delay no decode step. This needs [cluster]"""
     threads: int = Field(default=1, ge=1, le=256)
     """torch threads while rollouts are collected"""
     max_running: int = Field(default=64, ge=1, le=4096)
@@ -141,10 +141,10 @@ class EngineKeys(Table):
     as many as max_running; 0: every prompt is computed again"""
     cache_gib: float | None = Field(default=None, gt=0)
     """on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what max_running and
-    kept_prefixes can take, as far as the device has it"""
+    kept_prefixes can take, as far as the device has that much"""
     replay_experts: bool | None = None
-    """of a model with experts: which ones each token was sent to is recorded with the rollout, and updates
-    send it to the same. Absent: where the engine computes in bfloat16, since in float32 both choose alike"""
+    """for a model with experts: record which experts each token is sent to, and send it to the same ones in
+    updates. Absent: only if the engine computes in bfloat16; in float32 engine and learner choose alike"""
     deterministic: bool = False
     """decode one request at a time and keep nothing of finished ones: slower, and on a CPU a killed and
     resumed run has bit for bit the weights of an uninterrupted one"""

@@ -8,8 +8,8 @@ A `Stack` is a cache of `transformers` for rows of different lengths:
     states       [rows, ...] of convolutions and recurrences. They have no length, so nothing is padded
 
 A pass that fails leaves a stack unchanged: states are computed in copies, and the column where rows end moves
-only after all layers. Tokens that a window hides are kept, so that a row can be cut to any length. A state
-cannot be cut, only copied at its own length.
+only when all layers are done. Tokens that a window hides are kept, so that a row can be cut to any length. A
+state cannot be cut, only copied at its own length.
 
 Measured by 4d960597:bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): computing one row
 after another takes 7 to 12 times as long as a stack. Groups of rows of equal length take 3 to 7 times as long
@@ -26,7 +26,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.cache import RowCache
 
-# The number of free columns after rows were moved to the front, so that moves are rare.
+# Moving rows to the front leaves this many free columns after them, so that moves are rare.
 SPARE = 64
 # The part of a row in one layer: keys and values [heads, length, head_dim], or states; None if there is none.
 LayerState = tuple[Tensor | None, ...]
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 
 class Held:
-    """The part of a stack that belongs to one layer. The class itself is that of a layer that keeps nothing.
+    """One layer's part of a stack. This base class is for layers that keep nothing.
 
     Such a layer may read the keys and values of another layer.
     """
@@ -129,7 +129,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
             held[target] = held[source]
 
     def clear(self, row: int) -> None:
-        """Zero a row. Garbage is harmless only while finite: a masked NaN still makes a sum NaN."""
+        """Zero a row: old data is harmless only if finite, since a masked NaN still makes a sum NaN."""
         for held in self._held:
             held[row : row + 1] = 0
 
@@ -161,7 +161,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
 
 
 class States(Held):
-    """The states of a layer: first of convolutions, then of recurrences."""
+    """The states of a layer, in pairs: of a convolution, then of a recurrence."""
 
     def __init__(self, bounds: Bounds, *, states: int) -> None:
         self._bounds, self._states = bounds, states
@@ -230,7 +230,7 @@ _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
 
 
 def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
-    """Return the holders of a model's layers; refuse other kinds of layers by name."""
+    """Return a `Held` for each layer of a model; refuse a model that has layers of another kind."""
     layers = DynamicCache(config=config).layers
     for number, layer in enumerate(layers):
         if type(layer).__name__ not in _KINDS:
@@ -244,7 +244,7 @@ def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
 
 
 class Stack(Cache):
-    """Rows that compute together: the first rows of each tensor."""
+    """A cache of rows that are computed together; a pass takes the first rows of each tensor."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self._held = held_layers(config, bounds)
@@ -264,7 +264,7 @@ class Stack(Cache):
         self.lengths[:rows] = [length + new for length in self.lengths[:rows]]
 
     def mask(self, rows: int) -> Tensor | None:
-        """Return the columns that rows may see, their next token included, [rows, columns]; None for all."""
+        """Return a mask [rows, columns] of what rows see, next token included; None if they see all of it."""
         longest = max(self.lengths[:rows])
         missing = [longest - length for length in self.lengths[:rows]]
         if not any(missing):
@@ -296,7 +296,7 @@ class Stack(Cache):
 
 
 class LayerCache(RowCache):
-    """Rows in a stack, and rows that wait outside the stack until their first step."""
+    """The rows of running requests: in `stack`, or in `waiting` until their first decode step."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self.slots = bounds.slots

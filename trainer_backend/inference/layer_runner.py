@@ -59,7 +59,7 @@ class LayerRunner:
     ) -> None:
         """Compute the known tokens of requests except the last one, in the rows from `first_row` on.
 
-        At each mark of a request, `keep` gets the request, the number of tokens so far, and the row.
+        At each mark, where a state is kept, `keep` gets the request, the number of tokens and the row.
         """
         stops = {
             row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
@@ -117,10 +117,10 @@ class LayerRunner:
         return experts
 
     def _can_continue(self) -> bool:
-        """Return whether prompts may continue from kept rows, by a test: no list of families is complete.
+        """Test whether prompts may continue from kept rows, since no list of model families is complete.
 
         Raises:
-            ModelFolderError: rows give logits other than each text alone, or the layers take no such cache.
+            ModelFolderError: logits of rows differ from those of each text alone, or the cache does not fit.
         """
         limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
         try:
@@ -161,7 +161,7 @@ class LayerRunner:
 class Pass:
     """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`.
 
-    With `routers`, the pass records the chosen experts until the next pass.
+    With `routers`, a pass records the chosen experts, which `experts` yields until the next pass.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
@@ -191,5 +191,5 @@ class Pass:
         return logits_BV
 
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Yield the experts of each row of the last pass, [L, W]; None without end if none are recorded."""
+        """Yield each row's experts in the last pass, [L, W]; yield None forever if none are recorded."""
         return repeat(None) if self._experts_BLW is None else iter(self._experts_BLW)

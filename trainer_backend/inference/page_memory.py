@@ -58,7 +58,7 @@ class PageMemory:
         return min(most, self.slab_pages)
 
     def may_grow(self, free: int) -> bool:
-        """Return whether a slab fits in `free` bytes and leaves the reserve, or is one of the least slabs."""
+        """Return whether a slab fits in `free` bytes next to the reserve, or is needed for `least` pages."""
         needed = math.prod(self._shape) * self.dtype.itemsize + RESERVE_BYTES
         return len(self.slabs) * self.slab_pages < self._least or free >= needed
 
@@ -95,9 +95,9 @@ def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
 
 
 def slab_pages(page: int, limit: int) -> int:
-    """Return the number of pages of a slab, a power of 2: at most SLAB_BYTES and a small part of `limit`.
+    """Return the number of pages of a slab, a power of 2; a page has `page` bytes.
 
-    A page has `page` bytes.
+    Within SLAB_BYTES and `limit` / LEAST_SLABS pages, but at least 1.
     """
     most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)

@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     """Tensors on the device with room for the most tiles of a step, so that a CUDA graph can use them."""
 
     rows_NM: Tensor
-    """int32, the rows of each tile, -1 behind its last row and in unused tiles."""
+    """int32, the rows of each tile; -1 after its last row and in unused tiles."""
     shared_B: Tensor
     """int32, the number of tokens that a row shares with its tile, in whole pages; 0 for a row in no tile."""
 
@@ -52,7 +52,7 @@ def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
 
 
 def _choose_groups(rows: list[int], pages_B: Sequence[list[int]], tile_rows: int) -> list[Group]:
-    """Group rows that are sorted by their pages: either all rows, or parts that share more, and a rest."""
+    """Group rows, sorted by pages: either all rows in one group, or parts that share more, and the rest."""
     if len(rows) < LEAST_ROWS:
         return []
     depth = shared_length(pages_B[rows[0]], pages_B[rows[-1]])  # sorted rows in between share these too

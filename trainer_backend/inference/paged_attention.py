@@ -2,7 +2,7 @@
 
 Triton's kernels compute if they run (torch for CUDA on Linux includes `triton`, which needs a C compiler).
 Otherwise plain torch computes, and gathers all pages of the tables. `torch.nn.attention.varlen` cannot
-replace them: it takes page tables since torch 2.12, but computes only in 16 bits.
+replace the kernels: it takes page tables since torch 2.12, but computes only in 16 bits.
 """
 
 from functools import cache
@@ -48,7 +48,7 @@ def attend(
     Args:
         q_BHD: of any type, rounded to the cache's type; the last axis has stride 1. H is a multiple of the
             cache's heads; the queries of a head are adjacent.
-        table_BP: int32, the pages of each row in order; pages behind the row's length are not read.
+        table_BP: int32, the pages of each row in order; pages after the row's length are not read.
         lengths_B: int32, the tokens that each row sees; 0 for a padding row, whose result is 0.
         tiles: rows whose shared pages the kernels read once; torch reads them row by row.
     """
@@ -102,7 +102,7 @@ def attend_by_torch(
 
 
 def tile_rows(memory: PageMemory, heads: int) -> int:
-    """Return for how many rows, with `heads` query heads, the kernels read shared pages together."""
+    """Return the number of rows, of `heads` query heads each, that read shared pages in one tile."""
     from trainer_backend.inference import paged_kernel
 
     group = heads // memory.heads

@@ -18,7 +18,7 @@ class PagedCache(RowCache):
 
     If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
     the largest number of pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row]
-    int32. Data behind a row's length is never read, so `clear_row` has nothing to do.
+    int32. Data after a row's length is never read, so `clear_row` has nothing to do.
     """
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
@@ -37,7 +37,7 @@ class PagedCache(RowCache):
         self._begin(row, [], 0, room)
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Give a row another number, which no row has."""
+        """Give the row `source` the number `target`, which no row has."""
         self.version += 1
         self._rows[target], self._rows[source] = self._rows[source], []
         self._note(target)

@@ -4,8 +4,8 @@ A decode step uses Flash-Decoding: the keys of a row are divided into splits, ea
 softmax in float32 for all query heads that share its keys; a second kernel joins the splits. Kernels read
 lengths and tables on the device, so a launch does not depend on them and a CUDA graph can hold it. The splits
 of a row depend only on its own length, so its sums do not change with its neighbours. If rows begin with the
-same pages (`page_tiles`), separate splits read these pages once for a tile of rows; the pages behind them are
-read row by row, and the second kernel joins both.
+same pages (`page_tiles`), separate splits read these pages once for a tile of rows. Later pages are read row
+by row, and the second kernel joins both.
 
 Pages lie in slabs (`page_memory`), whose addresses are read from the device too: slabs may be added or
 replaced under a captured graph. A slab is [2, layers, pages, PAGE, kv_heads, head_dim], keys first.
@@ -29,7 +29,7 @@ from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.pages import PAGE
 
-# The splits of the longest rows, and the fewest keys of a split, for which joining pays.
+# The number of splits of the longest rows, and the fewest keys of a split for which joining pays.
 SPLITS, LEAST = 16, 256
 # The fewest keys of a split of shared pages: few programs run, with many queries each.
 LEAST_SHARED = 64
@@ -44,7 +44,7 @@ _TILE_BYTES, _QUERY_BYTES, _STAGES = 64 * 1024, 16 * 1024, 2
 
 @triton.jit
 def _page_starts(bases_ptr, pages, SLAB: tl.constexpr, PAGE_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the addresses of the first key of layer 0 in pages."""
+    """Return the address of each page's first key in layer 0."""
     slab = tl.load(bases_ptr + pages // SLAB).to(tl.pointer_type(DTYPE))
     # Without this hint, addresses from memory count as unaligned, and keys are loaded one by one.
     return tl.multiple_of(slab, 16) + (pages % SLAB) * PAGE_SIZE
@@ -64,7 +64,7 @@ def _attend_keys(
 ):  # fmt: skip
     """Compute the online softmax of queries [ROWS, WIDTH] over keys `start` to `end` of a page table.
 
-    A query sees keys up to its `last` position and the key at `start`, so every maximum exists. Return the
+    A query sees keys up to its `last` position, which is >= `start`, so every maximum exists. Return the
     maximum of the scores and, relative to the maximum, the sum of exponentials and the weighted sum of
     values.
     """
@@ -86,7 +86,7 @@ def _attend_keys(
         higher = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
-        # Do not read keys and values behind the end: masked numbers that are not finite would make sums NaN.
+        # Do not read keys and values after the end: masked numbers that are not finite would make sums NaN.
         v = tl.load(starts[:, None] + values + d[None, :], mask=mask, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)

@@ -40,9 +40,9 @@ class DecodeAttention:
 class PrefillAttention:
     """The attention of many tokens per row; the tokens of a row are adjacent.
 
-    `tables_BP` are int32 pages of B rows; `starts_B` is the position of each row's first token in the pass,
-    and the tokens before are cached; `counts_B` is the number of its tokens in the pass, at least 1. `heads`
-    is the number of query heads.
+    `tables_BP` are int32 pages of B rows. `starts_B` is the position of each row's first token in the pass,
+    before which its tokens are cached. `counts_B` is the number of each row's tokens in the pass, at least 1.
+    `heads` is the number of query heads.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Run forward passes of the running batch by our decoder over a paged cache; each is read one step late."""
+"""Run forward passes of the running batch by our decoder over a paged cache; read results one step later."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,9 +54,9 @@ class PagedRunner:
 
     `step` launches a step and returns the step before, so the host works on a step's tokens while the device
     computes the next step. A row that has ended meanwhile has sampled one token too many, which is not read
-    and lies behind everything that is kept of the row. `kept` is the largest number of kept prefixes, which
-    bounds the number of pages together with `slots` rows of `max_len`. `most_bytes` bounds all pages further,
-    but the pages of one row are always available.
+    and lies after everything that is kept of the row. `kept` is the largest number of kept prefixes. There
+    are pages for `slots` rows and `kept` prefixes of `max_len` tokens, or fewer if they exceed `most_bytes`,
+    but at least for one row.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class PagedRunner:
         return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
-        """Wait for the most likely tokens at once, because the next step overwrites the logits.
+        """Return the most likely tokens, if requested. Read them now: the next step overwrites the logits.
 
-        The step cannot be repeated, so the result is None if memory runs out.
+        The step cannot be repeated, so if memory runs out, each row gets ().
         """
         counts = [request.extras.likeliest for request in requests]
         if not any(counts):

@@ -2,11 +2,11 @@
 
 Rows of running requests and copies of finished requests can be reused: a conversation continues its last
 turn, siblings share their prompt, and all prompts of a job share the system message. The least recently used
-copy is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
-hashes are always compared.
+copy is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and if hashes are equal,
+the ids are compared too.
 
-A cache with states cannot be cut: a prompt continues only from a whole row or copy. So if a prompt parts from
-a known prompt, the cache keeps the state at that position, a mark, from which the next such prompt continues.
+A cache with states cannot be cut: a prompt continues only from a whole row or copy. So where a prompt departs
+from a known prompt, at a mark, the cache keeps the state. A later prompt can continue from the mark.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ class Prefix:
 
 
 def block_keys(ids: Sequence[int]) -> Iterator[int]:
-    """Yield one key per whole block, which depends on all ids up to its end."""
+    """Yield a key for each whole block; the key depends on all ids up to the end of the block."""
     key = 0
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         key = hash((key, *ids[end - BLOCK : end]))
@@ -65,7 +65,7 @@ class PrefixIndex:
                 self._holders.pop(key, None)
 
     def longest(self, target: Prefix) -> "Match":
-        """Return a prefix and how many ids it shares with the front of `target`, at least SHORTEST_PREFIX."""
+        """Return a prefix and how many first ids it shares with `target`; NOTHING below SHORTEST_PREFIX."""
         for blocks in range(len(target.block_keys), 0, -1):
             holders = self._holders.get(target.block_keys[blocks - 1])
             if holders:
@@ -117,7 +117,7 @@ def mark_at(known: Match, target: Prefix) -> int:
     """Return where a prompt that shares `known` ids should leave a state for the next such prompt.
 
     If both prompts continue, later prompts part at slightly different tokens (an observation's first word is
-    sometimes the same), so the state is kept at the end of the last block before.
+    sometimes the same), so the state is kept at the end of the last whole block that both share.
     """
     assert known.prefix is not None
     if known.length in (len(known.prefix.ids), len(target.ids)):
@@ -129,8 +129,8 @@ class Prefixes:
     """The index of running rows and copies, and the limit on copies.
 
     A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
-    `most` more slots; caches with states keep as many marks again. With `most` 0 nothing is reused, not even
-    running rows. Only the engine thread uses this class.
+    `most` more slots; a cache with states keeps up to `most` marks in addition. If `most` is 0, nothing is
+    reused, not even running rows. Only the engine thread uses this class.
     """
 
     def __init__(self, cache: RowCache, *, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Sample from a foreign OpenAI-compatible server, which receives token ids and returns ids and log-probs.
+"""Sample from an external OpenAI-compatible server, which receives token ids and returns ids and log-probs.
 
 Requests go to POST /v1/completions with the ids of the prompt; vLLM's keys fill gaps in OpenAI's API. The
 server's chat template, tool parser and reasoning parser are not used: the gateway renders prompts and parses
@@ -33,7 +33,7 @@ from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation
 
-# The version of a foreign model, which is never trained.
+# The version of an external model, which is never trained.
 _VERSION = 0
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _KEEP_ALIVE_S = 2.0
@@ -47,8 +47,8 @@ _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 class RemoteEngine:
     """A `FrozenEngine` that belongs to one event loop at a time; the same loop must `close` the engine.
 
-    `stop_ids`, `vocabulary` and `max_model_len` are the actor's. `processed` says that the server reports
-    log-probs of its sampling distribution, not of softmax(logits).
+    `stop_ids`, `vocabulary` and `max_model_len` are the actor's, whose tokenizer the server has. `processed`
+    says that the server reports log-probs of its sampling distribution, not of softmax(logits).
     """
 
     # The names of the server in an error, and of the part that replied with a sample.
@@ -213,7 +213,7 @@ class RemoteEngine:
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable if a server gives no whole answer, RemoteRefused if it cannot be read."""
+    """Raise RemoteUnavailable if no whole answer comes, and RemoteRefused if the answer cannot be read."""
     try:
         yield
     except TimeoutError as error:
@@ -261,7 +261,7 @@ def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = Non
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
-    """Return the server's message in OpenAI's form; none for 401 and 403, since servers repeat the key."""
+    """Return status and the server's message; for 401 and 403 no message, since servers repeat the key."""
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:

@@ -128,8 +128,8 @@ class ChatRenderer:
         """Return `prompt_text` of several conversations with the same tools, which are prepared only once."""
         if not conversations:
             return []
-        # Templates are foreign programs: any error means that they cannot render these messages. Rows of data
-        # may also have messages of an invalid form; those of requests were checked (chat_form).
+        # Templates are programs of others: any error means that they cannot render these messages. Rows of
+        # data may also have messages of an invalid form; those of requests were checked (chat_form).
         try:
             plain = [list(map(_plain_message, messages)) for messages in conversations]
             if any(map(_has_calls, plain)) and self._drops_calls:
@@ -251,7 +251,7 @@ class ChatRenderer:
         return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
 
     def with_thought(self, answer: JsonObject, thought: str) -> JsonObject:
-        """Return an answer without content that begins with this reasoning."""
+        """Return an answer that has no content, with this reasoning added to it."""
         if self._shows_reasoning:
             return {**answer, _REASONING_KEYS[0]: thought}
         return {**answer, "content": f"{THINK_START}\n{thought}\n{THINK_END}\n\n"}
@@ -290,7 +290,7 @@ class ChatRenderer:
     ) -> str | None:
         """Return the text that the model must write, end token included, to give `answer` to `messages`.
 
-        None if unknown, because the template changes the prompt once an answer follows.
+        Return None if the text is unknown, because the template changes the prompt once an answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text
@@ -363,7 +363,7 @@ class ChatRenderer:
         return (body if body.endswith(self._specials) else whole)[len(prompt) :]
 
     def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
-        """Return the token that begins the next message, which ends an answer of GLM; "" if there is none."""
+        """Return the special token that begins the next message, or "". In GLM this token ends an answer."""
         result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
         try:
             follower = result if messages[-1].get("tool_calls") else QUESTION
@@ -389,8 +389,8 @@ class ChatRenderer:
         """Return a lower bound of a text's tokens if it exceeds `most`, else None.
 
         This function does not encode the whole text. The first bound is the text's length divided by the
-        longest token (as in vLLM). The second bound is half the tokens of the text's start; the start alone
-        has about as many tokens as in the whole text, since only merges at its end differ.
+        longest token (as in vLLM). The second bound is half the tokens of the text's start. Encoded alone,
+        the start has about as many tokens as within the whole text, since only merges at its end differ.
         """
         if (tokens := -(-len(text) // self._longest_token)) > most:
             return tokens
@@ -449,7 +449,7 @@ class ChatRenderer:
         return self._decode(ids)
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return the bytes that a token stands for, which may be part of a character; None if it has none."""
+        """Return the bytes that a token stands for, perhaps a part of a character; None if not known."""
         text = self.decode([token_id])
         if UNKNOWN not in text:
             return list(text.encode())

@@ -24,7 +24,7 @@ Outcome = SampledToken | Generation | InferenceError
 class Request:
     """A request, which belongs to the inbox until it is admitted, then to the engine thread.
 
-    A prompt of n tokens enters with n - 1 cached tokens; the next step feeds its last like a sampled token.
+    A prompt of n tokens counts as n - 1 cached tokens; the first step feeds the last like a sampled token.
     """
 
     request_id: str
@@ -65,11 +65,11 @@ class Request:
         return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
 
     def begin_again(self) -> None:
-        """Prepare to wait for a row again, which will compute the sampled tokens like a prompt."""
+        """Prepare to wait for another row, where the sampled tokens will be computed like a prompt."""
         self.prefix = Prefix(self.cached_ids(), self.experts)
 
     def begin_experts(self, known: Prefix | None) -> None:
-        """Take the experts of the tokens that need no prefill from the known prefix."""
+        """Copy from the known prefix the experts of the tokens that need no prefill."""
         reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
         self.experts.clear()
         self.note_experts(reused)

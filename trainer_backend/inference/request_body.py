@@ -38,7 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """OpenAI's names and `Sampling`'s options, all bounded. `neutral` keys are known, but unsupported."""
+    """OpenAI's names and `Sampling`'s options, all bounded. `neutral` keys take no other values."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -104,7 +104,7 @@ def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] =
 
 
 def _without_nulls(body: bytes) -> bytes:
-    """Return the body without nulls. A body without the word, such as a rollout's, is not parsed for that."""
+    """Return the body without nulls. A body without the word `null`, such as a rollout's, is not parsed."""
     if b"null" not in body:
         return body
     try:

@@ -1,7 +1,7 @@
 """Compute the attention of our decoder over the rows of a `SlotCache`, on any device.
 
-Rows that refer to one trunk read the trunk together, in one product. Each row reads its own tokens behind the
-trunk, and both parts are joined (`models.part_attention`).
+A trunk holds the common first tokens of several rows (`trunks`). These rows read the trunk together, in one
+product. Each row reads its tokens after the trunk alone, and both parts are joined (`models.part_attention`).
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ class RowAttention:
         return out_THD
 
     def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention to the rows' own tokens, behind the trunks."""
+        """Return the attention to the rows' own tokens, which come after the trunks."""
         if not self._spans:
             assert self._kernels is not None, "only they need no spans"
             return self._kernels.attend(
@@ -141,10 +141,10 @@ class RowAttention:
 
 
 class RowAttentions:
-    """Creates the attention of passes over a cache, and reserves room in the cache.
+    """Creates a `RowAttention` for each pass over a cache, and reserves room in the cache.
 
-    If memory runs out, the cache stays unchanged. `most_waste`: see `cut_spans`. `cpu`: kernels for single
-    tokens and short rows, which need no spans.
+    If memory runs out, the cache stays unchanged. `most_waste`: see `cut_spans`. `cpu`: kernels that need
+    no spans, for single tokens and short rows.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RowAttentions:
         self._hidden = torch.finfo(cache.dtype).min
 
     def decode(self, cached_B: Counts) -> RowAttention:
-        """Feed one token to each of the first B rows, which have `cached` tokens."""
+        """Return the attention of one new token in each of the first B rows, which have `cached_B` tokens."""
         count = len(cached_B)
         own_B = cached_B - self._cache.starts(range(count))
         longest = int(own_B.max()) + 1
@@ -179,7 +179,7 @@ class RowAttentions:
         return RowAttention(self._cache, tokens, spans, groups)
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
-        """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from `start` on."""
+        """Return the attention of `counts_B` (at least 1) tokens, from `starts_B` on, in B new rows."""
         trunks_B = self._cache.starts(range(first_row, first_row + len(counts_B)))
         own_B = starts_B - trunks_B
         longest = int((own_B + counts_B).max())
@@ -233,12 +233,12 @@ class RowAttentions:
         return Span(slice(before, before + tokens), cache_rows, visible, width, places_N, mask_R1QL)
 
     def _mask(self, positions: Tensor, visible: int) -> Tensor:
-        """Return the mask to add to scores, [..., L]: a token sees columns up to its position, [..., 1]."""
+        """Return the mask [..., L] to add to scores; tokens see columns up to their `positions` [..., 1]."""
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 
 def list_tokens(first_row: int, starts_B: Counts, counts_B: Counts) -> tuple[Counts, Counts]:
-    """Return rows and positions, [T] each, of the `counts_B` tokens of B rows from `start` on, row by row."""
+    """Return rows and positions, [T] each, of a pass: row by row, `counts_B` tokens from `starts_B` on."""
     rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
     befores_B = counts_B.cumsum() - counts_B
     return rows_T, np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
@@ -247,8 +247,8 @@ def list_tokens(first_row: int, starts_B: Counts, counts_B: Counts) -> tuple[Cou
 def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
     """Cut rows into spans [first, last): whole prompts separate from others, and similar lengths together.
 
-    `starts_B` are first positions, `counts_B` numbers of tokens in the pass; a span may have `most_waste`
-    (query, key) pairs of padding.
+    `starts_B` are first positions, `counts_B` numbers of tokens in the pass. A span may have at most
+    `most_waste` (query, key) pairs of padding.
     """
     spans: list[tuple[int, int]] = []
     first, width, visible, pairs = 0, 0, 0, 0
@@ -307,7 +307,7 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
 def _padded(
     span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor, *, each: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [rows, heads, width, D] of a span, and keys and values for `each` head or key head."""
+    """Return padded queries [rows, heads, width, D], keys and values; `each`: repeat these per query head."""
     rows, padded_NHD = span.rows.stop - span.rows.start, queries_NHD
     if span.places_N is not None:
         # The results of padding are computed and dropped, row by row.

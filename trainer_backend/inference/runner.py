@@ -105,7 +105,7 @@ class DecoderRunner:
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        """Feed a token to each of the first B rows, which have `cached_B` tokens; return logits [B, V]."""
         if self.small is not None:
             return torch.from_numpy(self.small.logits(ids_B, cached_B))
         attention = self._attentions.decode(cached_B)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared_schemas.trajectory import Sampling, SamplingKeys
 
-# The columns of a row's options, their values in a request, and values without effect.
+# The names of a row's options, the function that reads them from a request, and values without effect.
 OPTIONS = tuple(SamplingKeys.model_fields)
 TEMPERATURE = OPTIONS.index("temperature")
 read_options = attrgetter(*OPTIONS)
@@ -28,7 +28,7 @@ PLAIN_OPTIONS: tuple[float, ...] = read_options(Sampling())
 BLOCK = 64
 # The largest vocabulary that is cumulated at once, since the number of operations limits a small model.
 AT_ONCE = 16 * BLOCK
-# The largest number that `uniforms` gives. A float64 times it is the float64 before.
+# The largest number that `uniforms` gives. A float64 multiplied by it becomes the next smaller float64.
 BELOW_ONE = 1.0 - 2.0**-53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -71,7 +71,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:
-        """Build settings from OPTIONS, reading nothing back. `processed_B` is None if no row truncates."""
+        """Build settings from OPTIONS without reading the device. `processed_B`: None if no row truncates."""
         options = dict(zip(OPTIONS, options_BN.float().unbind(1), strict=True))
         greedy_B = options["temperature"] == 0.0
         temperatures_B = torch.where(greedy_B, 1.0, options["temperature"])
@@ -187,7 +187,7 @@ def _first_above(threshold_B1: Tensor, cdf_BN: Tensor) -> Tensor:
 
 
 def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
-    """Return True for the tokens that top_k, min_p and then top_p keep, [B, V]; the likeliest one stays.
+    """Return a mask [B, V] of the tokens that top_k, min_p and then top_p keep; the likeliest one stays.
 
     min_p keeps tokens with at least this share of the largest probability (Nguyen et al., arXiv:2407.01082).
     top_p keeps the smallest set of the likeliest remaining tokens whose mass reaches top_p. The mass is

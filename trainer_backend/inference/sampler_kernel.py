@@ -3,8 +3,8 @@
 The first kernel reads the logits once: it finds the maximum of each chunk of the vocabulary and its index,
 and the sum of exp(z - maximum of the chunk) of each block. The second kernel draws a block by these sums,
 then a token of the block. Sums are float32 within a block and float64 across blocks, as in
-`sampler.inverse_cdf`: if a token's share ends within 1e-7 of the random number, the two may choose
-neighbours.
+`sampler.inverse_cdf`. If a token's share ends within 1e-7 of the random number, kernel and `sampler.sample`
+may choose neighbouring tokens.
 
 Import this module only if `triton` is installed.
 """

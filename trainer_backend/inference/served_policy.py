@@ -64,7 +64,7 @@ class CallOpening:
     """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
 
     The prompt of a request that forces a call ends with this opening. The rest is sampled freely, since a
-    grammar would change the distribution that is trained (DESIGN.md 4.9); so it may be no whole call.
+    grammar would change the distribution that is trained (DESIGN.md 4.9). So the call may be incomplete.
     """
 
     lead: str
@@ -76,14 +76,14 @@ class CallOpening:
     """The arguments of `rendering.PROBE_CALL`, and the end of the call."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
-        """Return whether the format can read a call of this tool: a quotation mark ends a name in JSON."""
+        """Return whether the format can read a call of this tool; in JSON, a quotation mark ends the name."""
         written = self.before_name + name + self.after_name + self.rest
         return [call.name for call in tool_format.parse(written, PROBE_TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """Return the opening without `lead`, up to the characters that tokenizers join with later text.
+        """Return the opening without `lead`, and without an end that tokenizers would join with later text.
 
-        `name` None: without the tool's name.
+        If `name` is None, the opening ends before the tool's name.
         """
         if name is None:
             return self.before_name.removesuffix('"').rstrip(" ")
@@ -110,7 +110,7 @@ def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening
 
 
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format; see the latter two for errors."""
+    """A policy with its engine, renderer and tool-call format; the renderer or the format may be refused."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
@@ -123,8 +123,8 @@ class ServedPolicy:
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the tool's name for the opening of a forced call.
 
-        None if the model writes the name, such as a name that the template would not escape, or if a call of
-        these tools has no name.
+        Return None if the model must write the name itself (of several tools, or one that the template would
+        not escape), or if a call of these tools has no name.
         """
         if self.call_opening is None or len(tools) != 1 or self.tool_format.leaves_out_name(tools):
             return None

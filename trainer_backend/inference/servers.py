@@ -1,12 +1,12 @@
-"""Run several replicas of one policy as one engine: sticky by session; no replica serves outdated weights.
+"""Run several replicas of one policy as one engine: a session stays at one replica, and none has old weights.
 
     starting -> stale -> serving -> lost
                   ^        |          |
                   |      asleep       |     while the learner works, where they share a GPU (inference.sleep)
                   |        |          |
-                  +--------+----------+     only by a load of the current version that passes its canary
+                  +--------+----------+     to serving only by a load that passes its canary, a test prompt
 
-Failures of real requests show that a replica is lost, not `/health`, which stays 200 on a wedged server.
+A replica counts as lost when it fails real requests. `/health` shows nothing: a hanging server answers it.
 Another replica samples the requests of a lost replica again, from the same ids.
 """
 
@@ -55,21 +55,21 @@ class Replica:
     last_error: str = ""
     """The last failure; "" before any."""
     expected: bool = False
-    """Whether the replica served before the running publish, so that its sessions wait for it."""
+    """Whether the replica served before the current load began, so that its sessions wait for it."""
     away_since: float | None = None
     """The time at which the replica ceased to serve, or was last restarted."""
 
 
 class Servers(Engine):
-    """The engine over replicas, which detects wedged replicas itself.
+    """The engine over replicas, which detects hanging replicas itself.
 
     `generate` runs in the gateway's loop, all other methods run in the run's loop.
 
     Args:
-        wait_s: how long a request waits for a replica that serves and has time; then the run ends.
+        wait_s: how long a request waits for a replica that serves and has time. If none serves, the run ends.
         canary_limit: the largest mean difference of a scored prompt's log-probs that rounding explains. Each
-            version has such a prompt, its canary, which detects wrong reloads: vLLM answers 200 to loads that
-            leave parts of the model unchanged.
+            version has such a prompt, its canary. It detects wrong loads, since vLLM reports success for
+            loads that leave parts of the model unchanged.
         tell: receives a line for each replica that is lost or serves again.
         renew: restarts the server of an address, after a replica was away for half of `wait_s`.
         sleeps: whether replicas sleep from a release to the next load.
@@ -164,8 +164,8 @@ class Servers(Engine):
     async def load(self, version: PolicyVersion) -> None:
         """Load this version into all replicas; replicas that fail are lost, and tried again until they serve.
 
-        The call waits for the first replica, then for the others as long again: a wedged replica delays only
-        its own sessions. They wait too, since the first replica could not take all of them.
+        The call waits for the first replica, and then for the others for at most the same time. A hanging
+        replica delays only its own sessions, which wait because the others could not take all of them.
 
         Raises:
             WeightsRefused: no replica serves the version within `wait_s`.
@@ -253,7 +253,7 @@ class Servers(Engine):
         now = time.monotonic()
         for replica in self.replicas:
             away_s = 0.0 if replica.away_since is None else now - replica.away_since
-            # A replica that is tried now is stale.
+            # While a load of a lost replica is tried, its state is "stale".
             if self._renew is not None and replica.state == "lost" and away_s > self._wait_s / 2:
                 replica.away_since = now
                 self._renew(replica.engine.url)
@@ -280,7 +280,7 @@ class Servers(Engine):
         return any(replica.state == "serving" for replica in self.replicas)
 
     def _load_all(self) -> list[asyncio.Task[None]]:
-        """Start a task per replica, one at a time, that loads the current version or loses the replica."""
+        """Start a task per idle replica, to load the current version or mark the replica as lost."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
@@ -371,7 +371,7 @@ class Servers(Engine):
         self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
-            """Compare sessions first for a new session, requests first for a session that moves."""
+            """Return what to compare: sessions first for a new session, requests first for one that moves."""
             counts = replica.sessions, replica.running
             return counts if home is None else counts[::-1]
 

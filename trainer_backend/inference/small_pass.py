@@ -33,7 +33,7 @@ _MOST_QUERIES = 256
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the source; the classes below are the structs of the same names."""
+    """`struct matrix` of the C source; the classes below are its structs of the same names."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -73,7 +73,7 @@ class _Tokens(ctypes.Structure):
 
 
 class _Front:
-    """A trunk in the form that the source reads; this object keeps the tensors alive."""
+    """A trunk in the form that the C source reads; this object keeps the tensors alive."""
 
     def __init__(self, trunk: Trunk) -> None:
         self._tensors = [tensor.contiguous() for tensor in trunk.tensors]
@@ -134,11 +134,11 @@ class SmallPass:
         return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
-        """Store keys and values of each of B rows' `counts_B` tokens from `start` on."""
+        """Store keys and values of `counts_B` tokens, from `starts_B` on, in B rows from `first_row` on."""
         self._run(ids_T, *list_tokens(first_row, starts_B, counts_B))
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
-        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        """Feed a token to each of the first B rows, which have `cached_B` tokens; return logits [B, V]."""
         logits_BV = self._logits(len(ids_B))
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
@@ -146,7 +146,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens like `logits`; draw [B] ids and log-probs like `sampler.sample` without truncation."""
+        """Feed tokens like `logits`; draw ids and log-probs, [B] each, like `sampler.sample` untruncated."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
@@ -154,7 +154,7 @@ class SmallPass:
         return drawn
 
     def _logits(self, rows: int) -> NDArray[np.float32]:
-        """Allocate by torch: the engine recognises its error if memory runs out."""
+        """Allocate logits by torch, since the engine recognises torch's error if memory runs out."""
         return torch.empty((rows, self._model.head.outputs)).numpy()
 
     def _run(
@@ -204,7 +204,7 @@ class SmallPass:
 
 
 def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -> SmallPass | None:
-    """Return the passes of a small decoder by `kernels`, or None if they cannot compute all of it."""
+    """Return the passes of a small decoder by `kernels`, or None if the kernels cannot compute all of it."""
     if kernels is None or not isinstance(decoder.head, Product):
         return None
     products = [decoder.head]

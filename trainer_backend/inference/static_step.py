@@ -1,11 +1,11 @@
 """Run a decode step and its sampling over buffers with fixed addresses, so that a CUDA graph can hold both.
 
-A step is launched, and read later: a row's token goes from step to step on the device, so the host may launch
-the next step first, and the device does not wait for the host. Batches are padded to a bucket size. Padding
-rows write no cache, attend to nothing, and their samples are discarded. A graph for each bucket and each kind
-of sampling, with and without shared pages (`page_tiles`), is captured when a step first needs it. If the
-capture fails, the log says why, and the step runs without a graph, as on a CPU. If memory was short, a later
-step tries the capture again.
+A step is launched, and read later: the device feeds a row's token to the next step, so the host may launch
+that step before it reads the token, and the device does not wait for the host. Batches are padded to a bucket
+size. Padding rows write no cache and attend to nothing; their samples are discarded. A graph for each bucket
+and each kind of sampling, with and without shared pages (`page_tiles`), is captured when a step first needs
+it. If the capture fails, the log says why, and the step runs without a graph, as on a CPU. If memory was
+short, a later step tries the capture again.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _STEP = 8
-# The columns: the uniform, whether log-probs are processed, and the options.
+# The number of columns: the uniform number, whether log-probs are processed, and the options.
 _FLOATS = 2 + len(OPTIONS)
 # The number of steps without a graph after a capture ran out of memory; by then requests may have ended.
 PATIENCE = 256
@@ -58,7 +58,7 @@ class Launched:
     done: torch.cuda.Event | None
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for [B, 3] ids, log-probs and the mass that truncation kept; valid until two more launches."""
+        """Wait for ids, log-probs and the mass that truncation kept, [B, 3]; valid for one more launch."""
         if self.done is not None:
             self.done.synchronize()
         return self.host[: self.rows].numpy()
@@ -141,8 +141,8 @@ class StaticStep:
         """Begin a step; at most two may be unread.
 
         Args:
-            ints_B4: of each row the token to feed; the row's index in the step before, whose token replaces
-                the first number, or -1; the token's position; the slot of its keys and values.
+            ints_B4: for each row the token to feed; the row's index in the step before, whose sampled token
+                is fed instead, or -1; the token's position; the slot of its keys and values.
             floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
             tables_BP: the pages of each row.
             truncates: whether any row truncates.
@@ -211,7 +211,7 @@ class StaticStep:
             self._out_SN[:bucket, 2] = draw.mass_B
 
     def _keep(self, logits_BV: Tensor) -> None:
-        """Copy logits to a buffer that all graphs share, which would otherwise each keep their own logits.
+        """Copy logits to a buffer that all graphs share; otherwise each graph would keep logits of its own.
 
         A step runs before its capture, so the buffer is never allocated inside a graph.
         """
@@ -222,7 +222,7 @@ class StaticStep:
     def _try_to_capture(self, kind: _Kind) -> None:
         """Capture a step, or log why the capture fails.
 
-        If memory is short, a later step tries again. Any other failure ends this kind of sampling's captures.
+        If memory is short, a later step tries again. Any other failure ends all captures of this sampling.
         """
         tokens_S = self._tokens_S.clone()
         try:
@@ -239,7 +239,7 @@ class StaticStep:
     def _capture(self, kind: _Kind, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
         """Run a step once, so that everything is compiled before the capture, and capture the step.
 
-        The replay's tokens, which the first run overwrites, are restored. Both runs store the same cache.
+        The first run overwrites the tokens that it feeds. They are restored, so the replay feeds them too.
         """
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)

@@ -18,7 +18,7 @@ class GrowingText:
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._context = 0  # number of ids behind the previous text
+        self._context = 0  # number of first ids whose text was already returned
         self._emitted = 0  # number of characters returned of the text of all ids
 
     def take(self, token_id: int) -> str:

@@ -93,7 +93,7 @@ class ChoiceStream:
         return [*self._first_chunk(), *([self._chunk({"content": certain})] if certain else [])]
 
     def end(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the rest of the content, the calls, and the end."""
+        """Return the last chunks: the rest of the content, the calls, and the end."""
         self._unreported += choice.generation.sampled()[self._count :]
         message = choice.message
         deltas = [{REASONING: message[REASONING]}] if REASONING in message else []

@@ -21,7 +21,7 @@ _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """A request with OpenAI's names and vLLM's `return_token_ids`; `logprobs` 0 means the sampled tokens'."""
+    """A request with OpenAI's names and vLLM's `return_token_ids`. `logprobs = 0`: only of sampled tokens."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingRequest.neutral,
@@ -29,7 +29,7 @@ class TextRequest(SamplingRequest):
     }
 
     prompt: list[Annotated[int, Field(ge=0, lt=2**31)]] | Annotated[str, Field(max_length=_MOST_CHARACTERS)]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # a Literal would take false for 0
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # a Literal would accept false as 0
 
 
 async def text_completion(

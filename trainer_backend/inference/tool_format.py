@@ -17,12 +17,12 @@ def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
     return TEXT if name is None else TOOL_FORMATS[name]
 
 
-# Of models without a known format: everything is text.
+# The format of models without a known format: everything is text.
 TEXT = ToolFormat(lambda text, tools: ParsedReply(text), markers=(), openers=())
 
 
 def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the format in tokenizer_config.json, else the first with a marker in the chat template."""
+    """Return the format in tokenizer_config.json, else the first with a marker in the template, or None."""
     setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if setting is not None and setting not in TOOL_FORMATS:
         raise ModelFolderError(

@@ -1,9 +1,9 @@
 """Share first tokens of several rows in trunks, whose keys and values are stored once.
 
-Rows that begin alike should find the same trunk, though they part at slightly different tokens: so trunks end
-at the end of a block, and a trunk is preferred to longer trunks of less than twice its length. A trunk lives
-as long as a row, or a copy of a row, refers to it. The living trunks have a bounded number of tokens; beyond
-that rows hold their first tokens themselves.
+Rows that begin alike should find the same trunk, though they part at slightly different tokens: so the length
+of a trunk is a multiple of BLOCK, and a longer trunk is preferred only if it is twice as long. A trunk lives
+as long as a row, or a copy of a row, refers to it. The tokens of all living trunks are bounded; beyond the
+bound, rows hold their first tokens themselves.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 
 # The lengths of trunks are multiples of this number.
 BLOCK = 32
-# The least ratio of lengths at which a longer trunk is made or preferred: its rows leave the other group.
+# The least ratio of lengths at which a longer trunk is made or preferred, since rows leave the shorter one.
 _LONGER = 2
 
 
 def most_rows(slots: int) -> int:
-    """Return the most tokens of all trunks of an engine with `slots` slots, counted in longest rows.
+    """Return the limit on the tokens of all trunks, as a number of rows of full length, for `slots` slots.
 
     The trunk of eight siblings takes an eighth of their rows; a single slot shares nothing.
     """

@@ -13,7 +13,7 @@ class ScoredPrompt(Body):
 
 
 class WeightAddress(Body):
-    """The address at which the learner's process sends a version to servers, while it holds the version."""
+    """The address at which the learner's process sends a version to servers, while it has the version."""
 
     host: str
     port: int

@@ -1,12 +1,12 @@
 """Use a vLLM server as an engine, which receives token ids and returns ids, log-probs and weight versions.
 
-    POST /inference/v1/generate             a sample, by token ids; streamed where a stop string may end it
-    POST /inference/v1/abort_requests       ends it there; its last chunk has the weight versions
+    POST /inference/v1/generate             a sample, by token ids; streamed for stop strings and `on_token`
+    POST /inference/v1/abort_requests       ends a stream at a stop string; a last chunk has weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
     POST /start_weight_update /update_weights /finish_weight_update      likewise, sent by the learner
     POST /sleep /wake_up                    the GPU's memory is given back while the learner works
     GET  /version /v1/models                what is served
-    GET  /metrics                           how many tokens it has computed, if no sample ends for long
+    GET  /metrics                           the number of computed tokens, if no sample ends for long
 
 A load gives the server's weights a name that no other load of any run has, so the versions of a sample show
 whether it was sampled with other weights.
@@ -64,12 +64,12 @@ from trainer_backend.inference.versions import WeightAddress
 OLDEST, BEYOND = (0, 32), (0, 34)
 _GENERATE, _ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 _STOP: FinishReason = "stop"
-# The missing option of a server that does not know a route.
 _UNSEEN = (
     "The server's machine does not see the folder: put job.runs_dir on a disk that it has mounted under "
     "the same path."
 )
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
+# The missing option of a server that does not know a route.
 _FLAGS = {
     _GENERATE: "--enable-scale-out",
     **dict.fromkeys(
@@ -160,7 +160,7 @@ class _Scores(StrictReply):
 
 
 class _Nothing(StrictReply):
-    """An object, or an empty body, of a reply whose status is enough."""
+    """A reply of which only the status is needed: any object, or an empty body."""
 
 
 class _Release(StrictReply):
@@ -217,7 +217,7 @@ class _Answer:
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server: a `FrozenEngine` with `load_weights`, which takes folders and addresses.
+    """One vLLM server: a `FrozenEngine` with `load_weights`, from a folder or from the learner's address.
 
     Unlike the local engine it sends no seeds: equal seeds do not give equal tokens at vLLM, and a seed
     crashed the CPU build of 0.32.0 at a preemption.
@@ -232,12 +232,12 @@ class VllmEngine(RemoteEngine):
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     wake_s = 0.0
-    """The seconds in which the server took back its memory."""
+    """The sum of the seconds that the server needed to take its memory back."""
     silence_s = 30.0
     """A sample may take any time, but after this time without an answer the server is asked for one token.
-    It is wedged if that takes as long again and its metrics count no further token: a server whose queue is
-    full of long samples continues to count. A caller of `generate` must wait longer than twice this time, or
-    the next attempt goes to the same server."""
+    The server hangs if the token takes longer than this time too, and the server's metrics count no further
+    token: a server with a queue of long samples continues to count. A caller of `generate` must wait longer
+    than twice this time, or the next attempt goes to the same server."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class VllmEngine(RemoteEngine):
     async def _exchange(
         self, method: str, route: str, *, timeout_s: float | None, **sent: Any
     ) -> tuple[int, bytes]:
-        """Return status and body, by a new connection, since the caller may run in another loop.
+        """Send a request by a new connection, since callers run in several loops; return status and body.
 
         `timeout_s` None: the caller sets a deadline. `sent` is the `params` or `json` of the request.
         """
@@ -587,7 +587,7 @@ class VllmEngine(RemoteEngine):
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
 
     async def _require(self, method: str, what: str, hint: str) -> None:
-        """Refuse a server whose worker does not know a method, as its error says."""
+        """Refuse a server whose worker lacks a method or fails in it; the error then names the method."""
         try:
             await self._order("/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S)
         except RemoteUnavailable as error:
@@ -596,7 +596,7 @@ class VllmEngine(RemoteEngine):
             raise RemoteRefused(f"{self.url} {what}: {error.detail}", hint=hint) from error
 
     async def _refuse_raw_logprobs(self) -> None:
-        """Refuse log-probs that ignore the temperature: processed ones at 1/2 and raw ones differ."""
+        """Refuse log-probs that ignore the temperature: they are the same at temperatures 2 and 1/2."""
         tops = []
         for temperature in (2.0, 0.5):
             sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
@@ -612,7 +612,7 @@ class VllmEngine(RemoteEngine):
 
 
 def refuse_release(release: str, where: str) -> None:
-    """Refuse a release whose routes may be others."""
+    """Refuse a release whose routes may differ."""
     numbers = _RELEASE.match(release)
     if numbers is None:
         raise RemoteRefused(f"{where} is no vLLM: its version is {release!r:.40}")
@@ -657,7 +657,7 @@ async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) ->
 
 
 def _report_tokens(answer: _Answer, count: int, extras: Extras) -> int:
-    """Call `on_token` with the tokens after the first `count` except the newest; return how many it has had.
+    """Call `on_token` with the tokens after the first `count` except the newest; return the new `count`.
 
     The newest token may be the last one.
     """

@@ -56,7 +56,7 @@ class ServedWeights:
 
         Of names that share memory (a tied head and its embedding), one is enough.
 
-        A GPU has no room for both models, so each tensor overwrites the old one. After an error during the
+        A GPU has no room for two models, so each tensor overwrites the old one. After an error during the
         copies (out of memory), some tensors are old: the model must not compute until a later call returns.
 
         Raises:

@@ -115,8 +115,8 @@ class EngineWorker:
     def swap(self, version: int, copy: Callable[[], None]) -> None:
         """Let `copy` write the weights of a version.
 
-        If memory runs out meanwhile, some weights are new and some old, and the engine samples no token. An
-        InferenceError comes before the first write and changes nothing; any other error ends the engine.
+        If memory runs out meanwhile, some weights are new and some old, and the engine samples no token. Any
+        other InferenceError is raised before the first write; all other errors end the engine.
         """
         try:
             self._with_room(copy, f"loading version {version}", relief=self._free_all)
@@ -246,7 +246,7 @@ class EngineWorker:
         self.release()
 
     def _refuse_all(self, version: int) -> None:
-        """End the running and the waiting requests; behind a swap, new requests continue to wait."""
+        """End the running and the waiting requests; if a swap waits, new requests continue to wait for it."""
         requests = list(self.batch.rows)
         for request in reversed(requests):
             self.batch.prefixes.unshare(request.prefix)

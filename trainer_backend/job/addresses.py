@@ -25,8 +25,8 @@ class Address:
     url: str
     """The URL for connections."""
     name: str = ""
-    """The `host` or `host:port` behind a resolved address, sent as Host and checked against the certificate;
-    empty for a plain URL."""
+    """The `host` or `host:port` that was resolved to this address. It is sent as Host and checked against the
+    certificate; empty for a plain URL."""
 
 
 async def look_up_host(host: str, port: int) -> Sequence[str]:

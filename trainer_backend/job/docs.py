@@ -1,6 +1,6 @@
 """Prints docs/configuration.md from the job's schema: `python -m trainer_backend.job.docs`.
 
-A house test compares the file with this output, so it describes every key correctly.
+A house test compares the file with this output, so the page describes every key.
 """
 
 import ast
@@ -77,7 +77,7 @@ def _lines() -> Iterator[str]:
 
 
 def _paper_values() -> Iterator[str]:
-    """The values that a name brings; what each name reads is told by `turnwise check`."""
+    """Yield the keys that an estimator or a loss sets to its paper's values if the job omits them."""
     yield "## Values of papers\n"
     yield (
         "A key that the chosen name does not read is refused where it is set, and the error says which names "
@@ -104,7 +104,7 @@ def _table(name: str, model: type[BaseModel], only: Collection[str] | None = Non
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:
-    """Return the words that a key allows, if they are limited: names of a plug board, or its own."""
+    """Return the words that a key allows, if they are limited: names in a registry, or words of its own."""
     if dotted in BOARDS:
         return list(BOARDS[dotted])
     if field.annotation is bool:
@@ -134,7 +134,7 @@ def _type(dotted: str, field: FieldInfo) -> str:
         return "str"
     if not get_args(annotation):
         return str(getattr(annotation, "__name__", annotation))
-    if bool in options:  # a switch that is also a number
+    if bool in options:  # a boolean key that also takes a number
         return " or ".join(getattr(item, "__origin__", item).__name__ for item in options)
     if get_origin(annotation) is not tuple:
         return "table"
@@ -168,7 +168,7 @@ def meaning(model: type[BaseModel], key: str) -> str:
 
 @cache
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """The sentence beneath each field of a class and of its bases."""
+    """Return the sentence beneath each field of a class and of its bases."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, Table):

@@ -1,6 +1,6 @@
 """Layers of a job: several TOML files and `--set table.key=value`, merged key by key.
 
-A later layer replaces keys of an earlier one, and each value knows the place it came from.
+A later layer replaces keys of an earlier one. `Places` knows the file or --set that each value came from.
 
 A relative path in a file starts at the file's folder if something is there; otherwise, as with --set, it
 starts at the working directory.
@@ -42,7 +42,7 @@ ALTERNATIVES = (
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *_SWITCHES,
 )
-# Matches an override that a person gave as a file by mistake; its value may be a path.
+# Matches a `table.key=value` that a person gave in place of a file by mistake; the value may be a path.
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
@@ -76,7 +76,7 @@ class Places:
     """A warning for each --set that removes a table which no file has."""
 
     def of(self, *keys: str) -> str:
-        """Return the places of keys or tables, or of the tables that lack them; without keys, all files."""
+        """Return the places of keys or tables, or else of the tables around them; without keys, all files."""
         places: list[str] = []
         while not places and any(keys):
             places = self._find(keys)
@@ -84,7 +84,7 @@ class Places:
         return self._join(places or self.files)
 
     def is_above(self, key: str, other: str) -> bool:
-        """Whether a key is in a later layer than another key or table: a later file, or only it in --set."""
+        """Return whether `key` is in a later file than `other`, or is in --set while `other` is in a file."""
         ranks = []
         for name in (key, other):
             place = next((place for owned, place in self.owners.items() if _is_in(owned, name)), None)
@@ -149,8 +149,8 @@ def merge(
     Args:
         overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}` and
             `table.key={}` remove a table or a key of the job, as if no file gave it.
-        tables: the tables of a job. `{}` of a name that neither they nor the files have stays, and the schema
-            refuses it.
+        tables: the tables of a job. `NAME={}` stays if neither these nor the files have that name; then the
+            schema refuses it.
     """
     document: dict[str, Any] = {}
     layers, idle = list(files), []
@@ -186,7 +186,7 @@ def merge(
 
 
 def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
-    """Whether jobs have this table, this key in a table, or this place of a switch."""
+    """Return whether jobs have this table, this key in a table, or this place of a step-reward switch."""
     if any(".".join(keys) in places for places in _SWITCHES):
         return True
     if keys[0] not in tables or len(keys) > 2:

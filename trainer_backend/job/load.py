@@ -47,7 +47,7 @@ class LoadedJob:
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Keys that a later layer's choice does not read, with their warnings."""
+    """Keys left out because a name that a later layer chooses does not read them, with their warnings."""
 
 
 def load_job(
@@ -210,7 +210,7 @@ def _nulls_in_lists(
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Load the operator's plug-ins, so that the job may name them, and record their digests.
 
-    JobError: a file cannot be loaded, or has changed since the run began; then none has run.
+    JobError: a file cannot be loaded; or one has changed since the run began: then no file is run.
     """
     job = read_table(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
@@ -287,16 +287,16 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
-# Keys with values of papers, and the key of the same table that switches them off.
+# Keys with values of papers, and for each the boolean key of the same table that switches it off.
 _SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
 
 
 def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
-    So the resolved job shows every effective value. A value is not filled in if the job turns its switch off.
-    Validation reports wrong tables and names later. JobError: two papers have different values for a key that
-    the job omits.
+    So the resolved job shows every effective value. A key of `_SWITCHES` is not filled in if the job sets its
+    switch to false. Validation reports wrong tables and names later. JobError: two papers have different
+    values for a key that the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     filled: dict[str, tuple[str, float | str]] = {}
@@ -366,7 +366,7 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
 
 
 def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the paths of a table's keys to any depth, or the table's own if we have it under another name."""
+    """Yield the paths of all keys in a table, or the table's own path if we have it under another name."""
     if not table or find_our_key(".".join(path)):
         yield path
         return
@@ -391,7 +391,7 @@ def _other_names(path: Sequence[str]) -> list[str]:
 
 
 def _find_homes(name: str) -> list[str]:
-    """Return the table and all keys of that name."""
+    """List `[name]` if that is a table, and the dotted path of every key of that name."""
     tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
     models = {table: model for table, model in tables.items() if model}
     homes = [f"{table}.{name}" for table, model in models.items() if name in model.model_fields]
@@ -458,7 +458,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Whether the key holds a secret; then not even a value of the wrong type is repeated."""
+    """Return whether the key holds a secret; errors then repeat no value, not even one of the wrong type."""
     table = _model_at(model, path[:-1])
     field = table.model_fields.get(path[-1]) if table and path else None
     return field is not None and (

@@ -40,9 +40,9 @@ class FixedPolicyKeys(Table):
     """A frozen model, and how it samples."""
 
     name: str = Field(default=FIXED, pattern=r"^[A-Za-z0-9._-]+$", max_length=60)
-    """of the policy, in metrics and as last part of `model`; several must differ"""
+    """name of the policy in metrics, and last part of `model`; no two fixed policies have the same"""
     model_path: Path | None = None
-    """a model folder, or a run directory (its best checkpoint, else its newest); without it and without
+    """a model folder, or a run directory (its best checkpoint, else its newest); without model_path and
     inference_url, the table is inactive"""
     inference_url: str | None = Field(default=None, repr=False)
     """instead of model_path: an OpenAI-compatible server that returns token ids and log-probs"""
@@ -52,8 +52,8 @@ class FixedPolicyKeys(Table):
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Z_][A-Z0-9_]*$", repr=False)
     """environment variable that holds the key of inference_url"""
     logprobs: Literal["raw", "processed"] | None = None
-    """kind of the log-probs from inference_url: raw, softmax(logits) before temperature and truncation, as in
-    vLLM; processed, of the sampling distribution; absent: raw"""
+    """kind of the log-probs from inference_url. raw: of softmax(logits) before temperature and truncation, as
+    in vLLM; processed: of the sampling distribution; absent: raw"""
 
 
 class RolloutOnlyTable(FixedPolicyKeys):
@@ -62,18 +62,18 @@ class RolloutOnlyTable(FixedPolicyKeys):
     weight: float = Field(default=1.0, gt=0)
     """its share among several fixed policies"""
     objective: ObjectiveKind = "decoupled"
-    """loss of its samples: the job's loss, clipped around the last policy, times a truncated weight; the
-    ratio to the fixed policy inside the clip, as published; or weights without a clip"""
+    """loss of its samples. decoupled: the job's loss, clipped around the proximal policy, times a truncated
+    weight; single_ratio: the job's loss with the ratio to the fixed policy; reinforce: weights, no clip"""
     baseline: Baseline = "shared"
-    """whether its episodes are compared with all siblings or only its own"""
+    """siblings that its episodes are compared with. shared: all; per_policy: those of the same policy"""
     behaviour_weight_cap: float | None = Field(default=None, ge=1)
     """weight cap of its samples; absent: as in [training]"""
     behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1)
-    """likewise"""
+    """weight floor of its samples; absent: as in [training]"""
     behaviour_weight_level: RatioLevel | None = None
-    """likewise"""
+    """weight level of its samples; absent: as in [training]"""
     behaviour_weight_mode: WeightMode | None = None
-    """likewise"""
+    """weight mode of its samples; absent: as in [training]"""
     train_value_head: bool = False
     """critic: also train it on these samples, by their truncated weights"""
 
@@ -84,7 +84,7 @@ class RolloutOnlyTable(FixedPolicyKeys):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the model runs on a foreign server."""
+        """Whether the model runs on a server at `inference_url`."""
         return self.inference_url is not None
 
     @property
@@ -139,7 +139,7 @@ class AllocationTable(PlugTable):
     gamma: float | None = Field(default=None, ge=0)
     """exponential: alpha = 1 - exp(-gamma * step)"""
     switch_steps: tuple[SwitchStep, ...] = ()
-    """step: ascending steps; from each on the other policy samples"""
+    """step: ascending steps; at each of them the sampling changes between actor and fixed policy"""
     initial_policy: Literal["actor", "fixed"] | None = None
     """step: the policy before the first switch; absent: fixed"""
     window: int | None = Field(

@@ -1,4 +1,4 @@
-"""Tables of a job that plugs read: keys of a plug that the table lacks stand in `[TABLE.NAME]`."""
+"""Tables with the keys of plugs (estimators, losses ...): keys that a table lacks are in `[TABLE.NAME]`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -19,7 +19,7 @@ Keys = TypeVar("Keys", bound=Table)
 
 
 class PlugTable(Table, extra="allow"):
-    """A table that plugs read. `[TABLE.NAME]` of an unknown name may have any keys."""
+    """A table that plugs read. `[TABLE.NAME]` may have any keys if a plug of that name is not loaded."""
 
     # The boards whose plugs read the table.
     boards: ClassVar[tuple[str, ...]]
@@ -52,7 +52,7 @@ class PlugTable(Table, extra="allow"):
         return table
 
     def own(self, name: str) -> dict[str, Any]:
-        """The values of `[TABLE.NAME]`."""
+        """Return the values of `[TABLE.NAME]`."""
         return dict((self.model_extra or {}).get(name, {}))
 
     def read(self, kind: type[Keys], name: str) -> Keys:
@@ -84,7 +84,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 
 
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
-    """Yield the choice, the key and a sentence for each own table of a plug that nothing reads."""
+    """Yield the choice, the key and a sentence for each `[TABLE.NAME]` that nothing reads."""
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
         table, _, key = board.partition(".")

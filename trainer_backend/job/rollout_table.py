@@ -102,11 +102,11 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
 
     @property
     def forces_call(self) -> bool:
-        """Whether every decision is a call, which begins in the prompt."""
+        """Whether every decision must be a call; then the prompt ends with the beginning of the call."""
         return self.policy_config.get("tool_choice") == "required"
 
     def choose_sampling(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
-        """Return the sampling of the actor in training, or of a fixed policy, which inherits its settings."""
+        """Return the actor's sampling options; for a fixed policy, with its own options in place of those."""
         keys = set(SAMPLING_KEYS)
         own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)
         return Sampling(**self.model_dump(include=keys) | own)
@@ -125,7 +125,7 @@ class WarmupTable(Table):
     episodes: int = Field(default=480, ge=1, le=1_000_000)
     """episodes that the teacher plays"""
     min_outcome_reward: float = 0.0
-    """episodes with less are not imitated"""
+    """episodes with a lower outcome reward are not imitated"""
     epochs: int = Field(default=8, ge=1)
     """passes over the teacher's decisions"""
     batch_decisions: int = Field(default=256, ge=1)
@@ -150,8 +150,8 @@ class DataTable(Table):
     evaluation_split: str | None = Field(default=None, min_length=1)
     """split of the held-out rows; absent: test, if evaluation_path is given"""
     held_out_share: float | None = Field(default=None, gt=0, lt=1)
-    """alternative to both: hold out about this share of split, by a hash of held_out_seed and the row's own
-    id, or what the row asks"""
+    """instead of evaluation_path and evaluation_split: hold out about this share of `split`, chosen by a hash
+    of held_out_seed and a row's own id, or of what the row asks if it has none"""
     held_out_seed: int = Field(default=0, ge=0, lt=2**31)
     """jobs with equal seeds hold out the same rows"""
     shuffle: bool = True
@@ -175,14 +175,14 @@ class DataTable(Table):
 
 
 class InteractionKeys(Table):
-    """Whether conversations are played, and the interactions that answer in them."""
+    """Keys that turn conversations on and name the interactions that answer in them."""
 
     enable: bool = False
     """play conversations; the other keys need it"""
     interaction_config_path: Path | None = None
     """the YAML or TOML file of interactions, for the task app that the job starts (docs/plugins.md)"""
     interaction_config_sha256: tuple[str, ...] = Field(default=(), max_length=10_000)
-    """SHA-256 of this file and of the modules in its folder whose classes it names; a run refuses others"""
+    """SHA-256 of interaction_config_path and of modules in its folder that it names; a run refuses others"""
 
 
 class MultiTurnTable(ConversationKeys, InteractionKeys):
@@ -194,7 +194,7 @@ class MultiTurnTable(ConversationKeys, InteractionKeys):
     """prompt and answer together, in tokens"""
 
     def max_decisions(self, max_turns: int) -> int:
-        """Decisions that an episode may take, by whichever limit is lower."""
+        """Return the most decisions of an episode: the lower one of `max_turns` and this table's limit."""
         return min(max_turns, self.max_assistant_turns or max_turns)
 
     def for_requests(self) -> MultiTurn:

@@ -56,7 +56,7 @@ class Rule(Generic[Facts]):
     sentence: str | Callable[[Facts], str | Iterable[str]]
     """What was found, what is allowed, the likely intent; `{model.device}` in a text is the job's value."""
     kind: Kind = "refusal"
-    """not read: a key without effect; advice: a likely mistake; bias: of the expected gradient."""
+    """refusal: the job cannot run; not read: a key has no effect; advice: a mistake; bias: of the gradient"""
     needs: Need = "toml"
     """What the rule reads: the TOML alone, the plugs that it names, or the answers of a task app."""
 
@@ -82,13 +82,13 @@ def field_at(key: str) -> FieldInfo:
 
 
 def is_key(key: str) -> bool:
-    """Whether a table of the job has this key."""
+    """Return whether a table of the job has this key."""
     table, _, name = key.partition(".")
     return name in table_model(JobConfig.model_fields[table]).model_fields
 
 
 class Case(NamedTuple):
-    """A job, with one of its fixed policies for a rule about these."""
+    """A job; for a rule about fixed policies, with one of them."""
 
     config: JobConfig
     policy: RolloutOnlyTable | None = None
@@ -100,7 +100,7 @@ class Case(NamedTuple):
         return getattr(home, name, None) if name else home
 
     def is_set(self, key: str) -> bool:
-        """Whether a key differs from its default, or an optional table is present.
+        """Return whether a key differs from its default, or an optional table is present.
 
         [rollout_only] is present if one of its tables is active.
         """
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         return self.value(key.partition(".")[0]) is not None and bool(self.value(key) != usual)
 
     def show(self, key: str) -> str:
-        """Write a key with its value unless this may be secret or long, or write that it has none."""
+        """Write a key with its value, alone if the value may be secret or long, or say that it has none."""
         table, _, name = key.partition(".")
         home = name if name and table == _ONLY else key if name else f"[{table}]"
         value = self.value(key) if key != _ONLY else self.config.fixed_policies
@@ -147,7 +147,7 @@ class Term:
 
 
 def has(key: str, *values: object) -> Term:
-    """A key has one of the values; without values: it differs from its default."""
+    """Return the term that a key has one of the values, or without values, that it is not its default."""
     return Term((key,), lambda case: case.value(key) in values if values else case.is_set(key), values)
 
 
@@ -156,12 +156,12 @@ def lacks(term: Term) -> Term:
 
 
 def that(test: Callable[[JobConfig], bool], *keys: str, shown: str = "", needs: Need = "toml") -> Term:
-    """A condition in Python, shown as the first key with its value, or as `shown`."""
+    """Return a term whose condition is Python code; errors show `shown`, or the first key with its value."""
     return Term(keys, lambda case: test(case.config), shown=shown, needs=needs)
 
 
 def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
-    """Make the rule that these terms exclude each other; `why` gives the reason and what is allowed."""
+    """Return the rule that not all terms may hold at once; `why` gives the reason and what is allowed."""
     keys = tuple(dict.fromkeys(key for term in terms for key in term.keys))
     is_of_policies = any(key.startswith(f"{_ONLY}.") for key in keys)
 

@@ -38,7 +38,7 @@ from trainer_backend.plugins import READ_BY, allocation, estimator, not_read, po
 _ADVANTAGE, _SCHEDULE = "algorithm.advantage", "rollout_allocation_schedule"
 _STATE_KEY = "algorithm.state_hashing_function"
 _MOST_ASKED = 1_000  # iterations for which a schedule is tried
-# Keys that get advice instead, or are in every job so that jobs which differ in one name can be compared.
+# Keys that are not refused if nothing reads them: advice reports them, or jobs to compare share them.
 _ALWAYS_ALLOWED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 _OF_FORKS = frozenset({"algorithm.branches_per_episode", "algorithm.branch_rollouts"})
@@ -60,7 +60,7 @@ def _that_discounts(key: str) -> Term:
 
 
 def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
-    """Whether the policy's own keys truncate; the keys of [rollout] have another rule."""
+    """Return whether the fixed policy's own keys truncate its sampling; another rule is about [rollout]."""
     has_own = any(getattr(policy, key) is not None for key in TRUNCATING)
     return has_own and config.rollout.choose_sampling(policy).is_truncated
 
@@ -68,8 +68,8 @@ def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
     """Return the actor's share in each iteration, or in the most relevant ones of a very long job.
 
-    A schedule that looks back is asked only for the first iteration, one that breaks a rule for none.
-    JobError: the schedule fails, or returns no share.
+    A schedule that needs earlier outcomes is asked only about the first iteration. Empty if keys of the
+    schedule are missing or contradict each other. JobError: the schedule fails, or returns no share.
     """
     table, iterations = config.rollout_allocation_schedule, config.training.iterations
     if table is None or any(_missing(config)) or any(_wrong_bounds(config)):
@@ -449,7 +449,7 @@ def _missing(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_bounds(config: JobConfig) -> Iterator[str]:
-    """Check that the bounds of alpha agree, and that adaptive, which compares policies, begins with both."""
+    """Yield a sentence if alpha's bounds contradict, or if adaptive would begin with one policy alone."""
     table = config.rollout_allocation_schedule
     if table is None:
         return
@@ -503,7 +503,7 @@ def _unlike_papers(config: JobConfig) -> Iterator[str]:
 
 
 def to_find(facts: object) -> bool:
-    """Always False, for rules whose `sentence` looks for findings itself."""
+    """Return False: the `holds` of rules whose `sentence` looks for findings itself."""
     return False
 
 
@@ -606,7 +606,7 @@ def all_rules() -> tuple[Rule[JobConfig], ...]:
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
     """Yield a rule for each key that the job's chosen name does not read, but other names of the board do.
 
-    Its second key is the choice, such as algorithm.advantage.
+    The second key of such a rule is the choice, such as algorithm.advantage.
     """
     for board in READ_BY:
         name = Case(config).value(board)

@@ -60,12 +60,12 @@ class EvaluationTable(Table):
     instances: int = Field(default=128, ge=1, le=1_000_000)
     """held-out worlds, or rows of [data], never used in training"""
     seeds: Annotated[tuple[Seed, ...], refuse_repeats("counts once in a mean")] = ()
-    """explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"""
+    """held-out worlds by seed, from 0 to 2**31 - 2, instead of instances; training then avoids them"""
     temperature: float | None = Field(default=None, ge=0)
     """sampling temperature; 0 is greedy; absent: as in [rollout]"""
 
     def evaluation_temperature(self, rollout: RolloutTable) -> float:
-        """The temperature of evaluations; 0 is greedy."""
+        """Return the temperature of evaluations; 0 is greedy."""
         return rollout.temperature if self.temperature is None else self.temperature
 
 
@@ -126,12 +126,12 @@ class JobConfig(Table):
 
     @property
     def max_decisions(self) -> int:
-        """Decisions that an episode may take, by whichever limit is lower."""
+        """The most decisions of an episode, by the lower one of its two limits."""
         return self.multi_turn.max_decisions(self.rollout.max_turns)
 
     @property
     def planned_tokens(self) -> int:
-        """Tokens that `training.aggregation = "constant"` divides an iteration by, whatever is sampled."""
+        """The number by which `training.aggregation = "constant"` divides, whatever is sampled."""
         budget = self.max_decisions * self.rollout.max_tokens
         most = min(budget, self.multi_turn.max_episode_tokens or budget)
         return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)

@@ -36,8 +36,8 @@ class ModelTable(Table):
     vocab_size: int = Field(default=1024, ge=300, le=65536)
     """size of the tokenizer that a preset trains on the job's prompts"""
     only_tool_words: bool = False
-    """a preset samples only the words that its tool's schema lists (`enum`), a token each; no token ends a
-    call, so it has rollout.max_tokens words"""
+    """a preset samples only the words that its tool's schema lists (`enum`), each as one token; no token ends
+    a call, so every call has rollout.max_tokens words"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of training and serving; auto takes cuda, then mps, then cpu"""
 
@@ -74,7 +74,7 @@ class ServicesTable(Table):
     """task apps, one URL or a list; `dns+http://name:port` is all addresses of a name (docs/operations.md);
     absent: the job starts one of its own"""
     task_api_key: SecretStr | None = None
-    """their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that
+    """key of the task apps; absent: the environment variable ENVIRONMENT_API_KEY, or the file that
     ENVIRONMENT_API_KEY_FILE names"""
     task_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
     """Python files with environments or policies of your own, for the task app that the job starts
@@ -82,29 +82,29 @@ class ServicesTable(Table):
     task_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
     """SHA-256 of each file of task_plugins; a run refuses a file with another one"""
     gymnasium_modules: tuple[Module, ...] = Field(default=(), max_length=64)
-    """modules that the task app that the job starts imports for the environments that they register with
-    gymnasium; like the next six, absent: as its environment variable says (docs/foreign.md)"""
+    """modules that register environments with gymnasium; the job's own task app imports them. Absent, for
+    this key and the next six: the task app's environment variable decides (docs/foreign.md)"""
     verifiers_modules: tuple[Module, ...] = Field(default=(), max_length=64)
-    """tasksets that it may play as `verifiers:MODULE`"""
+    """tasksets that the job's own task app may play as `verifiers:MODULE`"""
     verifiers_python: Path | None = None
     """the Python of the environment that has verifiers"""
     textarena_python: Path | None = None
-    """the one that has textarena, for `textarena:ID`"""
+    """the Python of the environment that has textarena, for `textarena:ID`"""
     reasoning_gym_python: Path | None = None
-    """the one that has reasoning-gym, for `reasoning_gym:NAME`"""
+    """the Python of the environment that has reasoning-gym, for `reasoning_gym:NAME`"""
     mcp_servers: Path | None = None
     """the file of MCP servers, for `mcp:NAME`"""
     allowed_environment_hosts: tuple[Host, ...] = Field(default=(), max_length=64)
     """hosts (or host:port) that the URL in an env_name may name"""
     task_apps: int = Field(default=1, ge=1, le=64)
-    """task apps that the job starts, a process each; more than one pays where episodes take longer than the
-    model, as a scripted teacher's do"""
+    """task apps that the job starts, a process each; more than one helps if playing takes longer than
+    sampling, as with a scripted teacher"""
     gateway_host: str = "127.0.0.1"
     """address that the job's own gateway listens on"""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port; further gateways take the ports after it"""
     gateways: int = Field(default=1, ge=1, le=64)
-    """gateways, a process each; a rollout asks one of them all. More than one needs [cluster]"""
+    """gateways, a process each; a rollout calls only one of them. More than one needs [cluster]"""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """time limit of a control request to a task app"""
     iteration_timeout_s: float = Field(default=1800.0, gt=0)
@@ -134,14 +134,14 @@ class ServicesTable(Table):
 
 
 class ClusterTable(Table):
-    """[cluster]: the job's roles run as processes of their own; absent: all in one."""
+    """[cluster]: each role of the job has a process of its own; absent: one process has all roles."""
 
     launcher: Literal["local", "external", "ray"] = "local"
-    """who starts them. local: this process, on this machine; external: you start the learner, which has
-    `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on the nodes where it has room
+    """what starts the processes. local: this process, on this machine; external: you start the learner, which
+    has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on nodes that are free
     (docs/cluster.md)"""
     ray_address: str = Field(default="auto", pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$")
-    """with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the one of this machine"""
+    """with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the head on this machine"""
     wait_s: float = Field(default=600.0, gt=0, le=604_800)
     """how long to wait, at the start and each time that a process is lost: with launcher = 'external' for the
     learner of `learner.url`, with launcher = 'ray' for a place"""
@@ -168,11 +168,11 @@ class LearnerTable(Table):
     nnodes: int = Field(default=1, ge=1, le=1024)
     """nodes that the learner's ranks are on; more than one needs cluster.launcher = 'ray' or 'external'"""
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
-    """ranks on a node, a GPU each: they hold a share of the weights, the gradient and the optimizer each
-    (FSDP2), and compute a share of every update"""
+    """ranks on a node, a GPU each. Each rank holds a share of the weights, the gradient and the optimizer
+    (FSDP2), and computes a share of every update"""
     data_parallel_replicate_degree: int = Field(default=1, ge=1, le=1024)
-    """how many groups of ranks hold all weights each; 1: all ranks together do. As many as there are nodes:
-    weights are gathered within a node alone"""
+    """number of groups of ranks; each group holds all weights. 1: all ranks are one group. If it equals
+    nnodes, weights are gathered only within a node"""
     fsdp_reshard_after_forward: bool = True
     """free a layer's gathered weights after its forward pass and gather them again for the backward pass:
     less memory, half as much communication again"""

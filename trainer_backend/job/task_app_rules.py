@@ -23,15 +23,15 @@ class Played:
     training: TrainingTable
     conversation: bool
     takes_answers: bool
-    """Words without a call are accepted."""
+    """Whether the environment accepts words without a call."""
     rewards_decisions: bool
-    """A decision may earn something: by an achievement, an interaction, or as a call of an agent."""
+    """Whether a decision may earn something: by an achievement, an interaction, or as a call of an agent."""
     state_keys: tuple[str, ...]
     has_interactions: bool
     has_curriculum: bool
-    """Groups start at snapshots."""
+    """Whether the job lets groups start at snapshots."""
     restorable: bool | None
-    """It has snapshots; None: the task app is too old to say."""
+    """Whether the environment has snapshots; None: the task app is too old to say."""
     reward_functions: tuple[str, ...]
 
 

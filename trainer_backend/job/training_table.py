@@ -32,22 +32,22 @@ MICRO_BATCH_TOKENS = 4096
 
 
 class LoopKeys(Table):
-    """Of the loop, its batches and its optimizer: what no part of the core declares."""
+    """Keys of the training loop, its batches and its optimizer that no part of the core declares."""
 
     iterations: int = Field(default=20, ge=0, le=1_000_000)
     """rounds of collection, credit and update"""
     max_staleness: int = Field(default=0, ge=0, le=16)
-    """how many versions the weights that sampled a token may lie behind those that learn from it; so many
-    iterations are collected ahead while the learner works; 0: the two take turns"""
+    """how many versions older the weights that sampled a token may be than the weights that learn from it,
+    and how many iterations are collected ahead while the learner works; 0: the two take turns"""
     group_size: int = Field(default=8, ge=1, le=100_000)
     """G: episodes with the same start"""
     learning_rate: float = Field(default=5e-4, gt=0)
     """highest learning rate of AdamW; with the schedule desired_kl the first one"""
     learning_rate_schedule: str = "linear"
-    """its course after the rise; constant stays at the highest; desired_kl moves it after each iteration, so
-    that the next one moves the policy by so many nats"""
+    """course of the learning rate after its rise. constant: it stays at the highest; desired_kl: it changes
+    after each iteration, so that the next one moves the policy by training.desired_kl nats"""
     learning_rate_rise: float = Field(default=0.0, ge=0, lt=1)
-    """share of the run over which it rises, from 0 at the first step"""
+    """share of the run over which the learning rate rises, from 0 at the first step"""
     weight_decay: float = Field(default=0.0, ge=0)
     """weight decay of AdamW"""
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -74,7 +74,7 @@ class LoopKeys(Table):
     """tokens whose logits exist at a time; absent: a share of the device's memory"""
     gradient_checkpointing: bool | Annotated[int, Field(ge=0)] = False
     """keep one tensor per layer and compute the rest again in the backward pass: less memory, a third more
-    work; a number: of so many layers, from the first; true: of all"""
+    work; a number: only in this many layers, from the first; true: in all layers"""
     optimizer_offload: bool = False
     """keep AdamW's moments in main memory: the same steps, slower, 8 bytes less of a GPU's memory for every
     trained weight"""
@@ -89,31 +89,31 @@ class LoopKeys(Table):
         f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
     target_kl: float | None = Field(default=None, gt=0)
-    """nats, mean over the tokens of a step, for every loss; once the policy is further than this from the
-    iteration's first one, its remaining steps are skipped; absent: never"""
+    """in nats, mean over the tokens of a step; once the policy is further than this from the policy at the
+    iteration's start, the remaining steps of the iteration are skipped, with every loss; absent: never"""
     skip_flat_groups: bool = False
     """omit groups whose advantages are all 0 from the update; they are still stored"""
     skip_certain_above: float | None = Field(default=None, gt=0, lt=1)
-    """omit what the actor was this sure of from its update: segments of which each token had a higher
-    probability when it was sampled. A named bias, small with an own critic, which still learns from them
+    """omit segments from the actor's update if each of their tokens had a higher probability than this when
+    it was sampled. A named bias; it is small with an own critic, which still learns from these segments
     (docs/credit.md); absent: none"""
     refill_rounds: int = Field(default=0, ge=0, le=100)
     """how often an iteration replaces flat groups by other worlds; a known bias: outcomes then select the
     training data"""
     aggregation: str = "token_mean"
-    """what has equal weight: tokens or decisions of an optimizer step, or episodes of the whole iteration,
-    however it is split; constant: each token, divided by the planned number"""
+    """what has equal weight. token_mean: tokens of an optimizer step; decision_mean: its decisions;
+    episode_equal: episodes of the iteration, however it is split; constant: tokens, over a planned number"""
     entropy_coef: float = Field(default=0.003, ge=0)
     """weight of the entropy bonus"""
 
     @property
     def micro_batch(self) -> int:
-        """Tokens per forward and backward pass; in a learner's table they are from its plan of memory."""
+        """Tokens per forward and backward pass. In a learner's table they are from its plan of memory."""
         return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
 
 class RunKeys(Table):
-    """Of checkpoints, and of the learner's threads."""
+    """Keys of checkpoints, and of the learner's threads."""
 
     threads: int = Field(default=2, ge=1, le=256)
     """torch threads while the policy is updated"""
@@ -147,11 +147,11 @@ class TrainingTable(
     boards = ("algorithm.loss", "training.aggregation")
 
     step_rewards_horizon: Literal["realised", "max_decisions"] = "realised"
-    """T in beta * (T - t): the episode's length, or max_turns (causal)"""
+    """T in beta * (T - t). realised: the episode's length; max_decisions: the most decisions (causal)"""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the initial model of RL is needed besides the trained one."""
+        """Whether the job needs the reference policy, the weights that RL started from."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
 
@@ -173,8 +173,8 @@ class LoraTable(Table):
     """layers with an adapter, by name; all-linear: every linear layer except the head"""
 
     merged_checkpoints: bool = False
-    """write the model with merged adapters into every checkpoint, for other programs; false: into the first
-    one alone, which the adapters of the others are over"""
+    """write the model with merged adapters into every checkpoint, for other programs; false: only into the
+    first one, which is the base model of the adapters in the others"""
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -217,6 +217,6 @@ class AlgorithmTable(
     AdvantageKeys,
     PlugTable,
 ):
-    """[algorithm]; the plug board lists the keys that each estimator and loss reads."""
+    """[algorithm]; `trainer_backend/plugins.py` knows the keys that each estimator and loss reads."""
 
     boards = ("algorithm.advantage",)

@@ -90,7 +90,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_invalid_request(request: Request, error: Exception) -> Response:
-    """Return the reply to an invalid query, header or path: its first fault."""
+    """Return the reply to an invalid query, header or path, with the first fault in it."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])

@@ -1,8 +1,8 @@
 """`turnwise backup` and `turnwise restore`: the jobs of the store and the run directories, in one archive.
 
-The archive is a tar of `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories, from which the
-rest of the store is rebuilt. The jobs are read first: a sync fixes a run that is newer than its job, while a
-job that is newer than its run would name missing files.
+The archive is a tar with `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories. The rest of
+the store is rebuilt from these. The jobs are read first: a run may be newer than its job, which a sync
+repairs, but a job that is newer than its run would name missing files.
 """
 
 import json
@@ -108,7 +108,7 @@ def _linked(data: DataDir) -> Iterator[Path]:
 def _link(source: Path, target: Path) -> None:
     with write_errors(target):
         target.mkdir(OWNERS_ALONE, parents=True)
-        # Checkpoints first: metrics that are newer than the checkpoints look as after a kill.
+        # Checkpoints first: metrics may be newer than the checkpoints, as after a kill, but not older.
         for entry in sorted(os.scandir(source), key=lambda one: one.name):
             if entry.is_dir(follow_symlinks=False):
                 _link(Path(entry.path), target / entry.name)

@@ -1,7 +1,7 @@
-"""Parses each posted job in a process of its own, which is killed if it takes too long or too much memory.
+"""Parses each posted job in a separate process, which is killed if it takes too long or too much memory.
 
 `python -m trainer_backend.jobs.check_process` is a server without threads that has imported the parser, and
-forks for each job: a fork takes milliseconds, and its end frees all memory.
+forks for each job: a fork takes milliseconds, and when the fork ends, all of its memory is free again.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ _ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class CheckProcess:
-    """Runs calls that parse a client's input, one at a time, in order; at most `at_most` run or wait.
+    """Runs calls that parse a client's input, one at a time, in order.
 
-    `at_most_s` and `at_most_bytes` limit each call. The server imports the plug-ins once for all calls.
+    `at_most` calls may run or wait; `at_most_s` and `at_most_bytes` limit each. Plug-ins are imported once.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CheckProcess:
         connection = self._connect()
         try:
             connection.send_bytes(request)
-            # The process ends itself in time, unless a disk blocks it; then it and its server are abandoned.
+            # The process ends itself in time. If a disk blocks it, both it and its server are abandoned.
             if connection.poll(self._at_most_s + _EXIT_S):
                 return _message(connection)
             exit_code = -signal.SIGALRM

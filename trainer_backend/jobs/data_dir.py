@@ -108,7 +108,7 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 
 def say_unusable(path: Path, *, writes: bool) -> str | None:
-    """Describe owner and mode of an existing file or folder that this process cannot use; None if it can."""
+    """Say who owns a path that this process cannot use, and its mode; None if it is usable or missing."""
     needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
     if not os.access(path, os.F_OK) or os.access(path, needed, effective_ids=True):
         return None
@@ -121,9 +121,9 @@ def say_unusable(path: Path, *, writes: bool) -> str | None:
 
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
-    """Open the data directory, creating it if needed.
+    """Open the data directory, or create it.
 
-    One service at a time `runs_jobs` in it; any number of services that only show runs may share it.
+    Only one service at a time may run jobs in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
     # For example, `compose cp` leaves files of root. Only folders of runs and their JSON files are checked.
@@ -166,7 +166,7 @@ def _read_home(file: Path) -> str:
 def _claim_place(folder: Path, home: str) -> None:
     """Record the path of this folder, and refuse a copy of another data directory.
 
-    A copy has the same name: with a shared store, each service would take the other's jobs.
+    A copy has the original's name. With a shared store, each of their services would run the other's jobs.
     """
     ours, note = folder / SERVICE / "home", folder / SERVICE / "place"
     with write_errors(note):
@@ -239,7 +239,7 @@ class Sweeper:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Sweep now: a folder was moved to the trash."""
+        """Let `run` sweep now, because a folder was moved to the trash."""
         self._wake.set()
 
     async def run(self) -> None:

@@ -4,7 +4,7 @@
     log       a new line of the run's log                  {"time", "text"}
     state     the job, whenever it or its progress changed (as GET /jobs/{job_id})
     store     the database does not answer; missed events follow when it does
-    end       the last event: the job has ended
+    end       the last event: the job has ended, or was deleted
 
 `metrics` and `log` carry an id, the reader's position in the stream. A client that sends it back as
 Last-Event-ID, as browsers do, continues from there.

@@ -45,8 +45,8 @@ def translate(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Translate the tables of a launcher's TOML into ours; return them and a sentence for each ignored key.
 
-    `task_url` is `data.endpoint_base_url`, which takes precedence, since the launcher has tried it; `model`
-    is `data.model` or `data.base_model`.
+    `task_url` is `data.endpoint_base_url`; it replaces the TOML's own, since the launcher has tried it.
+    `model` is `data.model` or `data.base_model`.
     """
     refuse_unwritable(config)
     tables: dict[str, Any] = deepcopy(config)

@@ -33,7 +33,7 @@ from trainer_backend.sinks import SinksTable
 
 WHERE = "the posted job"
 copy_table = partial(read_table, places=Places([WHERE]))
-# Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
+# Keys with paths of code. They may name files in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY, _SPACE_KEY = "WANDB_API_KEY", "HF_TOKEN"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
@@ -41,7 +41,7 @@ _MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_DEEP = f"holds tables or lists in one another, more than {_DEEPEST} deep"
-# The most keys and list items of a document; in a text, separators are counted, which are slightly more.
+# The most keys and list items of a document. Of a text, the separators are counted: there are slightly more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 # Maximum depth at which files in a folder of data or checkpoints are read.
@@ -51,7 +51,7 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot 
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a TOML text of at most MOST_VALUES values; the check process, which calls it, limits the time."""
+    """Parse a TOML text of at most MOST_VALUES values. The check process calls this, and limits its time."""
     if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
     try:
@@ -105,7 +105,7 @@ def validate_job(
     for key, path in list_paths(draft):
         if len(str(path)) > _LONGEST_PATH:
             raise JobError(f"{WHERE}: {key} is a path of more than {_LONGEST_PATH} characters")
-    # With `..`, the folder in which a path is found would reveal whether a foreign file exists.
+    # If a path with `..` were looked up, the folder it is found in would reveal whether another file exists.
     if not any(".." in path.parts for _, path in list_paths(draft)):
         for folder in (*bounds.roots, Path()):
             anchor(own, folder)
@@ -130,14 +130,14 @@ def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
-    """Fill in the operator's addresses and folder if the job has none, or has only the defaults.
+    """Fill in the operator's addresses and folder if the job has none or the default ones.
 
-    The job.toml of a run, and `turnwise check --all`, write the defaults of all keys.
+    A job may have all defaults: it may be the job.toml of a run, or the output of `turnwise check --all`.
     """
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    # A job with keys of own task apps (their number or files) starts them itself.
+    # A job that sets the number or the files of its own task apps starts them itself.
     starts_own = services.get("task_apps", ServicesTable().task_apps) != ServicesTable().task_apps
     starts_own |= bool(services.get("task_plugins"))
     starts_own |= bool(copy_table(document, "multi_turn").get("interaction_config_path"))
@@ -220,7 +220,7 @@ def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def refuse_task_app(url: str, bounds: Bounds) -> str | None:
-    """Say why the service's key may not be sent to a task app, also on this machine; None if it may."""
+    """Say why the service's key may not be sent to a task app, even one on this machine; None if it may."""
     if url.rstrip("/") in bounds.task_urls:
         return None
     allowed = ", ".join(sorted(bounds.task_urls)) or "none"
@@ -231,7 +231,7 @@ def refuse_task_app(url: str, bounds: Bounds) -> str | None:
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Refuse other learners, which would get the operator's key, and other Rays, which start processes."""
+    """Yield a refusal of a learner (it would get the operator's key) or of a Ray that is not allowed."""
     if config.cluster is None or config.cluster.launcher == "local":
         return
     key, address = "learner.url", config.learner.url
@@ -265,7 +265,7 @@ def _foreign_keys(
 
 
 def may_name(key: str, path: Path, bounds: Bounds) -> bool:
-    """Return whether a posted job may name this file; code may come only from the operator's folders."""
+    """Return whether a posted job may name this file. Code may not come from folders that runs write."""
     real = path.resolve()  # the target of links, which is the file that is read
     if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
         return False
@@ -404,7 +404,7 @@ _MOST_CHARACTERS = 2 << 20
 
 
 def find_line(message: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the first key in a message; a missing key has the line of the table around it."""
+    """Return the line of the first key in a message, or if the key is missing, the line of its table."""
     for dotted in _DOTTED.findall(message):
         name = dotted
         while name and name not in lines:

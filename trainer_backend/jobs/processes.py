@@ -35,12 +35,12 @@ class JobProcess(Child):
     log_start = 0
     """The size of process.log before this process."""
     stopping: "asyncio.Task[bool] | None" = None
-    """The process's end after a signal to stop; the result is whether the process had to be killed."""
+    """Waits for the end of the process after a signal to stop; returns whether it had to be killed."""
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
 
-        A task of the event loop kills it, since the caller may wait for a hanging store.
+        Another task of the event loop kills it, since the caller may be blocked by a hanging store.
         """
         self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
@@ -81,7 +81,7 @@ def last_words(job: Job, process: JobProcess) -> Ending:
 
 
 def record_death(job: Job, ending: Ending) -> None:
-    """Write the reason for a process's end into the run's files if the process could not."""
+    """Write the reason for a process's end into the run's files if the process itself has not."""
     wrote = ending.state is not None and ending.state.state in FINAL
     if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):
         return

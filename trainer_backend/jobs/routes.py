@@ -261,7 +261,7 @@ async def show_info(request: Request) -> Info:
 
 @info_router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
 async def show_metrics(request: Request) -> Response:
-    """Return the service's counts and the last numbers of running jobs in Prometheus' text format."""
+    """Return the service's counts and the last numbers of running and just ended jobs, for Prometheus."""
     service = get_service(request)
     accept = request.headers.get("accept", "")
     return await service.line.ask(page, service, version=request.app.version, accept=accept)

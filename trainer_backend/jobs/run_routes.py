@@ -117,7 +117,7 @@ class Piece:
 
 
 def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:
-    """Read the first or the last lines of a file from a byte on, or from the start of a shorter file."""
+    """Read the first or the last lines after `offset`; if the file is shorter than that, from its start."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

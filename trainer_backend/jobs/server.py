@@ -38,7 +38,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
     configure_logs(settings.log_level, form=settings.log_format)
     load_packages()
     load_plugins(settings.plugins, option="--plugins")  # a fault must end this start, not the first job
-    # The port first: if another service has the port, its store must not be touched.
+    # First open the port: if another service has it, this one must not touch that service's store.
     with (
         Listener(settings.host, settings.port) as listener,
         closing(CheckProcess(plugins=settings.plugins)) as checks,

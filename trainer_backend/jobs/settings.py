@@ -1,6 +1,6 @@
 """The settings of a trainer service.
 
-Every start of `turnwise` imports this file for its options, so it imports little.
+Every start of `turnwise` imports this file for its options, so this file imports little.
 """
 
 from pathlib import Path

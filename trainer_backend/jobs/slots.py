@@ -18,11 +18,11 @@ from trainer_backend.store.database import StoreUnavailable
 
 @dataclass(slots=True)
 class Slot:
-    """The place of a running job, also between a crash and the next start. Times are the loop's clock."""
+    """What is known of a running job, also between a crash and the next start. Times are the loop's clock."""
 
     process: JobProcess | None = None
     is_counted: bool = False
-    """Whether the job's `attempt` already includes the next start, which a claim counts."""
+    """Whether `attempt` already counts the next start, since claiming a job counts its first start."""
     ending: Ending | None = None
     """The end of its process, until it is stored."""
     not_before_s: float = 0.0
@@ -34,7 +34,7 @@ class Slot:
     iteration: int = 0
     """The last finished iteration at the last crash."""
     faults: int = 0
-    """Crashes since then whose cause is the job's data or code."""
+    """Crashes since that iteration whose cause is the job's data or code."""
 
     @property
     def lives(self) -> bool:
@@ -59,13 +59,13 @@ Result = TypeVar("Result")
 class Line:
     """Runs calls that may hang in a database or network disk, each with a deadline.
 
-    A stuck thread cannot be ended. So each caller has a Line with its own thread: its next call waits for the
-    stuck one, within the same deadline, and blocks no other callers.
+    A stuck thread cannot be ended. So each caller has a Line with its own thread: only the later calls of the
+    same caller wait for a stuck one, each until its deadline.
 
     Args:
         shown: the store's address for messages.
         answer_s: the deadline; while an earlier call still holds the thread, it covers both.
-        threads: more than one where calls do not wait for each other.
+        threads: more than one for a caller whose calls need not wait for each other, such as requests.
     """
 
     def __init__(self, name: str, shown: str, answer_s: float, *, threads: int = 1) -> None:

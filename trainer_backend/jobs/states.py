@@ -61,7 +61,7 @@ def is_stop(exit_code: int) -> bool:
 def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
     """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
-    `job` is the current row, whose `wanted` may have changed while the process was ending.
+    `job` is the current row: its `wanted` may have changed while the process was ending.
     """
     code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late
@@ -159,7 +159,7 @@ _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
 
 
 def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
-    """Return the changes of a verb; None if the job already has that state, so requests may be repeated."""
+    """Return the changes of a verb, or None if the job has that state already: requests may be repeated."""
     refuse_external(job, verb)
     if job.state not in _VERBS[verb]:
         raise JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")

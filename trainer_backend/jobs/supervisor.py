@@ -44,9 +44,9 @@ _MOST_ACTIVE = 1000
 
 
 class Supervisor:
-    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
+    """Runs jobs in one event loop: start `run` as a task, and call `close` at the end.
 
-    Calls of the store have a deadline, after which a change may still happen (StoreUnavailable).
+    Calls of the store have a deadline. After StoreUnavailable, the change of a call may still happen.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Supervisor:
         if isinstance(error, TrainerError) and is_final(error):
             await self._fail(job_id, code, str(error))
         else:
-            slot.ending = None  # of the previous process; it is stored already
+            slot.ending = None  # the previous process's ending is stored already
             await self._write_down(job_id, slot, slot.record_end(Ending(FAILED, error=str(error), code=code)))
 
     def _watch_end(self, process: JobProcess) -> None:

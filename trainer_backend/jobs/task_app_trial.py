@@ -61,7 +61,7 @@ async def verify(url: str, bounds: Bounds) -> Verified:
 async def try_at_task_apps(toml: str) -> tuple[str, ...]:
     """Try a job at its task apps; return a warning if they do not answer.
 
-    A job with rows or fixed policies is tried only at its start, since a trial needs the rows and keys.
+    A job with [data] or fixed policies is tried only at its start, since a trial needs their rows and keys.
     """
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:

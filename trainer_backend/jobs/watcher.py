@@ -1,7 +1,7 @@
 """The watcher indexes run directories in the store, and announces news of runs.
 
-It creates rows for runs of `turnwise train`, whose lock and state.json determine their state. If the store
-does not answer, a later look catches up.
+It creates rows for runs of `turnwise train`, and takes their state from their lock and state.json. If the
+store does not answer, a later look catches up.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from trainer_backend.store.sync import sync_run
 class News:
     """Announces news of jobs to waiters, such as open pages, in one event loop.
 
-    A waiter passes the last count that it saw, so it misses nothing.
+    A waiter passes the count of news that it saw last, so it misses no later news.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
 def _find_adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") -> str:
     """Find the weight of a plain model that the adapter `layer` adapts; return its name.
 
-    The experts of a layer are several tensors of one module; peft wraps it once for each, the last outermost.
+    A layer's experts are several tensors of one module. peft wraps it once per tensor; the last is outermost.
     """
     name = plain_name(layer)
     own = (f"{name}.{part}" for part, _ in model.get_submodule(name).named_parameters(recurse=False))
@@ -115,14 +115,14 @@ def rename_for_wrapper(folder: Path, decoder: str) -> None:
 def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
     """Write adapters into `folder` for transformers with peft, over the plain model in `base`.
 
-    That model, W + d_0, has the adapters of `base` merged. So the difference d_n - d_0 is written, as
-    adapters of twice the rank and the same scale:
+    The plain model is W + d_0, with the adapters of `base` merged. So the difference d_n - d_0 is written,
+    as adapters of twice the rank and the same scale:
 
         B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
 
-    Without a warm-up, B_0 is 0, and the adapters are written unchanged. `own` is their folder, written by
-    `Adapter.save`. The path of `base` is absolute, because transformers resolves relative paths against its
-    working directory.
+    Without a warm-up, B_0 is 0, and the adapters are written unchanged. `own` is the folder with the adapters
+    that `Adapter.save` wrote. The path of `base` is absolute, because transformers resolves relative paths
+    against its working directory.
     """
     stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
     settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
 
 
 def refuse_adapters(checkpoint: Path) -> None:
-    """Refuse a checkpoint with adapters for a job without [lora], whose moments belong to other weights."""
+    """Refuse a checkpoint with adapters for a job without [lora]: its moments belong to other weights."""
     if (checkpoint / FOLDER).is_dir():
         raise CheckpointError(
             f"{checkpoint}: it has adapters, but the job has no [lora]",
@@ -154,7 +154,7 @@ def refuse_adapters(checkpoint: Path) -> None:
 
 
 def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[str]) -> None:
-    """Refuse adapters of another rank, scale or set of layers; `layers` are the names of ours."""
+    """Refuse adapters of another rank, scale or set of layers; `layers` names the layers of `ours`."""
     theirs = read_settings(folder)
     if set(theirs.target_modules or ()) == set(layers):
         theirs.target_modules = ours.target_modules
@@ -177,7 +177,7 @@ def delta(down: Tensor, up: Tensor, scaling: float) -> Tensor:
 
 
 def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_input: bool) -> Tensor:
-    """Compute [E, out, in], or [E, in, out], from peft's A [E * rank, in] and B [out, rank * E]."""
+    """Compute the delta [E, out, in] or [E, in, out] from peft's A [E * rank, in] and B [out, rank * E]."""
     downs = down.float().cpu().reshape(-1, rank, down.shape[1])
     ups = up.float().cpu().reshape(len(up), rank, -1).permute(2, 0, 1)
     learned: Tensor = ups @ downs * scaling

@@ -102,7 +102,7 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` takes the bounds of its segments, `joined` the levels of its tries."""
+    """One row of all tokens; `kernel` gets the bounds of segments, `joined` the levels of tries."""
 
     kernel: Kernel
     joined: Flash | None = None
@@ -150,7 +150,7 @@ def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
     """Return attention over one row of tries by the CPU kernels, in float32, for the queries of `depths`.
 
     The kernels keep the keys above a token by depth (`models.cpu_kernels`), so there is no mask, no padding
-    and nothing to join. Keys and values may have fewer heads; gradients of shared ones are summed in float64.
+    and nothing to join. Keys and values may have fewer heads, whose gradients are then summed in float64.
     """
 
     def attend(q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -179,8 +179,8 @@ class _ByPath(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens on a CPU: by `kernels` (`attend_by_path`); without kernels, by
-    `learner.by_length`, or for tries `learner.joined`."""
+    """One row of all tokens on a CPU. `kernels` compute attention (`attend_by_path`); without them
+    `learner.by_length` does, or for tries `learner.joined`."""
 
     kernels: CpuKernels | None = None
     implementation: str = ONE_ROW
@@ -223,7 +223,7 @@ Groups = tuple[Sequence[PaddedGroup], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """One segment per row, padded at its end, one pass per group of similar lengths; for any causal layers.
+    """One segment per row, padded at its end; one pass per group of similar lengths. For any causal layers.
 
     No token sees a later one, so padding needs no mask.
     """

@@ -1,6 +1,6 @@
 """Objectives, weights and metrics of the policies that sampled an update's tokens.
 
-A job without fixed policies has only the actor's objective; its results are the same as without this code.
+A job without fixed policies has only the actor's objective; this code does not change its results.
 """
 
 import math
@@ -134,10 +134,10 @@ class FirstStep:
 
 
 class Scores:
-    """The scores of an iteration's segments: all from before the first step, or in part from its passes.
+    """The scores of an iteration's segments: from before the first step, or some from that step's passes.
 
-    `proximal` are [N] log-probs by segment number, without the segments of `first`, whose numbers are
-    `members`. `first` is None if all are scored.
+    `proximal` has [N] log-probs by segment number, except of the segments of `first`, whose numbers are
+    `members`. `first` is None if all segments are scored.
     """
 
     def __init__(

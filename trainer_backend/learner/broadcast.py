@@ -55,9 +55,9 @@ class WeightSender:
     def ready(self, expected: int, since: float) -> int:
         """Return to how many servers `send` will send, at most `expected`; 0 while waiting for more.
 
-        `since` is the start of the wait on the monotonic clock. After the first server, the others get as
-        long again. A server that died or hangs is left out. Without a server the call takes a tenth of a
-        second.
+        `since` is the start of the wait on the monotonic clock. Once a first server is ready, the others get
+        as much time as it took, and at least a second. A server that died or hangs is left out. Without a
+        server the call takes a tenth of a second.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
@@ -154,7 +154,7 @@ class _Stream:
             self._announce(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
-        """Wait until members have loaded all or failed; after the first, the others get as long again.
+        """Wait until members have loaded all or failed; once one has, the others get as much time as it took.
 
         Returns the ranks of the members that loaded all.
         """
@@ -181,7 +181,7 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Return whether a wait is over: after twice the first's time, plus a grace, or at the limit."""
+    """Return whether a wait is over: max(_GRACE_S, first - start) after `first`, or without it `limit_s`."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 

@@ -64,7 +64,7 @@ SHORTEST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The cells of a row's tokens, or of some of them, when its segments are batched by length."""
+    """The cells (places in padded batches) of a row's tokens, or of some; segments are batched by length."""
 
     token_P: Tensor
     """int64, the token in each cell; in padding, the last token of the segment."""
@@ -94,7 +94,7 @@ class PaddedGroup:
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
-    """Lay the segments of `one_row` out one per row, by length; return groups, and [N] the order of reads.
+    """Lay out the segments of `one_row` one per row, by length; return groups, and the [N] order of reads.
 
     Indexed by that order, the concatenated reads of the groups are in the order of the flat columns.
     """
@@ -131,8 +131,8 @@ def _join_groups(groups: Sequence[Tensor]) -> Groups:
     return Groups(token_P, place_L, tuple(shapes))
 
 
-# Up to this share of scores, attending only with some queries, by a mask, is cheaper than causal attention
-# with all queries, which computes half of the scores.
+# Up to this share of queries, masked attention of these queries alone is cheaper than causal attention of all
+# queries, which computes half of the scores.
 MOST_QUERIES = 0.5
 
 
@@ -223,7 +223,7 @@ def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
 
 
 def _gathered(attended: Sequence[Tensor], groups: Groups) -> Tensor:
-    """Copy [L, H, D] of the tokens from the cells of each group, [segments, H, length, D]."""
+    """Copy the cells of each group, [segments, H, length, D], back to tokens, [L, H, D]."""
     parts = [part_GHPD.transpose(1, 2).flatten(0, 1) for part_GHPD in attended]
     gathered: Tensor = _Gather.apply(torch.cat(parts), groups)  # type: ignore[no-untyped-call]
     return gathered
@@ -240,7 +240,7 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
 def group_alike(starts_S: Sequence[int]) -> Iterator[Tensor]:
     """Yield groups of segments of similar length, longest first, each as [2, segments]: starts and ends.
 
-    `starts_S` are those of all segments, then the number of tokens.
+    `starts_S` has the start of every segment, then the number of tokens.
     """
     segments = sorted(pairwise(starts_S), key=lambda segment: segment[0] - segment[1])
     start = 0

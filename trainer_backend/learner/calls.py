@@ -40,7 +40,7 @@ _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 
 
 def learner_role(table: LearnerTable, device: str, key: str, log_file: Path) -> Role:
-    """Return the role of the learner's process, or of its ranks on each node; `device` is [model]'s."""
+    """Return the role of the learner's process, or of its ranks on each node; `device` is model.device."""
     resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=device)
     command = partial(_command, table)
     return Role(
@@ -113,5 +113,5 @@ CALLS = Table(
 
 
 def parse_run(session: str) -> str:
-    """Return the run of a session RUN/START, which names the orchestrator of one start of the run."""
+    """Return RUN of a session RUN/START; a session names the orchestrator of one start of a run."""
     return session.rpartition("/")[0]

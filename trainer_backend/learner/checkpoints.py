@@ -8,8 +8,8 @@
                                training_state/    for resuming: optimizer.safetensors, rng.safetensors;
                                    value_head.safetensors with a critic, critic.safetensors for its own
                                    layers; learning_rate.json with "desired_kl"
-                               with several ranks model-n-of-m.safetensors of each and an index, and
-                                   training_state/optimizer/ with the share of each
+                               with several ranks model-n-of-m.safetensors of each rank, an index, and
+                                   training_state/optimizer/ with the share of each rank
                                adapter/    with [lora], in peft's layout; merged into a model in this folder
                                base.json    without a model: the checkpoint with the base model, its digest
     checkpoints/best           a link to the checkpoint with the best evaluation so far, or to the latest
@@ -115,8 +115,8 @@ def save_weights(
 ) -> None:
     """Write a model folder for servers, by a temporary folder; all ranks call this.
 
-    With adapters, `part` selects only these, only the base, or the merged model with the adapters in
-    addition.
+    With adapters, `part` selects the adapters alone, the base alone, or the merged model together with the
+    adapters.
     """
     with _written_aside(folder, "model folder", ranks) as aside:
         if adapter is not None and part == "adapters":

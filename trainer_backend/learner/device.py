@@ -67,11 +67,11 @@ class Placement:
     unusable_gpu: str | None = None
     """Description of a GPU whose driver `auto` found but could not use."""
     card: int | None = None
-    """Memory in bytes of a GPU that is only planned for (`place_on_card`); None: the GPU is here."""
+    """Memory in bytes of a GPU that is only planned (`place_on_card`); None: this machine has it."""
 
     @property
     def held(self) -> torch.dtype:
-        """Return the dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
+        """Return the dtype of frozen matrices: in the engine, in a reference, and in layers with adapters."""
         return self.low or torch.float32
 
     def hardware(self) -> Hardware:

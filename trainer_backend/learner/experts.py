@@ -1,4 +1,4 @@
-"""Records the decisions of a mixture's routers, by hooks on the model's modules."""
+"""Records the experts that a model's routers choose, by hooks on the model's modules."""
 
 import sys
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Experts:
 
 
 def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
-    """Return the experts of a model, None without any; JobError: the job weighs a loss that it lacks."""
+    """Return a model's experts, or None. Raises JobError if the job weighs a loss that the model lacks."""
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
@@ -51,7 +51,7 @@ class Routing:
     experts: Experts
     reads_probabilities: bool
     sent: list[Tensor] = field(default_factory=list)
-    """For each layer with experts, [E] the tokens sent to each."""
+    """For each layer with experts, the [E] numbers of tokens that were sent to each expert."""
     probability_E: Tensor | None = None
     """Sums of the router's probabilities over tokens and layers; None: not read."""
 
@@ -89,7 +89,7 @@ class Routing:
         return sent_E.scatter_add_(0, index_Rk.flatten(), counts_R.repeat_interleave(index_Rk.shape[1]))[:-1]
 
     def add(self, logits: tuple[Tensor, ...], real_BL: Tensor | None) -> None:
-        """Add the probabilities of a pass, from the logits of its layers, [rows, E] each."""
+        """Add the routers' probabilities of a pass, from the logits of its layers, [rows, E] each."""
         for logits_RE in logits:
             probability_RE = logits_RE.reshape(-1, self.experts.count).float().softmax(dim=-1)
             if real_BL is not None:
@@ -99,5 +99,5 @@ class Routing:
 
 
 def _expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Return the modules that take tokens with the indices of their experts."""
+    """Return the modules that compute a layer's experts, given tokens and the experts' indices."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))

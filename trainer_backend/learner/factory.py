@@ -32,7 +32,7 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `parts.LearnerFactory` in this process; JobError: the job's device is not available."""
+    """Implements `parts.LearnerFactory` in this process. Raises JobError if the job's device is missing."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE
@@ -48,7 +48,7 @@ class LocalFactory:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         """Plan the memory, refuse a job that cannot fit, and keep the plan's micro-batches for the learner.
 
-        All ranks use the micro-batches of the rank with the least room.
+        All ranks use the smallest micro-batches that the plan of any rank has.
         """
 
         def plan_of_this_rank() -> MemoryPlan:
@@ -86,8 +86,8 @@ class LocalFactory:
 
         Gradients are those of the policy loss only (no entropy, KL, critic, router or adapters), over all
         decisions in one step, at the checkpoint's weights, where all ratios are 1. Estimators with a zero
-        gradient are left out. `advantages` are by estimator, in the order of the episodes, whose own are not
-        read. `tell` reports the gradients done and their total.
+        gradient are left out. `advantages` are by estimator, in the order of the episodes, whose own
+        advantages are not read. `tell` reports the gradients done and their total.
         """
         training = self._config.training.model_copy(
             update={"entropy_coef": 0.0, "kl_coef": 0.0, "router_aux_coef": 0.0}

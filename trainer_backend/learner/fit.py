@@ -1,6 +1,6 @@
-"""Searches settings with which a job fits a device, from the cheapest to the dearest.
+"""Searches settings with which a job fits a device, from those that cost the least time to the dearest.
 
-`propose` tries combinations in the memory plan. `less_memory` only names the same settings, as after an
+`propose` tries combinations in the memory plan. `less_memory` only names such settings, for example after an
 update that ran out of memory.
 """
 
@@ -66,14 +66,14 @@ class Search:
         return self._models[kind]
 
     def plan(self, config: LearnerConfig) -> MemoryPlan:
-        """Return the plan of the rank of a node that needs most."""
+        """Return the plan of the rank of a node that needs the most memory."""
         table, models = config.ranks, self.models(config)
         ranks = (Ranks(index, table.ranks) for index in range(table.nproc_per_node))
         plans = [plan_on(self.placement, config, models, each) for each in ranks]
         return max(plans, key=lambda plan: plan.need)
 
     def server_least(self, config: LearnerConfig) -> int:
-        """Return the bytes of a GPU that a vLLM server needs: weights, a longest request, CUDA's own."""
+        """Return the bytes that a vLLM server needs on a GPU: weights, one longest request, CUDA's memory."""
         shape = self.models(config).own
         use = memory_use(config, self.placement, shape)
         held = shape.frozen_bytes(use.held) + cached_row(shape, use)
@@ -283,7 +283,7 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """Yield smaller caches of a local engine, for at least `requests` of the longest kind."""
+    """Yield smaller caches of a local engine that hold at least `requests` of the longest requests."""
     if not config.engines:
         return
     shape = search.models(config).own
@@ -301,7 +301,7 @@ def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 
 
 def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """Yield smaller shares for vLLM's servers, for at least `requests` of the longest kind."""
+    """Yield smaller shares for vLLM's servers that hold at least `requests` of the longest requests."""
     if not config.servers or search.placement.device.type != "cuda":
         return
     card, share = search.placement.card_bytes(), config.inference.server_share

@@ -1,8 +1,8 @@
 """Attention over one row of tries, in parts that are joined; shared keys are read once.
 
-A trie is cut into *runs*, its stretches without branches. A token sees its run up to itself, and all of each
-run above. In depth-first order, all tokens below a run follow it without a gap, so each part is a product of
-two slices:
+A trie is cut into *runs*, its stretches without branches. A token sees its own run up to itself, and all of
+every run above it. In depth-first order, all tokens below a run follow it without a gap, so each part is a
+product of two slices:
 
     own      each run by itself, causal; runs of similar length are batched
     shared   the queries of all tokens below a run, with the keys of that run
@@ -72,7 +72,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The cells of runs of similar length; padding repeats the run's last token."""
+    """The cells (places in a padded batch) of runs of similar length; padding repeats a run's last token."""
 
     token_GP: Tensor
     """int64, the token in each cell."""
@@ -135,7 +135,7 @@ class Plan:
 
     @classmethod
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
-        """Plan the queries of some tokens, [N] int64 in ascending order; None if all queries cost no more."""
+        """Plan the queries of some tokens, [N] int64, ascending; None if computing all costs no more."""
         own, scores, of_all = [], 0, 0
         for first_G, end_G in group_alike(runs.starts_R.tolist()):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))

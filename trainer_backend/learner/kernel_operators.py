@@ -1,4 +1,4 @@
-"""`learner.operators` by Triton's kernels (`models.kernels`) or CPU kernels, with gradients.
+"""Implements `learner.operators` by Triton's kernels (`models.kernels`) or CPU kernels, with gradients.
 
 With plain weights, queries, keys and values are one product, and gate and up another. Separate products would
 each read the states again, and their gradients of the states would have to be added.
@@ -152,7 +152,7 @@ class _KernelSwiglu(torch.autograd.Function):
 
 
 def _plain_weights(linears: Sequence[Any]) -> list[Tensor] | None:
-    """Return the weights of float32 linear layers without biases and adapters; None if a layer is other."""
+    """Return the weights of float32 linear layers without biases and adapters; None for any other layer."""
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear and linear.bias is None]
     is_plain = len(weights) == len(linears) and all(weight.dtype == torch.float32 for weight in weights)
     return weights if is_plain else None

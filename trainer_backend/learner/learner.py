@@ -230,7 +230,7 @@ class LocalLearner:
             )
 
     def _draw_apart(self, iteration: int) -> None:
-        """Seed the generators of all ranks but the first, whose state is part of checkpoints."""
+        """Seed the generator of a rank other than the first; that of the first is stored in checkpoints."""
         if not self._ranks.is_first:
             torch.manual_seed(derived_seed(self.config.seed, "torch", self._ranks.index, iteration))
 
@@ -317,7 +317,7 @@ class LocalLearner:
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
     ) -> dict[str, float]:
-        """One iteration of policy updates; see `learner.update`."""
+        """Run one iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.config.training.threads)
         self._draw_apart(iteration)
         cache, self._cache = self._cache, LogprobCache()
@@ -366,7 +366,7 @@ class LocalLearner:
             raise
 
     def policy_update(self, share: float = 1.0) -> PolicyUpdate:
-        """Make the update of the current weights, from this share of the sampled tokens."""
+        """Make an update of the current weights by this share of the iteration's sampled tokens."""
         reference = None if self.config.training.kl_coef == 0 else self._held_reference()
         parts = self.scorer, self._optimizer, self.config
         head, step_size = self._head, self._step_size
@@ -447,13 +447,13 @@ class LocalLearner:
         return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the current tensors for the engine to copy; with adapters, only theirs."""
+        """Return the current weights for the engine to copy; with adapters, only those of the adapters."""
         if self._adapter is not None:
             return self._adapter.weights()
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def copy_to_serve(self) -> PreTrainedModel:
-        """Copy the model for an engine, on the same device in the served precision; it takes `weights()`."""
+        """Copy the model for an engine, on the same device in the served precision; it loads `weights()`."""
         return copy_to_serve(self.model, self.scorer.placement.held)
 
     def _held_reference(self) -> Reference:
@@ -485,7 +485,7 @@ class LocalLearner:
 
 
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
-    """Return, by rollout id, the numbers of segments without those of which the actor was certain.
+    """Return, by rollout id, the numbers of all segments except those of which the actor was certain.
 
     The actor was certain if each token had a probability above `probability` when it was sampled. The
     gradient of such tokens has the size 1 - p, but costs as much as any other. docs/credit.md describes the
@@ -537,7 +537,7 @@ def build_scorer(
 ) -> Scorer:
     """Choose how the model is computed: attention, operators, and the size of a chunk of logits.
 
-    `why_apart` says why each segment needs a row of its own (`support.refuse_unsupported`).
+    `why_apart` says why each segment needs its own row (`support.refuse_unsupported`); None: rows are packed.
     """
     attention: PackedAttention
     if why_apart is None:  # never eager, which would add a boolean mask to its scores

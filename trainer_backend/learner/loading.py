@@ -32,7 +32,7 @@ def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerF
 
 
 def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the model and tokenizer of a checkpoint; CheckpointError: of another architecture."""
+    """Load the model and tokenizer of a checkpoint. Raises CheckpointError for another architecture."""
     expected = _described(table)
     stored = described(read_config(checkpoint))
     if expected is not None and expected != stored:

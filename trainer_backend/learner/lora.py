@@ -82,7 +82,7 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
 
 @cache
 def _source(kind: type) -> str:
-    """Return the source of a class. `getsource` parses its whole file, and a model has many layers of one."""
+    """Return the source of a class, cached: `getsource` parses its file, and many layers share a class."""
     return getsource(kind)
 
 
@@ -115,7 +115,7 @@ def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ran
 
 
 def _fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the tensors [E, ., .] of all experts of a layer, without biases."""
+    """Return the tensors [E, ., .] that each hold all experts of a layer, without biases."""
     weights = model.named_parameters()
     return {name: weight for name, weight in weights if names_experts(name) and weight.dim() == 3}
 

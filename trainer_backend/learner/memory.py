@@ -1,12 +1,12 @@
 """Estimates the memory of a run, by kind, from shapes and limits, before anything is loaded.
 
-Accuracy: counts of weights are exact. `cache` is an upper bound: all rows of the engine, one per running
-request, are as wide as the longest, so a single sequence of the allowed length fills it except for kept
-prefixes. In pages, as on CUDA, a row is as long as its own request, and the memory is freed during updates
-unless iterations are collected ahead. `activations` are those of a full micro-batch, saved and temporary:
-within 12 % of measured peaks for layers like Llama's and Qwen3's (float32 with a mask, bfloat16 over one
-row), within 26 % for other architectures in float32. OVERHEAD is a flat amount for allocator and libraries of
-a GPU.
+Accuracy: counts of weights are exact. `cache` is an upper bound. The engine has one row per running request;
+all rows are as wide as the longest, so a single sequence of the allowed length fills the cache except for
+kept prefixes. In a cache of pages, as on CUDA, a row is as long as its own request, and the memory is freed
+during updates unless iterations are collected ahead. `activations` are the saved and temporary ones of a full
+micro-batch: within 12 % of measured peaks for layers like Llama's and Qwen3's (float32 with a mask, bfloat16
+over one row), within 26 % for other architectures in float32. OVERHEAD is a flat amount for a GPU's allocator
+and libraries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ class MemoryUse(EngineUse):
     processes: int = 1
     """Number of processes on the device."""
     ranks: LearnerTable = field(default_factory=LearnerTable)
-    """The learner's ranks, which share the model's weights; each has all of adapters and value head."""
+    """The learner's ranks, which share the model's weights; each has the whole adapters and value head."""
     fused: bool = False
     """Whether layers use kernels that save less for the backward pass (`learner.operators`)."""
     vllm: int = 0
@@ -90,7 +90,7 @@ class MemoryNeeds:
     """Bytes by kind."""
 
     device: dict[str, int]
-    """On the computing device, or on each rank's own; each kind at its fullest."""
+    """Bytes on the computing device, or on each rank's device; each kind at its fullest."""
     host: dict[str, int]
     """Main memory of all ranks of a node; on a CPU, whose main memory is the device, only the additional need
     at the start."""
@@ -194,8 +194,8 @@ def _reference(shape: ModelShape, use: MemoryUse) -> int:
 def gathered(shape: ModelShape, use: MemoryUse) -> int:
     """Return the bytes of gathered weights on a rank, and of their gradients before reduction.
 
-    Weights outside of layers are gathered for a whole pass; of the layers, the current one and the next, or
-    all if they are kept.
+    Weights outside of layers are gathered for a whole pass. Of the layers, the current one and the next are
+    gathered, or all if gathered weights are kept.
 
     Source: torch.distributed.fsdp.fully_shard (its prefetch in the backward pass).
     """
@@ -219,10 +219,10 @@ def cached_row(shape: ModelShape, use: EngineUse) -> int:
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of an engine's full cache, with the trunks of our decoder."""
+    """Return the bytes of an engine's full cache, with the beginnings (trunks) that our decoder shares."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many again within prompts
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many more within prompts
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
@@ -245,9 +245,9 @@ def _main_memory_needs(
 ) -> dict[str, int]:
     """Estimate the bytes of main memory that a run needs in addition to its device.
 
-    Offloaded moments and shares stay there. Each rank's weights in float32, then its moments, pass through it
-    to a checkpoint. At the start it holds each fixed policy in turn, in float32 and in the served precision;
-    the model, on one rank of a node after the other; and a reference, on all ranks at once.
+    Offloaded moments and shares stay in main memory. To a checkpoint, each rank's float32 weights pass
+    through it, then its moments. At the start it holds, in turn, each fixed policy in float32 and in the
+    served precision; the model, for one rank of a node at a time; and a reference, for all ranks at once.
     """
     ranks, stays = use.ranks, {}
     if not is_gpu and ranks.ranks == 1:

@@ -84,7 +84,7 @@ class MemoryPlan:
 
 
 def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
-    """Refuse a job that cannot fit; `hint` names keys that lower its need."""
+    """Refuse a job that cannot fit the memory; `hint` names keys of the job that lower what it needs."""
     shortage = plan.shortage()
     if shortage is not None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
@@ -156,7 +156,7 @@ def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
 def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
     """List sizes of micro-batches in tokens, halving from the most that an optimizer step can use.
 
-    On a CPU at most as many as fit its cache. The last is at least a row, the least that a pass computes.
+    On a CPU, no size exceeds what fits its cache. The last size is at least a row, which a pass computes.
     """
     row = max(config.training.row_tokens, config.inference.max_model_len)
     step = config.training.batch_decisions * config.inference.max_model_len
@@ -283,7 +283,7 @@ def slower_ways(
 
 
 def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about one segment per row, and about stateful layers without fast kernels."""
+    """Yield why a row holds one segment (`apart`), and which fast kernels stateful layers lack."""
     if apart:
         yield (
             "updates of this model run through transformers, a segment a row, padded by up to "

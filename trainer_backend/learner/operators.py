@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotary(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Rotate [L, H, D] by position, in the dtype of the angles: x * cos + (-x2, x1) * sin, for halves x1, x2.
+    """Rotate heads [L, H, D] by position, in the angles' dtype: x * cos + (-x2, x1) * sin, for halves x1, x2.
 
     Source: Su et al., RoFormer, arXiv:2104.09864; the halves as in transformers.
     """

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.sharding import laid_as, replace_whole
 
-# One part is computed, one is copied to main memory, one back.
+# At a time, one part is computed, one is copied to main memory, and one is copied back.
 _LANES = 3
 
 
@@ -98,9 +98,9 @@ class _Part:
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW with moments in main memory: saves 8 bytes per trained weight on the device.
 
-    The step is computed on the CPU in float32. In parts, weights and gradients are copied to main memory, and
-    weights back. On CUDA, parts are copied through pinned memory while others are computed. For weights on a
-    CPU the result equals that of `torch.optim.AdamW`.
+    The step is computed on the CPU in float32. Part by part, weights and gradients are copied to main memory,
+    and weights back. On CUDA, parts are copied through pinned memory while others are computed. For weights
+    on a CPU the result equals that of `torch.optim.AdamW`.
     """
 
     part_numbers = 2**24

@@ -4,7 +4,7 @@ A linear layer on the policy's hidden states is limited to what the policy encod
 loss in the policy's layers changes the policy. This critic has its own layers, optimizer, batches and passes;
 it costs a forward pass for values, and a second model to train.
 
-Ranks shard its layers like the policy's. A checkpoint has one file of it for any number of ranks.
+Ranks shard its layers like the policy's. A checkpoint has one file for it, whatever the number of ranks.
 """
 
 import copy
@@ -56,7 +56,7 @@ class OwnCritic:
         self._scorer, self._ranks = replace(policy, model=_copy_policy(policy, table, ranks)), policy.ranks
         self._table, self._seed, self.level = table, seed, level
         self.steps = 0  # of the optimizer, since this object was made
-        self.iterations = 0  # that it has learned from, also before a resume
+        self.iterations = 0  # number of those that it has learned from, also before a resume
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay, epsilon = table.critic_learning_rate, table.weight_decay, table.adam_epsilon
@@ -64,7 +64,7 @@ class OwnCritic:
         self._optimizer = make_adamw(model, rate, decay, epsilon=epsilon, offload=offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
-        """Compute for each segment [N] V in reward units, 0 where no value is read.
+        """Compute V for each segment, [N] in reward units, 0 where no value is read.
 
         SegmentError: the model has no embedding of a token.
         """
@@ -114,7 +114,7 @@ class OwnCritic:
         self._head.zero_grad()
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
-        """Compute the gradient of a step, left on layers and head; return its loss."""
+        """Compute the gradient of a step, and leave it on layers and head; return the step's loss."""
         packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))

@@ -1,7 +1,7 @@
 """The forward pass over one row of packed segments, for decoders with Llama's architecture.
 
-It computes the same as `transformers`, with the model's own modules, adapters or weights, but in two ways
-faster:
+It computes the same as `transformers`, with the model's own modules, adapters or weights, but is faster in
+two ways:
 
     last layer      queries, and everything after attention, only for the N tokens that are read
     other work      norms, rotations and gates by `operators`, in fewer passes over the states
@@ -39,9 +39,9 @@ class Operators:
     """The operations of a layer between matrix products; see `learner.operators`."""
 
     norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    """(norm, states [L, D], addend or None) -> their sum, and its norm."""
+    """(norm, states [L, D], addend or None) -> the sum of states and addend, and the normed sum."""
     last_norm: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    """The same for the model's last norm, with a float32 result."""
+    """As `norm`, for the model's last norm, with a float32 result."""
     rotary: Callable[[Tensor, Any, Tensor, Tensor], Tensor]
     """(heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) -> normed and rotated heads."""
     heads: Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -64,7 +64,7 @@ class _Row:
     read_N: Tensor
     """The tokens whose states are read."""
     attend_read: Attend | None
-    """Attention with only their queries; None: `attend` is as cheap."""
+    """Attention with only the queries of these tokens; None: `attend` is as cheap."""
     operators: Operators
     """The operations between products."""
 
@@ -150,6 +150,6 @@ def heads_apart(
     cos_LD: Tensor,
     sin_LD: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute queries, keys and values, by one product each."""
+    """Compute queries, keys and values by separate products."""
     q_LHD, k_LHD = (rotary(*projection(attention, what, normed_LD), cos_LD, sin_LD) for what in "qk")
     return q_LHD, k_LHD, projection(attention, "v", normed_LD)[0]

@@ -1,7 +1,7 @@
 """`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
 
-It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. It ends
-with its parent; with --port it outlives its parent, and must be ended by its operator. The key is in the
+It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. Without
+--port, and under torchrun, it ends with its parent; else its operator ends it. The key is in the
 environment; logs go to stderr. `learner.calls` describes the calls.
 
 It works for one orchestrator, one call at a time. The answer of the last call stays in memory: after a broken
@@ -77,7 +77,7 @@ class Host:
         self._learner: LocalLearner | None = None
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Execute a call and return its result; LearnerFailed: an earlier call is missing."""
+        """Execute a call and return its result. Raises LearnerFailed if an earlier call is missing."""
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
@@ -95,7 +95,7 @@ class Host:
         self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Return whether the machines of all ranks see the run's directory: a file with this text."""
+        """Return whether the machines of all ranks see the run's directory, where `file` has this text."""
         try:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
@@ -126,7 +126,7 @@ class Host:
 
 
 class Call(Caller):
-    """A call, which is executed once; every request for it gets its lines. `digest` is of its arguments."""
+    """A call, executed once; every request for it gets its `lines`. `digest` is that of its arguments."""
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest
@@ -138,7 +138,7 @@ class Call(Caller):
         self._news = asyncio.Event()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield progress as it comes, at least the last, then the answer."""
+        """Yield new progress reports, at least the last one, then the answer."""
         sent = b""
         while True:
             news, is_done = self._news, self.is_done
@@ -220,7 +220,7 @@ class Calls:
         return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse callers other than the orchestrator, or a later start of its run."""
+        """Refuse callers of another run while the learner has one; a later start of its run takes over."""
         if session == self._session:
             return
         if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):

@@ -39,7 +39,7 @@ class Ranks:
     """Index of this rank, from 0."""
     count: int = 1
     control: dist.ProcessGroup | None = None
-    """Process group of agreements, on the CPU; None for a single rank."""
+    """Process group on the CPU, for the facts that ranks exchange; None for a single rank."""
     timeout_s: float = RANKS_JOIN_S
     """Time limit of a collective, in seconds."""
 
@@ -56,7 +56,7 @@ class Ranks:
         return max(1, min(most, -(-rows // self.count)))
 
     def own_pieces(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
-        """Yield this rank's micro-batches, each with whether it counts.
+        """Yield this rank's micro-batches, each with a bool: whether it counts.
 
         Every rank gets the same number, because each pass gathers weights of all ranks. In the last round a
         rank may get a copy of another rank's micro-batch, which does not count.
@@ -145,7 +145,7 @@ class Ranks:
         raise body.error(TrainerError, LearnerFailed)
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
-        """Do work that needs much main memory, and does not communicate, on a node's ranks one by one."""
+        """Do work on a node's ranks one by one: it needs much main memory, and must not communicate."""
         if not self.are_several:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

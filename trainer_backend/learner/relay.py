@@ -61,7 +61,7 @@ class Relay:
         self._store = distributed_c10d._get_default_store() if ranks.are_several else None
 
     def call(self, name: str, body: bytes, caller: Caller) -> Any:
-        """Execute a call on all ranks; for the first rank. Halted: the call was stopped."""
+        """Execute a call on all ranks; the first rank calls this. Raises Halted if the call was stopped."""
         if self._store is None:
             return self._execute(name, body, caller)
         self._number += 1
@@ -87,7 +87,7 @@ class Relay:
         return result
 
     def follow(self) -> NoReturn:
-        """Execute the calls of the first rank until this process is stopped; for the other ranks."""
+        """Execute the calls of the first rank until this process is stopped; the other ranks call this."""
         assert self._store is not None
         while True:
             self._number += 1

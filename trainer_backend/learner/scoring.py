@@ -143,7 +143,7 @@ class Scorer:
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
 
     def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
-        """Compute [N, D] by the model's own layers, one segment per row."""
+        """Compute the [N, D] hidden states by the model's own layers, one segment per row."""
         parts = []
         for group in groups[0]:
             ids_BL = group.token_ids_BL
@@ -177,11 +177,11 @@ class Scorer:
         return hidden_BLD
 
     def logprobs(self, packed: Packed) -> Tensor:
-        """Compute [N] log-probs of the sampled tokens, differentiable in the model's weights."""
+        """Compute the [N] log-probs of the sampled tokens, differentiable in the model's weights."""
         return self.states(packed).logprobs_N
 
     def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
-        """Compute for each segment [N] log-probs of its sampled tokens (nats), without gradient."""
+        """Compute the [N] log-probs (nats) of each segment's sampled tokens, without gradient."""
         refuse_unknown(segments, self.model)
         return score_by(self.logprobs, segments, keys, self)
 
@@ -192,7 +192,7 @@ class Scorer:
     def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
         """Return the width of a packed row: `row_tokens`, or the longest segment if it is longer.
 
-        Tries share most in rows as long as a micro-batch, of which each rank gets one.
+        Tries share the most in rows as long as a micro-batch. With several ranks, each rank must get a row.
         """
         width = keys.row_tokens
         if tries is not None and self.attention.rows_are_joined:
@@ -220,7 +220,7 @@ def read_pieces(
     keys: LoopKeys,
     scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
-    """Compute [N] columns by micro-batches; return each column split by segment.
+    """Compute columns [N] by micro-batches; return each column split by segment.
 
     All ranks run `forward` on one micro-batch at a time; `columns` extracts the columns from its result.
     Segments are packed as for `scorer`.
@@ -237,7 +237,7 @@ def read_pieces(
 def score_by(
     policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer
 ) -> list[NDArray[Any]]:
-    """Compute for each segment [N] log-probs (nats) of its sampled tokens under `policy`."""
+    """Compute the [N] log-probs (nats) of each segment's sampled tokens under `policy`."""
     return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
@@ -251,7 +251,7 @@ def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """Refuse token ids without an embedding, which a foreign server may send long after it was probed."""
+    """Refuse token ids without an embedding, which a remote server may send long after it was probed."""
     unknown = [
         segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
     ]

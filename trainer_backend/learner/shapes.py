@@ -67,9 +67,9 @@ class ModelShape:
     states: int = 0
     """Number of layers with a state instead of keys and values."""
     state_bytes: int = 0
-    """Bytes per token that autograd saves in such a layer, without norms and MLP."""
+    """Bytes per token that autograd saves in a layer with a state, without norms and MLP."""
     state_numbers: int = 0
-    """Size of such a layer's state in an engine, per row."""
+    """Numbers in a layer's state, per row of an engine."""
     mlps: int = 0
     """Number of layers that are only an MLP, in models whose other layers have none."""
     norms: float = 2.0
@@ -160,7 +160,7 @@ def _count_norms(layers: nn.ModuleList, width: int) -> float:
 
 
 def _mlp_width(config: Any) -> int:
-    """Return the MLP width of a token: of experts, the chosen ones, each with a copy of the state."""
+    """Return the MLP width of a token; of experts, that of the chosen ones, each with a copy of the state."""
     width = config.hidden_size
     dense = largest(config, "intermediate_size") or 4 * width
     names = ("num_experts_per_tok", "top_k_experts")

@@ -40,7 +40,7 @@ def through(module: nn.Module, function: Callable[..., Result], *arguments: Any)
 
 
 def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
-    """Arrange the ranks in `replicas` groups, each with all weights; all ranks call this together first.
+    """Arrange the ranks in `replicas` groups, each with all weights; all ranks must call this together.
 
     Raises JobError if the ranks cannot be divided into equal groups.
     """
@@ -85,7 +85,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
 
 def _select_whole(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Select the weights that all ranks hold whole: adapters; with low-precision matrices, norms and biases.
+    """Select the weights that every rank has whole: adapters; norms and biases if matrices are low-precision.
 
     FSDP gathers weights of one dtype at a time. With low-precision matrices, the whole base is frozen.
     """
@@ -108,7 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return [n] the numbers of a tensor that this rank adds to a sum; the first rank adds copies."""
+    """Return the [n] numbers of a tensor that this rank adds to a sum; of copies, only the first counts."""
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()

@@ -114,7 +114,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Load what `save_moments` wrote, on any number of ranks; CheckpointError: it is another model's."""
+    """Load what `save_moments` wrote, on any number of ranks. Raises CheckpointError for another model."""
     path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
     reader = HuggingFaceStorageReader(str(path))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -30,7 +30,7 @@ Score = Callable[[Sequence[Segment]], Sequence[Row]]
 
 
 class StepSize:
-    """The current peak. Only "desired_kl" changes it, and has state in checkpoints."""
+    """The current peak of the rate. Only "desired_kl" changes the peak, and stores it in checkpoints."""
 
     def __init__(self, table: TrainingTable, seed: int, ranks: Ranks = ALONE) -> None:
         self._table, self._seed, self._ranks = table, seed, ranks
@@ -77,7 +77,7 @@ class StepSize:
 def sample_decisions(
     scored: Sequence[Scored], certain_above: float, seed: tuple[int, int]
 ) -> dict[int, list[int]]:
-    """Sample at most SAMPLE of the actor's decisions that were not certain: t by number of the segment.
+    """Sample at most SAMPLE of the actor's decisions that were not certain: lists of t by segment number.
 
     A decision was certain if each token had a probability above `certain_above` when it was sampled.
     """

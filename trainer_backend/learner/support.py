@@ -19,8 +19,8 @@ ROUNDING = 1e-3
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> str | None:
     """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
 
-    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So logits must be the
-    config's map of lm_head(hidden states), and positions must not depend on the length of a sequence. Packed
+    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So logits must be
+    lm_head(hidden states), scaled and capped, and positions must not depend on a sequence's length. Packed
     rows need layers that respect a mask; other layers compute one segment per row, and padding must not
     affect it.
 
@@ -121,7 +121,7 @@ def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
 
 
 def _compare(own: Tensor, other: Tensor) -> float:
-    """Return the largest difference, relative to the largest logit if that is above 1; of allowed tokens."""
+    """Return the largest difference of allowed logits, relative to the largest of them if that is above 1."""
     is_allowed = ~(own < EXCLUDED / 2)  # NaN counts as allowed, so that it is found
     own, other = own[is_allowed], other[is_allowed]
     return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

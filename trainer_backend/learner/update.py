@@ -102,7 +102,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
-        With `target_kl`, the first step that finds the policy farther away is not taken, nor any later step.
+        Once the policy is farther than `target_kl` from the proximal policy, no step is taken any more.
         `policy_version` is as in `parts.Learner.update`.
 
         Raises:
@@ -202,7 +202,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments; without `members`, those of the first step, if the step can score its own."""
+        """Score all segments, except those of the first step (`members`) if that step can score its own."""
         objectives = self._terms.objectives
         units = {
             level
@@ -222,7 +222,7 @@ class PolicyUpdate:
     def _logprobs(
         self, episodes: Sequence[CreditedEpisode], cached: Mapping[str, Sequence[Row]], policy: Reference
     ) -> list[Row]:
-        """Return for each segment [N] log-probs: all from the cache, or all scored now."""
+        """Return the [N] log-probs of each segment: all from the cache, or all scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
@@ -256,10 +256,10 @@ class PolicyUpdate:
         first: FirstStep | None = None,
         drift_limit: float = math.inf,
     ) -> dict[str, float]:
-        """Compute the gradient of a step, left on the parameters; return the step's metrics.
+        """Compute the gradient of a step, and leave it on the parameters; return the step's metrics.
 
-        Drift only grows. Once it exceeds `drift_limit` (nats), the step must be discarded: the remaining
-        micro-batches run forward only, for the metrics, and the gradient must not be used.
+        The drift (DRIFT) only grows. Once it exceeds `drift_limit` (nats), the step must be discarded: the
+        remaining micro-batches run forward only, for the metrics, and the gradient must not be used.
 
         `step` is a part of the segments of `weighed`, or drafts that `first` scores by the step's own forward
         passes; `episodes` are by rollout id. The pass has `steps` steps. `is_first`: whether the weights are
@@ -303,7 +303,7 @@ class PolicyUpdate:
             self._places += sum(PaddedRows.places(piece.packed) for piece in pieces)
 
     def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
-        """Return the load of a step's experts; for the balancing loss, already over all micro-batches."""
+        """Return the load of a step's experts, for a balancing loss already over all micro-batches."""
         experts = self._scorer.experts
         load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
         if experts is not None and experts.coefficient and len(pieces) > 1:
@@ -346,7 +346,7 @@ class PolicyUpdate:
         return drift
 
     def _token_weights(self, step: Sequence[Scored], steps: int) -> Sequence[Row]:
-        """Compute for each segment of a step [N] the weights of its sampled tokens."""
+        """Compute, for each segment of a step, the weights of its sampled tokens."""
         if self._aggregation.over == "iteration":
             return [steps * np.asarray(item.share) for item in step]
         weights = self._aggregation.weights([item.segment for item in step], self._aggregation_keys)
@@ -483,7 +483,7 @@ class _Load:
         return balance_loss(piece.probability_E, sent_ME.sum(dim=0).to(piece.probability_E), routed)
 
     def sent_by_all(self, ranks: Ranks) -> Tensor | None:
-        """Sum [M, E] over all ranks, which all call this; None: nothing was sent."""
+        """Sum the counts [M, E] over all ranks, which must all call this; None if nothing was sent."""
         own = None if self.sent is None else self.sent.cpu()
         parts = [part for part in ranks.of_every_rank(own) if part is not None]
         return torch.stack(parts).sum(dim=0) if parts else None

@@ -3,10 +3,9 @@
     V = w . (h - mean) / std + b          w [D] and b are float32, and 0 at first
 
 It reads the hidden states of the policy's forward pass, so it needs no second pass. At the beginning of
-decisions these are nearly the same vector (on the demo's model of length 11, of which 2.2 differ between
-states), and gradient descent would learn little else. So inputs are standardised, by mean and std [D] of the
-first scored states, which then stay fixed. With a separate AdamW, the head does not change the policy's
-moments.
+decisions, hidden states are nearly the same vector (on `tiny-0.3m` of length 11, of which 2.2 differ between
+states), and gradient descent would learn little else. So inputs are standardised by mean and std [D] of the
+first scored states, then fixed. With a separate AdamW, the head does not change the policy's moments.
 """
 
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
-# A step moves a value by the bias at most this share of what all weights together may move it.
+# In a step, the bias may move a value by at most this share of what all weights together may.
 _BIAS_SHARE = 0.1
 # The std of an input is at least this share of the median, so that constant inputs are not amplified.
 _LEAST_STD = 0.1
@@ -56,12 +55,12 @@ class ValueHead:
         return {"weight": self._weight_D, "bias": self._bias}
 
     def _read(self, states: Hidden) -> Tensor:
-        """Return [N] where a value is read."""
+        """Return the [N] bools of whether a value is read."""
         first_N = states.rows.first_N
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: Hidden) -> Tensor:
-        """Compute [N] V in reward units, float32, 0 where no value is read.
+        """Compute V, [N], in reward units and float32; 0 where no value is read.
 
         With training.value_trunk_gradient its gradient reaches the policy.
         """
@@ -143,7 +142,7 @@ class _Inputs:
         ranks.sum_((self._sum_D, self._squares_D))
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """Return [D] each; the std is at least _LEAST_STD of the median, and 1 if nothing varies."""
+        """Return mean and std [D]; the std is at least _LEAST_STD of the median, and 1 if nothing varies."""
         mean_D = self._sum_D / self.count
         square_D = self._squares_D / self.count
         variance_D = square_D - mean_D.square()

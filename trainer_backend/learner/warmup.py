@@ -40,8 +40,8 @@ def demonstrations(
     """Build a segment for every decision worth imitating of episodes that reach `min_outcome_reward`.
 
     The prompt is rendered as by the gateway. The target is the decision, or its label, as the model would
-    have to write it: in its tool-call format, ended by its stop token; of that, the tokens that it may
-    sample (`allowed`; None: all).
+    have to write it: in its tool-call format, ended by its stop token. Only tokens that the model may sample
+    are targets (`allowed`; None: all).
     """
     kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
     segments = []

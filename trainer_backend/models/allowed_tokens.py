@@ -1,20 +1,20 @@
-"""Restricts a model to some tokens: it samples these alone, by a softmax over these alone."""
+"""Restricts a model to some tokens: the softmax is over these tokens, and all others have probability 0."""
 
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Logit of a token that is not allowed. In float32 its probability is 0, and so is its share of an entropy;
-# with -inf that share would be 0 * inf.
+# Logit of a token that is not allowed. In float32 the token's probability is 0, and so is its share of an
+# entropy; with -inf that share would be 0 * inf, which is NaN.
 EXCLUDED = -1e4
 _KEY = "allowed_token_ids"
 
 
 def allow_only(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
-    """Exclude all other tokens, by a bias of the head that is not trained; the config stores the ids.
+    """Exclude all tokens except `token_ids`, by an untrained bias of the head; the config stores the ids.
 
-    Engine, learner and transformers add the bias of a head, so all three have the same distribution.
+    Engine, learner and transformers add the bias of a head, so all three compute the same distribution.
     """
     rows = model.lm_head.weight.shape[0]
     assert model.lm_head.bias is None, "the presets' heads have no bias"

@@ -6,7 +6,7 @@
     swiglu      silu(gate) * up                                                     rows [T, 2 M]
     store       writes keys and values of tokens to their rows of a cache
     attend      causal attention of tokens over their own rows, without padding
-    path_*      the same over a row of tries in depth-first order, and its gradients
+    path_*      causal attention over a row of packed tries (`Depths`), and its gradients
     small_pass  a whole forward pass of a small decoder, with sampling (`inference.small_pass`)
 
 In a model of under a million parameters, the overhead of torch's operators takes more time than the matrix
@@ -14,7 +14,7 @@ products. In larger models, torch's products of few tokens take up to 1.7 times 
 differ from torch's only by the order of sums: they agree to 1e-6.
 
 The source is `cpu_kernels.c`, and `cpu_pass.c` for `small_pass`. It is compiled in a few seconds, into
-`~/.cache/turnwise`. Threads come from torch's pool. Sources: as `models.kernels`.
+`~/.cache/turnwise`. Threads come from torch's pool. Sources: see `models.kernels`.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 _WIDEST_HEAD = 256
 # With fewer inputs, the final sum over vector lanes costs more than is saved.
 _LEAST_INPUTS = 320
-# By vector lanes (AVX-512, AVX2), the most tokens for which `product` beat MKL; without AVX torch multiplies.
+# The most tokens for which `product` beat MKL, by vector lanes (16: AVX-512, 8: AVX2). Else torch multiplies.
 _MOST_TOKENS = {16: 128, 8: 32}
 # Outputs that `product` computes at a time.
 _COLUMNS = 8
@@ -88,7 +88,7 @@ class _Gradients(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Which tokens attend to which in a packed row of tries; a segment is a trie without branches."""
+    """Depths of tokens in packed tries. A token attends to its path from the root; a segment is one path."""
 
     position_L: Tensor
     """int64 depth of each token, in depth-first order, without padding."""
@@ -98,7 +98,7 @@ class Depths:
 
     @classmethod
     def of(cls, position_L: Tensor, query_N: Tensor | None = None) -> Self:
-        """Return the depths with queries at `query_N`, distinct positions in any order; None: at all."""
+        """Return the depths. `query_N` are the indices of tokens with queries; None: all tokens have one."""
         query_L = None
         if query_N is not None:
             query_L = torch.full_like(position_L, -1)
@@ -132,19 +132,19 @@ class CpuKernels:
         self._library: Any = library
 
     def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
-        """Whether `product` supports this number of tokens and this weight, and is faster than torch."""
+        """Return whether `product` supports `tokens` tokens and this weight, and is faster than torch."""
         outputs, inputs = weight_OI.shape
         is_wide = inputs >= _LEAST_INPUTS and inputs % self._lanes == 0 and outputs >= _COLUMNS
         return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0) and weight_OI.is_contiguous()
 
     def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return [T, O] x w' if it `multiplies`. A token's result does not depend on other tokens."""
+        """Return x w', [T, O]. Needs `multiplies` to be true. A token's result does not depend on others."""
         out_TO = input_TI.new_empty((len(input_TI), len(weight_OI)))
         self._multiply(input_TI, weight_OI, out_TO, adds=False)
         return out_TO
 
     def add_product(self, input_TI: Tensor, weight_OI: Tensor, *, to_TO: Tensor) -> None:
-        """Add x w' to `to_TO` if it `multiplies`."""
+        """Add x w' to `to_TO`. Needs `multiplies` to be true."""
         if len(weight_OI) % _COLUMNS:
             to_TO.add_(self.product(input_TI, weight_OI))
         else:
@@ -229,7 +229,7 @@ class CpuKernels:
     def store(
         self, k_TKD: Tensor, v_TKD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor
     ) -> None:
-        """Write keys and values to a cache [rows, heads, columns, D]; `heads_TK` index rows * heads."""
+        """Write keys and values to a cache [rows, heads, columns, D]; `heads_TK` are row * heads + head."""
         keys, values = cache
         tokens, heads, size = k_TKD.shape
         self._library.store(
@@ -241,7 +241,7 @@ class CpuKernels:
     def path_forward(
         self, depths: Depths, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return [N, H, D] attention and [N, H] log-sum-exp. Keys and values have equal head dimensions."""
+        """Return attention [N, H, D] and log-sum-exp [N, H]. Keys and values have equal head dimensions."""
         q, k, v = map(_by_token, (q_NHD, k_LHD, v_LHD))
         out_NHD, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         row = depths.row(q, k, v, scale)
@@ -276,7 +276,7 @@ class CpuKernels:
         self, q_THD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor, *,
         scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return [T, H, D] attention over each token's row up to its column, and [T, H] log-sum-exp."""
+        """Return attention [T, H, D] of each token over its row up to its column, and log-sum-exp [T, H]."""
         keys, values = cache
         tokens, heads, size = q_THD.shape
         out_THD = q_THD.new_empty((tokens, heads, size))
@@ -296,7 +296,7 @@ class CpuKernels:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the address of a float32 tensor; with another dtype a kernel would read and write beyond it."""
+    """Return the address of a float32 tensor; refuse other dtypes, since kernels would overrun the tensor."""
     if tensor is None:
         return None
     if tensor.dtype != torch.float32:
@@ -322,7 +322,7 @@ def _by_token(tokens: Tensor) -> Tensor:
 
 
 def _parts(keys: Tensor, threads: int) -> int:
-    """Return into how many parts a row is split: by threads, if its heads cannot keep all of them busy."""
+    """Return the number of parts of a row: one per thread, unless the threads can share its heads evenly."""
     return 1 if keys.shape[1] % threads == 0 else threads
 
 

@@ -89,7 +89,7 @@ def config_alone(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a folder; refuse it if it has more than `known_ids` ids, when given."""
+    """Load the tokenizer of a folder; if `known_ids` is given, refuse a tokenizer with more ids than that."""
     if not any((Path(folder) / name).is_file() for name in VOCABULARY_FILES):
         raise ModelFolderError("the tokenizer is missing", where=str(folder), hint="Add tokenizer.json.")
     refuse_own_tokenizer(Path(folder))
@@ -123,9 +123,9 @@ def save_model_folder(
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write config.json, model.safetensors and, when given, the tokenizer with its chat template.
+    """Write config.json, model.safetensors and, if given, the tokenizer with its chat template.
 
-    `weights` replace the model's own, such as weights with a merged adapter.
+    `weights`, such as those with a merged adapter, are written instead of the model's own.
     """
     with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
@@ -185,12 +185,12 @@ def _refuse_foreign_tokenizer(
                 )
 
 
-# Texts of a RuntimeError from the CPU's allocator; from Metal and the CUDA driver; from cuBLAS and cuDNN.
+# Parts of an out-of-memory error's text: of the CPU's allocator, of Metal and CUDA, of cuBLAS and cuDNN.
 _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether memory ran out: torch's own error class on CUDA, the text of the error elsewhere."""
+    """Return whether an error means that memory ran out, by torch's own class (CUDA) or by its text."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
@@ -229,7 +229,7 @@ def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
     """Cut the model's embedding to the first `rows` ids; return how many it dropped.
 
     Large models of a family pad their embedding further than small ones. No tokenizer has the padding ids,
-    and a smaller model cannot score them. Without their rows they are never sampled, and have no probability.
+    and a smaller model cannot score them. Without rows, these ids are never sampled and have no probability.
     """
     beyond = max(embedding_rows(model) - rows, 0)
     if beyond:

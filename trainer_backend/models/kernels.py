@@ -1,7 +1,7 @@
 """Triton kernels for the operations between a decoder's matrix products, and for log-probs of logits.
 
-Engine and learner use the same kernels on CUDA, so that they round alike: where, `models.precision` says.
-A kernel fuses operators of torch, each of which would read and write the states once more.
+Engine and learner use the same kernels on CUDA, so both round at the same places (`models.precision`).
+A kernel replaces several operators of torch, each of which would read and write the states again.
 
     rms_norm         h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
     rotary           optional norm of each head, and rotation of its halves by position   heads [T, S, D]
@@ -24,8 +24,8 @@ from torch import Tensor
 
 # Heads, gate values and logits that a program handles at a time.
 _HEADS, _GATE, _LOGITS = 8, 1024, 4096
-# Programs that sum a weight's gradient; a large GPU runs several on each multiprocessor. Their sums are
-# added.
+# Number of programs among which the tokens are divided to sum a weight's gradient; these partial sums are
+# then added. A large GPU runs several of the programs on each multiprocessor.
 _PROGRAMS = 512
 
 
@@ -77,7 +77,7 @@ def _norm_back(
 
 @triton.jit
 def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's heads, offsets in half a head with mask, and offsets in a token with mask."""
+    """Return a program's heads, offsets in half a head and their mask, offsets in a token and their mask."""
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     in_half = d < DIM // 2
@@ -257,9 +257,9 @@ def rms_norm(
     sums_TW: Tensor,
     out: torch.dtype,
 ) -> Tensor:
-    """Compute [T, W] the norm of float32 states plus `added_TW`, rounded once, to dtype `out`.
+    """Return the RMS norm of float32 states plus `added_TW`, [T, W], rounded once, to dtype `out`.
 
-    The sum goes to `sums_TW`, float32, which may be the states; without `added_TW` it is not written.
+    The sum is written to `sums_TW` (float32), which may be the states; without `added_TW` nothing is written.
     """
     rows, width = states_TW.shape
     out_TW = torch.empty((rows, width), dtype=out, device=states_TW.device)
@@ -282,10 +282,10 @@ def rms_norm_backward(
     added: torch.dtype | None,
     weighs: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of `rms_norm`: of the states, of `added_TW` in dtype `added`, and of the weight.
+    """Return the gradients of `rms_norm` with respect to states, `added_TW` (in dtype `added`) and weight.
 
-    `by_sums_TW` is the gradient of the sums from other uses, if any; `weighs`: the weight's gradient is
-    needed.
+    `by_sums_TW` is the gradient that the sums get from their other uses, or None. The weight's gradient is
+    None unless `weighs` is true.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
@@ -312,12 +312,12 @@ def rotary(
     eps: float,
     out: torch.dtype,
 ) -> Tensor:
-    """Compute [T, S, D] the heads, normed if `weights` are given, and rotated to their token's position.
+    """Return the heads [T, S, D] rotated by their token's position, after a norm if `weights` are given.
 
-    A token's heads are contiguous; tokens may have any stride. `weights` are float32 [D]: the norm of the
-    first `queries` heads, and of the others. `cos_LD` and `sin_LD` are float32 tables over all positions,
-    with equal halves, except for the sign of the first half. Token t reads row `positions_T[t]` of the
-    tables, or row t if `positions_T` is None.
+    A token's heads are contiguous; tokens may have any stride. `weights` are two float32 [D]: one for the
+    first `queries` heads, one for the other heads, the keys. `cos_LD` and `sin_LD` are float32 tables over
+    all positions. Both halves of a row have the same angles; the first half of a sine may be negated. Token
+    t reads row `positions_T[t]` of the tables, or row t if `positions_T` is None.
     """
     tokens, heads, dim = heads_TSD.shape
     out_TSD = torch.empty((tokens, heads, dim), dtype=out, device=heads_TSD.device)
@@ -342,10 +342,10 @@ def rotary_backward(
     eps: float,
     weighs: bool,
 ) -> Tensor | None:
-    """Compute the gradients of `rotary` with one weight and without positions; return the weight's.
+    """Write the gradient of the heads of `rotary` to `by_heads_TSD`; return the weight's, if it is needed.
 
-    The gradient of the heads is written to `by_heads_TSD`, where a token's heads are contiguous, as in
-    `heads_TSD`. `heads_TSD` is read only with a weight.
+    All heads have the same weight, and token t reads row t of the tables. A token's heads are contiguous in
+    `by_heads_TSD` and in `heads_TSD`, which is read only if there is a weight.
     """
     tokens, heads, dim = heads_TSD.shape
     groups = triton.cdiv(heads, _HEADS)
@@ -362,7 +362,7 @@ def rotary_backward(
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-    """Compute [T, M] silu(gate) * up, in their dtype. Rows may have any stride."""
+    """Return silu(gate) * up, [T, M], in the dtype of gate and up, whose rows may have any stride."""
     rows, width = gate_TM.shape
     out_TM = torch.empty((rows, width), dtype=gate_TM.dtype, device=gate_TM.device)
     if rows:
@@ -373,7 +373,7 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
-    """Compute [T, 2 M] the gradients of `swiglu`: of the gate, then of up."""
+    """Return the gradients of `swiglu` with respect to gate and up, side by side, [T, 2 M]."""
     rows, width = gate_TM.shape
     by_both_TM = by_out_TM.new_empty((rows, 2 * width))
     by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
@@ -388,7 +388,7 @@ def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor
 def token_logprobs(
     logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute, for float32 logits, [N] each: target's log-prob, entropy, log-sum-exp of z / temperature."""
+    """Return log-prob of the target, entropy and log-sum-exp, [N] each, of float32 logits / temperature."""
     rows, width = logits_NV.shape
     logprobs_N, entropies_N, totals_N = (logits_NV.new_empty(rows) for _ in range(3))
     if rows:
@@ -410,7 +410,7 @@ def token_logprobs_backward(
     *,
     out: torch.dtype,
 ) -> Tensor:
-    """Compute [N, V] the gradient of `token_logprobs` by the logits, in dtype `out`."""
+    """Return the gradient of `token_logprobs` with respect to the logits, [N, V], in dtype `out`."""
     rows, width = logits_NV.shape
     out_NV = torch.empty((rows, width), dtype=out, device=logits_NV.device)
     block = min(_LOGITS, triton.next_power_of_2(width))
@@ -423,5 +423,5 @@ def token_logprobs_backward(
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program whose block fits in registers."""
+    """Return the number of warps of a program, so that its block fits in registers."""
     return max(1, min(16, block // 256))

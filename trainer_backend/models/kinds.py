@@ -1,7 +1,7 @@
 """Decides from a model's config and class how learner and engine compute its layers.
 
-by position    attention over keys and values by position, with a mask: packed rows, the engine's cache
-otherwise      the model's own layers, one text per row, with transformers' own cache
+by position    rows of several texts in the learner; a cache of keys and values by position in the engine
+otherwise      rows of one text each in the learner; a cache for each kind of layer in the engine
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trainer_backend.core.logprobs import LogitMap
 from trainer_backend.errors import ModelFolderError
 
-# Names in configs of layers that attend to all earlier positions;
+# Kinds of layers, as configs name them. These attend to all earlier positions.
 _FULL = frozenset({"full_attention", "attention"})
-# of layers without attention or state;
+# These have neither attention nor a state.
 STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
-# of layers with a state instead of keys and values.
+# These have a state instead of keys and values.
 STATES = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid"})
 # Models that multiply logits by `logits_scaling`; others, such as Granite, divide by it.
 _MULTIPLY = frozenset({"hyperclovax"})
@@ -36,7 +36,7 @@ def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Return the attention implementation for the model: only eager computes score caps and sinks."""
+    """Return the name of the attention to use in transformers: only "eager" computes score caps and sinks."""
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and not is_capped else "eager"
 
@@ -52,7 +52,7 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 
 
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
-    """Return which layers do not attend to all of `longest` positions, in words; None if all do."""
+    """Describe the layers that do not attend to all of `longest` positions; None if there are none."""
     window = getattr(config, "sliding_window", None)
     # In models without `layer_types` the window applies to all layers.
     kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
@@ -68,7 +68,7 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
 
 
 def largest(config: Any, name: str) -> int | None:
-    """Return the largest value of a size over the layers; None if no layer has it."""
+    """Return the largest value of the config's key `name` over the layers; None if no layer has the key."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     sizes = (getattr(layer, name, None) for layer in layers)
     return max((int(size) for size in sizes if size is not None), default=None)
@@ -85,7 +85,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) -> list[str]:
-    """Return the packages with fast kernels for the model's stateful layers that are not installed."""
+    """Return the packages that have fast kernels for the model's stateful layers, but are not installed."""
     config = config.get_text_config()
     kinds = set(layer_kinds(config))
     packages = {"causal-conv1d": "causal_conv1d"} if kinds & STATES else {}
@@ -101,11 +101,11 @@ def module_is_here(name: str) -> bool:
 
 
 def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
-    """Refuse rotations that depend on the sequence length: the longest of a batch would change all others."""
+    """Refuse rotations that depend on the sequence length: a long sequence would change its whole batch."""
     config = config.get_text_config()
     made_for = getattr(config, "max_position_embeddings", None)
     stated = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
+    # A config has one rotation for all layers, or one for each kind of layer.
     for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
         kind = str(rotation.get("rope_type", rotation.get("type")))
         if "dynamic" not in kind and kind != "longrope":

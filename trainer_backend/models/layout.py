@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
 
-# File of a checkpoint with adapters only: names the sibling folder with their base model, and its digest.
+# File of a checkpoint with adapters only: the name of the folder with their base model, and its digest.
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -115,7 +115,7 @@ def refuse_untrainable(folder: Path) -> None:
 
 
 def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json with the text model's sizes: a wrapper's text_config, or all."""
+    """Return the text model's part of a config.json: a wrapper's text_config, otherwise the whole config."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
@@ -133,7 +133,7 @@ def refuse_own_tokenizer(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read config.json, of adapters that of their base model; ModelFolderError as `read_object`."""
+    """Read config.json of a folder's model, or of its adapters' base model; errors as in `read_object`."""
     return read_object((base_folder(folder) or folder) / CONFIG)
 
 
@@ -149,9 +149,9 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def described(config: Mapping[str, Any]) -> str:
-    """Describe architecture and size; equal for models whose tensors have the same names and shapes.
+    """Describe architecture and size; models with the same tensor names and shapes get the same text.
 
-    Names the `model_type`, which every config.json has; `architectures` depends on the class that saved it.
+    It has the `model_type`, which every config.json has; `architectures` depends on the class that saved it.
     """
     sizes = text_sizes(config)
     layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")

@@ -1,8 +1,8 @@
-"""Keeps the parts of a model folder that are not trained, and writes them back unchanged.
+"""Keeps the parts of a model folder that training does not change, and writes them to later folders.
 
 Of a wrapper of text and vision (`...ForConditionalGeneration`), only the text part is trained; it is loaded
-as a causal language model. Vision towers, projectors, heads of later tokens (`mtp.*`) and the processor's
-settings are copied from folder to folder, so that other programs can load each folder as its original class.
+as a causal language model. Vision towers, projectors, multi-token prediction heads (`mtp.*`) and processor
+settings are copied to each folder, so that programs can load it as its original class. Names of a tensor:
 
     in memory                        model.layers.0...                     the causal model of transformers
     in a folder (`as_stored`)        model.language_model.layers.0...      one tensor per expert
@@ -51,14 +51,14 @@ BELOW = ".base_layer"
 
 @dataclass(frozen=True)
 class Origin:
-    """The untrained parts of a model folder; copies of a model share them."""
+    """The parts of a model folder that training does not change; copies of a model share one `Origin`."""
 
     config: Mapping[str, Any] | None = None
     """The wrapper's config.json; None without a wrapper."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """The processor's settings, by file name."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """By tensor name, the open file that holds the tensor; open, so that the file may be deleted."""
+    """The file of each kept tensor, by the tensor's name. Files stay open, so that they may be deleted."""
 
     def __deepcopy__(self, memo: object) -> "Origin":
         return self
@@ -111,12 +111,12 @@ class Origin:
 
 
 def read_origin(model: PreTrainedModel) -> Origin:
-    """Return the untrained parts of a model's folder; empty for a model that was built here."""
+    """Return the `Origin` of a model's folder; an empty one for a model that was built here."""
     return getattr(model, _ATTRIBUTE, None) or Origin()
 
 
 def remember_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Attach the untrained parts of its folder to a model."""
+    """Attach the `Origin` of its folder to a model."""
     config = read_object(folder / CONFIG)
     is_wrapper = "text_config" in config
     own = set(as_stored(model, {name: weight.to("meta") for name, weight in model.state_dict().items()}))
@@ -146,7 +146,7 @@ def plain_name(name: str) -> str:
 
 
 def text_name(name: str) -> str:
-    """Return the name in memory of a tensor in a wrapper's folder; other names stay."""
+    """Return the in-memory name of a tensor in a wrapper's folder; return any other name unchanged."""
     for pattern, own in WRAPPED_NAMES.items():
         name = re.sub(pattern, own, name)
     return name
@@ -158,7 +158,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Convert tensors of a folder to the model's own names; unknown tensors stay."""
+    """Convert tensors of a folder to the model's own form and names; unknown tensors stay unchanged."""
     own = {plain_name(name) for name in model.state_dict()}
     if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
         return tensors
@@ -180,9 +180,9 @@ def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mappin
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Silence transformers' progress bars, which break a run's live display, and its table of unread tensors.
+    """Silence transformers' table of unread tensors, and progress bars, which break a run's live display.
 
-    Tensors that must not be left unread are errors of our own.
+    If a required tensor was not read, the caller raises an error.
     """
     was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -196,7 +196,7 @@ def quiet_library() -> Iterator[None]:
 
 
 def refuse_joined(model: PreTrainedModel) -> None:
-    """Refuse a model whose folder stores several of its tensors as one: they cannot be sent one by one."""
+    """Refuse a model whose folder stores several tensors as one, since weights are sent tensor by tensor."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)

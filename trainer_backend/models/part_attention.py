@@ -1,4 +1,4 @@
-"""Attention on a CPU in parts, over shared keys and over each query's own keys, which are then joined.
+"""Attention on a CPU in parts: over shared keys, and over each query's own keys. The results are then joined.
 
 With output o_i and log-sum-exp l_i of part i, the whole is
 
@@ -7,7 +7,7 @@ With output o_i and log-sum-exp l_i of part i, the whole is
 A part's backward pass with o and l of the whole, instead of its own, gives the exact gradient of the whole.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
-arXiv:2310.01889 (blocks by themselves, joined).
+arXiv:2310.01889 (separate blocks, then joined).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHORT = 128
 
 @cache
 def why_no_parts() -> str | None:
-    """Return why this torch cannot attend in parts: its private operators differ; None if it can."""
+    """Return why this torch cannot attend in parts (its private operators differ); None if it can."""
     forward = "query key value dropout_p is_causal attn_mask scale"
     backward = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
     for name, operator, wanted in (
@@ -49,7 +49,7 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def widened(v: Tensor, size: int) -> Tensor:
-    """Pad values with zeros to the head dimension of keys, as kernels require; DeepSeek's are narrower."""
+    """Pad values with zeros to the keys' head dimension, as kernels need; DeepSeek's values are narrower."""
     return v if v.shape[-1] == size else torch.nn.functional.pad(v, (0, size - v.shape[-1]))
 
 
@@ -87,7 +87,7 @@ def attended(
 
 
 def attended_under(mask_B1NL: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `attended` with a mask that is added to the scores; has no gradient."""
+    """Compute `attended` with a mask that is added to the scores; the result has no gradient."""
     out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=mask_B1NL, scale=scale)
     return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
 
@@ -96,7 +96,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     hidden: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute a part's gradients of queries, keys and values; `out` and `lse` are those of the whole."""
+    """Compute a part's gradients of queries, keys and values; `out` and `lse` are of the whole attention."""
     if hidden is None and k.shape[2] > _SHORT:
         lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
         dq, dk, dv = _BACKWARD(

@@ -26,12 +26,12 @@ def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
-    """Return a model's inputs: token ids, or with a low precision rounded embeddings as float32."""
+    """Return a model's inputs: token ids, or, with a low precision, float32 embeddings that are rounded."""
     if low is None:
         return {"input_ids": ids_BL}
     tokens = {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
-        # Gemma's embeddings per layer. Without ids, Gemma would search for them by their embeddings.
+        # Gemma's embeddings per layer. Without ids, Gemma would search for the ids by their embeddings.
         decoder: Any = model.base_model
         tokens["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_BL).to(low).float()
     return tokens

@@ -1,7 +1,7 @@
 """Causal language models of 0.3 to 26 million parameters, built from a `transformers` config.
 
-They are ordinary Qwen3 models, small enough to be trained from scratch; those of under a million parameters
-on one core of a laptop. Their shapes: `core.presets`.
+The presets are ordinary Qwen3 models, small enough to be trained from scratch. One core of a laptop trains
+those of under a million parameters. Shapes: `core.presets`.
 """
 
 import math
@@ -37,8 +37,8 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
 
 
 # Standard deviation of initial weights, for models up to this width. The usual 0.02 is meant for wide models:
-# at width 96 the first logits would be nearly flat, and the warm-up slow to start. In wider models it falls,
-# so that logits keep their scale.
+# at width 96 the first logits would be nearly flat, and the warm-up slow to start. For wider models we lower
+# the deviation, so that logits keep their scale.
 _DEVIATION, _NARROW = 0.06, 128
 
 

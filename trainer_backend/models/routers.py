@@ -1,8 +1,8 @@
-"""Records the experts that a mixture's routers choose in one pass, and prescribes them in another.
+"""Records which experts the routers of a mixture-of-experts model choose, and replays the choices later.
 
 Every family's router selects k of E experts by one `torch.topk` over [tokens, E] scores; the computation of
-scores and weights differs by family. Replay replaces that call: it returns the prescribed indices and the
-scores there. So weights and gradients still come from the router's own scores.
+scores and weights differs by family. Replay replaces the result of that call by the recorded indices and the
+router's own scores at these indices. So weights and gradients still come from the router.
 
 Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers ("R3"),
 arXiv:2510.11370.
@@ -107,8 +107,8 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     """Return the routers whose choices the engine records; None if it records none.
 
     Args:
-        wanted: the job's setting; None: only in a low precision, since in float32 sampler and learner choose
-            alike.
+        wanted: the job's setting; None: record only in a low precision, since in float32 sampler and learner
+            choose alike.
 
     Raises:
         ModelFolderError: recording is wanted, but the choices cannot be recorded.
@@ -138,7 +138,7 @@ _replay: ContextVar[Callable[[], AbstractContextManager[None]] | None] = Context
 
 @contextmanager
 def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[None]:
-    """Send tokens to these experts inside the context; a number below 0 keeps the router's choice.
+    """Send tokens to these experts inside the context; where a number is below 0, the router chooses.
 
     Args:
         experts_BLW: the choices of the pass, as from `Routers.columns`; None: no replay.
@@ -189,7 +189,7 @@ class _Choice(TorchFunctionMode):
     def __init__(self, experts: int, choose: Callable[[Tensor], Tensor], *, alone: bool) -> None:
         super().__init__()
         self._experts, self._choose = experts, choose
-        # With outer choices, a recomputation would save more tensors than the first pass, an error of torch.
+        # With outer contexts, a recomputation saves more tensors than the first pass, which torch refuses.
         self._unseen: Callable[[], AbstractContextManager[None]] = (
             torch._C.DisableTorchFunction if alone else nullcontext
         )

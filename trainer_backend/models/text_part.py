@@ -1,4 +1,4 @@
-"""Builds the causal language model of a config; for a wrapper of text and vision, of its text part."""
+"""Builds the causal language model of a config; only the text part of a wrapper of text and vision."""
 
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 def text_config(folder: Path) -> Any:
-    """Read the config of a folder's model; for a wrapper of text and vision, of its text part."""
+    """Read the config of a folder's model. Of a wrapper of text and vision, return the text part's config."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     if text is not config:

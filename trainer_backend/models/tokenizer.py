@@ -17,7 +17,7 @@ from trainer_backend.errors import ModelFolderError
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 # Key of tokenizer_config.json that names the tool-call format; `inference.tool_format` reads it.
 TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
-# Its key for further variables of the chat template; `inference.rendering` reads it.
+# Key of tokenizer_config.json with further variables of the chat template; `inference.rendering` reads it.
 CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"
 WORD_PATTERN = r" ?[^\s]+|\s+"
 # Count of each of `whole_words` in training: higher than any real word's, so that its merges come first.
@@ -92,7 +92,7 @@ def train_tokenizer(
 
 
 def id_count(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the least number of rows of an embedding: the tokenizer's highest id plus 1."""
+    """Return the number of embedding rows that the tokenizer needs: its highest id plus 1."""
     return max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 

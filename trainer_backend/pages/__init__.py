@@ -1,1 +1,1 @@
-"""Pages about runs and jobs, from the store and the run directories; see docs/dashboard.md."""
+"""The dashboard's pages about runs and jobs, made from the store and run directories (docs/dashboard.md)."""

@@ -1,4 +1,4 @@
-"""Pure: reads and writes the addresses of lists: filter, order and place."""
+"""Reads and writes the query strings of list pages: filter, order and position. Pure."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ Filter = TypeVar("Filter")
 
 
 def read_filter(kind: type[Filter], params: Mapping[str, str]) -> Filter:
-    """Read a filter, a dataclass, from an address; a form also sends its empty fields."""
+    """Read a filter of the dataclass `kind` from a query string. Empty fields of a form are ignored."""
     hints = get_type_hints(kind)
     texts = {name: params[name].strip() for name in hints if params.get(name, "").strip()}
     return kind(**{name: _value(name, text, get_args(hints[name])) for name, text in texts.items()})
@@ -46,7 +46,7 @@ def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) 
 
 
 def describe_order(sort: str, down: bool, newest: str) -> str:
-    """Describe an order; `newest` is the name of the sort by age."""
+    """Describe an order in words; `newest` is the value of `sort` that means by age."""
     if sort == newest:
         return "newest first" if down else "oldest first"
     return f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"

@@ -54,7 +54,7 @@ def _difference(first: Story, other: Story) -> Interval | None:
 
 
 def _doubt(first: Story, other: Story) -> Iterator[str]:
-    """Yield sentences about keys that make the same world another task, and about incomparable rows."""
+    """Yield sentences about keys that make the same world another task, and about rows that differ."""
     # Rows with ids from their content are the same in any file and any split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
@@ -139,7 +139,7 @@ def doubts(sides: Sequence[Story]) -> list[str]:
 
 
 def _seed_sentences(sides: Sequence[Story]) -> list[str]:
-    """Say that no interval includes the effect of training seeds, and which runs show this effect."""
+    """Say that the intervals leave out the effect of the training seed, and which runs show this effect."""
     groups = [[sides[at].name for at in group] for group in group_seeds([side.config for side in sides])]
     groups = [names for names in groups if len(names) > 1]
     if not groups:

@@ -50,7 +50,7 @@ def action_text(step: StepData) -> str:
 
 
 def interaction_texts(step: StepData) -> list[str]:
-    """Return an interaction's answers outside of prompts: its last response, and its metadata."""
+    """Return what an interaction said that no prompt shows: its last response, and its metadata."""
     answer = step.step_info.user_answer
     if answer is None:
         return []
@@ -95,9 +95,9 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
 
 
 def _walk(steps: Sequence[StepData]) -> tuple[list[Message], dict[int, tuple[Message, int]], int]:
-    """Return the prompt of the last of these decisions, its edits, and the number of its first new message.
+    """Return the prompt of the last of these decisions, its edits, and the index of its first new message.
 
-    The edits map a message's number to the message before its first edit, and the turn of that edit.
+    The edits map a message's index to the message before its first edit, and to the turn of that edit.
     """
     prompt: list[Message] = []
     edits: dict[int, tuple[Message, int]] = {}
@@ -123,8 +123,8 @@ BAR_WIDTH = 64.0
 def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict[str, Any]]:
     """Return a line for every decision of an episode; `columns` are its stored columns, or empty.
 
-    `action` has the executed actions, or in a conversation the calls or the text. `unlocked` has first
-    achievements of the episode, `payments` other rewards and costs. `bar` is None without credit.
+    `action` has the executed actions, or in a conversation the calls or the text. `unlocked` has achievements
+    that are new in the episode, `payments` other rewards and costs. `bar` is None without credit.
     """
     stored: list[Columns] = [*columns, *[{}] * (len(episode.steps) - len(columns))]
     largest = max((abs(row["advantage"]) for row in stored if row.get("advantage") is not None), default=0.0)
@@ -220,7 +220,7 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
 
 
 def _payments(step: StepData) -> list[str]:
-    """Return the rewards and costs of a decision, without an environment's own if it has achievements."""
+    """Return the rewards and costs of a decision; the environment's own reward only without achievements."""
     parts = [f"{part.source} {signed(part.value)}" for part in step.reward_parts if part.value]
     if step.observation_data.achievements_counts:
         return parts

@@ -31,14 +31,14 @@ def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
 
 
-# Keys that are no part of a setting: name, seed and places.
+# Keys that may differ between jobs of one setting: name, seed and places.
 NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gateway_host"})
 
 
 def group_seeds(configs: Sequence[str]) -> list[list[int]]:
-    """Group jobs, as indices, by setting: jobs of a group differ only in NO_SETTINGS, and have several seeds.
+    """Group jobs by setting; return groups of indices. Jobs of a group differ only in NO_SETTINGS.
 
-    Jobs with the same setting and the same seed stay alone.
+    If all jobs of a setting have the same seed, each of them is a group of its own.
     """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
@@ -64,7 +64,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def to_begin_from(job: Job) -> str:
     """Return a TOML for another job like this one: its chosen keys, without keys that the service sets."""
     known = parse_tables(job.config)
-    # [[rollout_only]] stays as written, and optional tables such as [warmup] stay even without keys.
+    # [[rollout_only]] stays as it is written. Optional tables such as [warmup] stay even without keys.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
     fields = JobConfig.model_fields
     tables: dict[str, dict[str, Any]] = {
@@ -115,5 +115,5 @@ def time_taken(job: Job) -> str:
 
 
 def name_folder(job: Job) -> str:
-    """Return the name of the run directory, or before there is one the job's id."""
+    """Return the name of the run directory, or the job's id if there is no run directory yet."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]

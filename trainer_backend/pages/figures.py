@@ -12,7 +12,7 @@ from trainer_backend.core.statistics import Interval
 
 
 def rollout_address(job_id: str, rollout_id: str, turn: int | None = None) -> str:
-    """Return the address of a rollout's page, perhaps at one of its turns."""
+    """Return the address of a rollout's page; with `turn`, the page opens at that decision."""
     return f"/runs/{job_id}/rollouts/{quote(rollout_id, safe='/')}" + (f"?turn={turn}" if turn else "")
 
 
@@ -68,7 +68,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Format an estimated duration in the largest unit of which it has two: 90 s, 24 min, 3 h."""
+    """Format an estimated duration in the largest unit that it contains twice: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"

@@ -30,12 +30,12 @@ Action = Literal["pause", "resume", "cancel"]
 
 
 class Jobs(Protocol):
-    """The actions of pages on jobs; the jobs API implements them, so both follow the same rules."""
+    """What pages may do with jobs. The jobs API implements these calls, so both follow the same rules."""
 
     async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Start the job of a form's text, once per form id and text; a refused job raises a TrainerError."""
+        """Queue the job in a form's text, once per form id and text; TrainerError: the job is refused."""
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
@@ -78,7 +78,7 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
 
 
 def list_page(template: str, **values: Any) -> HTMLResponse:
-    """Render a list of pages/address.py, and remove a form's empty fields from the browser's address."""
+    """Render a page with a list, and remove a form's empty fields from the address that the browser shows."""
     answer = page(template, **values)
     answer.headers["HX-Push-Url"] = values["address"]
     return answer

@@ -14,7 +14,7 @@ from trainer_backend.run.timeline import PREFIX
 
 _UNIQUE_TITLE = "Unique achievements an episode"
 
-# In the order of a page. Each metric's declaration names its panel, or has a panel of its own.
+# The panels in the order of a page. A metric's declaration names its panel, or defines a panel for itself.
 _TABLE: tuple[Panel, ...] = (
     Panel("outcome", "Outcome", "Outcome an episode",
           "Means of training and of held-out episodes. Bands: 95 %, over groups and episodes.", wide=True),
@@ -85,7 +85,7 @@ _TABLE: tuple[Panel, ...] = (
 
 
 def fill(table: Iterable[Panel], metrics: Sequence[Metric]) -> tuple[Panel, ...]:
-    """Give each panel its lines: those of iterations first, then in the order of the declarations."""
+    """Return the panels with their lines: metrics of iterations first, then in the order of declaration."""
     own = dict.fromkeys(metric.panel for metric in metrics if isinstance(metric.panel, Panel))
     panels = sorted((*table, *own), key=lambda panel: get_args(Section).index(panel.section))
     lines: dict[str, list[Line]] = {panel.key: [] for panel in panels}
@@ -111,7 +111,7 @@ def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> lis
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Drop the panel of unique achievements if these are the `outcome`, which has a panel."""
+    """Drop the panel of unique achievements if these are the `outcome`, which has a panel already."""
     if outcome != "unique achievements":
         return list(panels)
     return [
@@ -122,7 +122,7 @@ def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
 
 
 def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Make a panel for every metric of an iteration in no panel of `PANELS`, except times of day."""
+    """Make a panel for every metric of an iteration that no panel of `PANELS` has, except times of day."""
     pairs = sorted(set(metrics))
     drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in line.metrics}
     names = [

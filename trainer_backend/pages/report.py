@@ -126,7 +126,7 @@ def save(path: Path, html: bytes) -> Path:
 def saved_data(
     stories: Sequence[Story], charts: Sequence[Chart] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return chart_data and run_data of a saved page of runs; `charts` are further charts."""
+    """Return the `chart_data` and the `run_data` of a saved page of runs; `charts` are drawn additionally."""
     points = points_for(len(stories))
     files = [MetricsFile(story.directory.metrics_file) for story in stories]
     for file in files:
@@ -303,7 +303,7 @@ def _time(story: Story) -> list[Line]:
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
-    """Return [T] mean r_t of each turn over the actor's episodes; an episode counts 0 after its end."""
+    """Return the mean r_t of each turn over the actor's episodes, [T]; an ended episode counts as 0."""
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:

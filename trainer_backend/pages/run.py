@@ -83,7 +83,7 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     dashboard = get_dashboard(request)
     store = dashboard.store
     job = jobs.get(store, job_id)
-    # The place first, so that rows which arrive during the other reads are still sent as news.
+    # First read the event id, so that rows which arrive during the other reads are still sent as news.
     place = _place(store, job)
     (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
@@ -143,7 +143,7 @@ def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
 def rest(request: Request, job_id: str, view: Chosen) -> Response:
-    """Show charts of the metrics in no panel."""
+    """Show charts of the metrics that no panel of the page has."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return page("rest", panels=_panels(store, runs)[1], query=view.query(view.others), job_id=job_id)

@@ -61,11 +61,10 @@ def name_outcome(runs: Sequence[Run]) -> str:
 def run_data(
     runs: Sequence[Run], metrics: Iterable[tuple[str, str]], *, apart: bool = False, pin: str = ""
 ) -> dict[str, Any]:
-    """Return the page's values, except those of its charts: panels by section, and figures and tables of one
-    run, or the names, last figures and different keys of several.
+    """Return the page's values except those of its charts: panels by section, and facts about the runs.
 
-    `apart` says that runs of one setting with different seeds are not merged. `pin` is the id or the name of
-    the reference run for the last figures.
+    The facts are figures and tables of one run, or names, last figures and different keys of several.
+    `apart`: runs that differ only in the seed are not merged. `pin`: id or name of the reference run.
     """
     panels, rest = panels_for(runs, metrics)
     data = {"sections": group_by_section([*map(vars, panels)]), "rest": rest}
@@ -99,7 +98,7 @@ def run_data(
 
 
 def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group panels, as dicts, or charts by section, without empty sections."""
+    """Group panels (as dicts) or charts by section; sections without any are left out."""
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
         for title in get_args(Section)
@@ -129,7 +128,7 @@ def name_run(run: Run) -> dict[str, Any]:
 
 
 def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Group runs of one setting with different seeds, as a `name` and `runs` (indices); others stay alone.
+    """Group runs that differ only in the seed. A group has a `name` and the indices of its `runs`.
 
     The name is the common prefix of the runs' names if it is unique: `grpo_seed (3 seeds)`.
     """

@@ -33,7 +33,7 @@ def make_head(
 
     A recent iteration took `rate_s` seconds; `place` is the id of the last event on the page. In the head,
     `live` says that the run may still change, `progress` describes its stage, `actions` has the allowed
-    verbs, `processes` those of a live run by role, and `notes` avoidable slowness of the last start.
+    verbs, `processes` has a live run's processes by role, and `notes` says what slows the last start.
     """
     total, live = read_iterations(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
@@ -50,7 +50,7 @@ def make_head(
 
 
 def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
-    """Return the seconds of all stages, as a mean over the last iterations; None before the first."""
+    """Return the mean duration of the last iterations, all stages together; None before the first one."""
     return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
@@ -138,7 +138,7 @@ _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "ite
 
 
 def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
-    """Return stage, `180 of 200` and causes of each loss in these rows, the oldest first."""
+    """Return for each stage of these rows that lost rollouts its name, `180 of 200` and the causes."""
     lines = []
     for row in rows:
         stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])

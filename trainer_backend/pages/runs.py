@@ -75,7 +75,7 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
 
 
 def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
-    """Return the filter values of the list with their numbers of runs; tags by their key."""
+    """Return the values by which the list can be filtered, with their numbers of runs; tags by tag key."""
     facets = reads.run_facets(store)
     tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
     for tag, count in facets["tags"].items():

@@ -1,8 +1,8 @@
 """Pure: series as charts, tables and small curves; the horizontal axes of a run.
 
-A chart is a dict for static/charts.js: `x` has the values of the horizontal axis, and each of `curves` has a
-value or None (`y`) for each of them, with `low` and `high` if it has a band. `run` and `line` are the indices
-of the curve's run, and of its line in the panel; `dots` says that its points are far apart.
+A chart is a dict for static/charts.js: `x` has the values of the horizontal axis, and `y` of each of `curves`
+has a value or None for each of these, `low` and `high` its band, if it has one. `run` and `line` are the
+indices of the curve's run, and of its line in the panel; `dots` says that its points are far apart.
 """
 
 import math
@@ -20,7 +20,7 @@ Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
 Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
 Values = Sequence[float | None]
-EVERY_POINT = 10**9  # as a number of points: no curve is thinned
+EVERY_POINT = 10**9  # as the most points of a curve: no curve is thinned
 
 
 def draw_chart(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
@@ -122,7 +122,7 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
 
 
 def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Return the hours of each iteration since the end of the previous one in its start, or its begin."""
+    """Return the hours of each iteration, from the previous one's end; from its begin if it opens a start."""
     added, before = {}, None
     for at in sorted(rows):
         row = rows[at]
@@ -136,9 +136,10 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return the iterations of charts, and each run's values there on the axes that all runs have.
+    """Return the iterations at which charts have values, and each run's position there on each axis.
 
-    Before the first iteration an axis is 0; between two iterations it has the earlier value.
+    Axes that a run lacks are left out. Before the first iteration an axis is 0; between two iterations it has
+    the earlier value.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]
@@ -174,9 +175,9 @@ WIDTH, HEIGHT = 100.0, 24.0
 def draw_spark(
     values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> dict[str, str]:
-    """Draw two or more values, named `what`, as a small curve, in SVG and in words; otherwise both are empty.
+    """Draw values, named `what`, as a small curve in SVG and describe it in words; both empty for one value.
 
-    `between` has the values at the bottom and the top; by default the least and the greatest.
+    `between` has the values at the bottom and the top; by default these are the least and the greatest.
     """
     if len(values) < 2:
         return {"points": "", "words": ""}

@@ -34,7 +34,7 @@ def played_frames(
 ) -> dict[int, bytes]:
     """Draw the frames after the given turns on the task apps of [services], or on a child process.
 
-    Blocks: call it on a thread without an event loop. NoPictures is final; any other TrainerError may pass.
+    Blocks: call it on a thread without an event loop. After NoPictures, another attempt would fail too.
     """
 
     async def frames() -> dict[int, bytes]:
@@ -60,7 +60,7 @@ async def replay(
     """
     recorded = [ReplayTurn.of(step) for step in episode.steps[: max(turns)]]
     if not episode.achievements_counts:
-        # Without counters, all actions may have one name and all rewards be 0, so results are also compared.
+        # Without counters, all names of actions and all rewards may be equal, so results are also compared.
         results = [step.step_info.tool_result for step in episode.steps]
         recorded = [
             turn.model_copy(update={"result": result})
@@ -80,7 +80,7 @@ async def replay(
 
 
 _CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
-# Environments of words, and their prefixes, which draw nothing: no task app is started for them.
+# Environments, and prefixes of names, that have only text and draw nothing: no task app is started for them.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
 
@@ -131,10 +131,10 @@ class Frames:
             return next((self._cache[key] for key in keys if key in self._cache), None)
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
-        """Return a PNG by turn; turn 0 is the start.
+        """Return the pictures of an episode as PNG by turn; turn 0 is the start.
 
         Raises:
-            NoPictures: there are none; further requests do not replay the episode.
+            NoPictures: the episode has none; further requests do not replay it.
             TrainerError: no task app could be started or asked; another request tries again.
         """
         # A page requests several frames at once. One replay draws all; the other requests wait without a
@@ -172,7 +172,7 @@ class Frames:
 
 
 def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
-    """Return the cache key of an environment: a run has one config, until its job is replaced."""
+    """Return the cache key of a run's environment, which changes when the job is replaced."""
     job = run_dir / "job.toml"
     name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
     return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0

@@ -70,7 +70,7 @@ class Story:
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
-        """The first, best and last evaluation; words of the same one are joined: "first, best"."""
+        """The first, best and last evaluation. One that is several of these has all words: "first, best"."""
         rows = self.evaluations
         marks = [("first", rows[0]), ("best", self.best_evaluation), ("last", rows[-1])] if rows else []
         by_iteration: dict[int, tuple[list[str], Row]] = {}
@@ -90,7 +90,7 @@ class Story:
 
     @property
     def unit(self) -> str:
-        """The word for the units of an evaluation."""
+        """The word for what an evaluation counts: worlds or rows."""
         return "world" if self.job.data is None else "row"
 
     @property

@@ -41,9 +41,9 @@ def draw_timeline(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict
     Earlier starts are left out, since days may lie between two starts. Rows are given the oldest first;
     evaluations since the first drawn iteration are included. Empty if no row has times.
 
-    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. A bar's `label` is empty
-    without room, and `roomy` says whether a phone has room. `table` has the times and durations of collecting
-    and learning, the newest iteration first.
+    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. A bar's `label` is empty if it
+    does not fit, and `roomy` says whether it fits on a phone. `table` has the times and durations of
+    collecting and learning, the newest iteration first.
     """
     timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
     if not timed:
@@ -131,7 +131,7 @@ def _who_waited(rows: Sequence[Row]) -> str:
 
 
 def _both_s(row: Row) -> float:
-    """Compute the seconds in which both worked from their share and the seconds in which only one did."""
+    """Return the seconds in which both lanes worked, from their share and the seconds in which one did."""
     share = row.get("perf/overlap", 0.0)
     if share >= 1.0:  # neither waited
         return float(row["timeline/learn_end"] - row["timeline/learn_start"])

@@ -33,9 +33,9 @@ def segment_view(
 ) -> dict[str, Any]:
     """Return the part of a segment that the page of a decision shows.
 
-    `runs` are adjacent tokens of one decision (its `turn`) or of the context (None): the decision, its
-    neighbours, and the context around them. A folded run lacks `folded` tokens between `tokens` and `rest`.
-    `before` and `after` count the other tokens, and name the decision that shows them.
+    `runs` are the decision, its neighbours, and the context around them. A run has adjacent tokens of one
+    decision (its `turn`) or of the context (None); if it is folded, `folded` tokens between `tokens` and
+    `rest` are left out. `before` and `after` count the other tokens, and name the decision that shows them.
 
     `index` is the segment's place in the episode, from 0, `turn` a decision that it trains, and `advantages`
     has the token advantages of each decision (`token_advantages`).
@@ -75,7 +75,7 @@ def _cut(segment: Segment) -> list[Run]:
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
-    """Return [T] advantages from stored columns: one per token or decision; empty without credit."""
+    """Return each decision's stored advantages: one, one per token, or [] without credit."""
     rows: list[Sequence[float]] = []
     for columns in decisions:
         by_token, whole = columns.get("token_advantages"), columns.get("advantage")

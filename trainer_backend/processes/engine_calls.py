@@ -27,7 +27,7 @@ class EngineSetup(Body):
     model: ModelTable
     keys: EngineKeys
     version: PolicyVersion
-    """The version with which it begins."""
+    """The version that the engine serves first."""
 
 
 @dataclass(frozen=True, slots=True)

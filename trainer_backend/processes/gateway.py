@@ -49,7 +49,8 @@ Say = Callable[[str], None]
 _TOTALS_S = 30.0
 # Time for reading a model; `load_s` adds the wait for servers.
 _LOAD_S = 600.0
-# After so many ends in a row, without an answer or in the same call, the process is not started again.
+# After so many ends in a row without an answered request, no process is started again. After so many ends
+# during one call, the call fails.
 _MOST_IN_VAIN = 3
 _LOOK_S = 0.2
 _SHOWN = 500
@@ -74,7 +75,7 @@ class _Life:
     public_url: str = ""
     """Address for requests."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it answers requests."""
+    """Set once the process answers requests."""
     moves: list[tuple[str, str]] = field(default_factory=list)
     """Former and new addresses of vLLM servers, not sent to the process yet."""
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
@@ -84,7 +85,7 @@ class _Life:
     """Why no process can serve the policies."""
 
     async def await_serve_result(self) -> None:
-        """Wait for the result of the call `serve` of a process that ends."""
+        """Wait for the result of the call `serve` after its process has ended."""
         await asyncio.wait(self.tasks[1:2], timeout=_LAST_WORDS_S)
 
 
@@ -102,14 +103,14 @@ class Gateway(Worker):
         launcher: starts the processes.
         keys: keys of requests and of calls, by environment variable.
         log_file: receives the processes' logs.
-        resources: needs of all gateways, if machines are chosen for their engines; None: they run with the
-            orchestrator.
+        resources: needs of all gateways together, if the launcher chooses machines for their engines; None:
+            gateways run on the orchestrator's machine.
     """
 
     pauses_s = (0.0, 0.0)
     silence_s = 120.0
-    """A process whose sign of life takes longer hangs. An engine answers between two steps, and a policy that
-    waits for a sample has given up by then."""
+    """A process that gives no sign of life for longer is treated as hanging. An engine answers between two
+    steps, and policies stop waiting for a sample earlier than this."""
 
     def __init__(
         self,
@@ -188,11 +189,11 @@ class Gateway(Worker):
         self._say(f"{self.name} {what}")
 
     async def load(self, version: PolicyVersion) -> None:
-        """Let the process serve this version; the call is repeated if the process dies.
+        """Let the process serve this version; if the process dies, repeat the call.
 
         Raises:
-            WeightsRefused: the weights do not fit, no server takes them, or processes die of them; the
-                previous version is still served.
+            WeightsRefused: the weights do not fit, no server takes them, or processes die during the call;
+                the previous version is still served.
             EngineTimeout: the process did not answer in time.
         """
         if version.address is not None and not self.ready.is_set():
@@ -237,7 +238,7 @@ class Gateway(Worker):
 
     @property
     def known_totals(self) -> dict[str, float]:
-        """The last read counts, which never decrease."""
+        """The counts that were read last; they never decrease."""
         return added([self._ended, self._newest])
 
     async def close(self) -> None:
@@ -366,7 +367,7 @@ class Gateway(Worker):
     async def _call(
         self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None
     ) -> Any:
-        """Make a call and return its result; errors, except of `serve`, begin with this gateway's name.
+        """Make a call and return its result. Errors begin with this gateway's name, except those of `serve`.
 
         Raises:
             aiohttp.ClientError, OSError: the process has ended.

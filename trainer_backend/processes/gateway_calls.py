@@ -1,7 +1,7 @@
-"""The role of a gateway process: command, needs and calls. No torch here.
+"""The role of a gateway process: its command, its setup and its calls. No torch here.
 
-The process answers calls at the address of its ready line, with a key of their own. `serve` comes first and
-lasts as long as the gateway serves; its progress messages are events for the run.
+The process prints an address when it is ready. There it answers calls, which have another key than requests.
+`serve` comes first and lasts as long as the gateway serves; its progress messages are events for the run.
 """
 
 import sys
@@ -19,12 +19,15 @@ from trainer_backend.processes.launching import Place
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.state import ProcessRole
 
-# Environment variables with the keys of a gateway, and of the calls to it.
+# Environment variables with the key of requests to a gateway, and with the key of the run's calls to it.
 GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
 
 
 def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
-    """Return the command; on this machine the process inherits the socket of its public address."""
+    """Return the command line that starts a gateway process.
+
+    Without `place.host` the process is on this machine, and inherits `socket`, open at its public address.
+    """
     where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
     return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
 
@@ -38,9 +41,9 @@ class GatewaySetup(Body):
     run: Path
     """The run's directory, with the record of its fixed policies."""
     version: PolicyVersion
-    """The first version."""
+    """The version that the process serves first."""
     probes: bool
-    """Whether the servers of fixed policies are tried; a restarted gateway must not fail because of them."""
+    """Whether the servers of fixed policies are tried; not after a restart, which must not fail for them."""
 
 
 class Line(Body):
@@ -76,7 +79,7 @@ GATEWAY_CALLS = Table(
         "serve": Call(tuple[GatewaySetup], str, progress=tuple[Event]),
         # WeightsRefused: the previous version is still served.
         "load": Call(tuple[PolicyVersion], None),
-        # Lets the vLLM servers sleep until the next load.
+        # Lets the run's vLLM servers sleep until the next load.
         "release": Call(tuple[()], None),
         # Returns the actor's counts since the start of the process.
         "totals": Call(tuple[()], dict[str, int | float]),

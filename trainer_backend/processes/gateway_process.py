@@ -58,7 +58,7 @@ from trainer_backend.rundir.layout import open_run
 
 log = structlog.get_logger("gateway")
 
-# As many conversations as a gateway remembers.
+# Enough for one connection for each conversation that a gateway remembers.
 CONNECTIONS = ConnectionSettings(max_connections=20_100)
 _LOOK_S = 0.2
 _LOST = 1
@@ -117,7 +117,7 @@ class GatewayHost:
         return self._engine, self._policy
 
     async def _serve(self, setup: GatewaySetup, tell: Tell) -> str:
-        """Serve until this process is asked to stop, or its engine fails; return the reason."""
+        """Serve until this process is asked to stop, or an engine fails; return the failure, or ""."""
         engine, tokenizer = await make_engine(setup, tell)
         policy, fixed = ServedPolicy(engine, tokenizer), await load_fixed(setup, tell)
         self._engine, self._policy, self._fixed = engine, policy, fixed
@@ -184,7 +184,7 @@ async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
 
 
 async def look_after(engine: Engine) -> None:
-    """Look after the engine; if its own process ends, end this one, and both are restarted."""
+    """Look after the engine. If it has a process that ends, end this process too; both are then restarted."""
     try:
         await engine.look_after()
     except EngineLost as lost:

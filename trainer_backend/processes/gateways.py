@@ -59,12 +59,12 @@ class Gateways:
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
-        """Write or send the policy, and let every gateway serve it; the first publish starts them."""
+        """Write or send the policy, and let every gateway serve it; the first publish starts the gateways."""
         version = await self._weights.write(policy_version)
         await self._deliver(version)
 
     async def release(self) -> None:
-        """Let vLLM servers sleep if the job says so; engines keep their memory, which the plan includes."""
+        """Let vLLM servers sleep if the job says so. Local engines keep their memory, as the plan assumes."""
         self._weights.hold()
         if self._weights.held is not None:
             await self.while_serving(_all(gateway.release() for gateway in self.gateways))
@@ -135,7 +135,7 @@ class Gateways:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results; raise the first error once all have ended, since none may be left half done."""
+    """Return all results. Raise the first error only after all have ended, so that none is left half done."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -45,9 +45,9 @@ class Resources:
     count: int = 1
     """Nodes or replicas of the group."""
     processes: int = 1
-    """Processes in each node or replica; each gets a CPU, and an accelerator if `device` says so."""
+    """Processes in each node or replica. Each one gets a CPU, and an accelerator if `device` selects one."""
     device: str = "auto"
-    """The device of [model]; `auto` is an accelerator if the cluster has any."""
+    """The device of [model]; `auto`: an accelerator if the cluster has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Role:
     replica: int | None = None
     """Index in its group; None: a single role on all nodes of the group."""
     resources: Resources | None = None
-    """None: always on this machine."""
+    """The role's needs, for a launcher that chooses machines; None: the role is always on this machine."""
     has_ready_line: bool = True
-    """Whether it prints its address when it is ready; otherwise its stdout goes to the log."""
+    """Whether the process prints its address when it is ready; otherwise its stdout goes to the log."""
     descriptors: Sequence[int] = ()
     """Open files that a child inherits."""
     is_ours: bool = True
-    """Whether it ends when its standard input closes; other programs get a guard."""
+    """Whether the process ends when its standard input closes; other programs run under a guard process."""
 
 
 class Launcher(Protocol):
@@ -155,7 +155,7 @@ class ExternalLauncher:
 
 
 class NotReady(Exception):
-    """A process ended, with the exit code `code`, before it was ready; None: it was not ready in time."""
+    """A process ended with exit code `code` before it was ready, or (`code` None) was not ready in time."""
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)

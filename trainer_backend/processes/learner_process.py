@@ -59,7 +59,7 @@ class LearnerConnection:
     """Makes blocking calls to a learner process, one at a time.
 
     Args:
-        silence_s: a process that is silent for so long in a call is lost.
+        silence_s: a process that sends nothing for so many seconds of a call counts as lost.
         log_file: the process's log, for errors; None: it is on another machine.
         session: the name of this orchestrator; the process serves only the first session.
         wait_for_exit: returns the exit code of an unreachable process; None if unknown.
@@ -89,7 +89,7 @@ class LearnerConnection:
         A call whose connection breaks is repeated with its number, so that the process executes it only once.
 
         Args:
-            tell: receives the progress; its error ends the call.
+            tell: receives the progress; an error that it raises ends the call.
         """
         # The process may have another working directory.
         absolute = [item.absolute() if isinstance(item, Path) else item for item in arguments]
@@ -148,7 +148,7 @@ class LearnerConnection:
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
     def leave(self) -> None:
-        """Tell the process that its run has ended; a failure is ignored."""
+        """Tell the learner's process that its run has ended; ignore it if this message cannot be sent."""
         with suppress(httpx.HTTPError, ReplyFault):
             self._tell("/leave", {})
 
@@ -237,7 +237,7 @@ class LearnerProcess:
     Args:
         job: TOML that the process receives.
         directory: the run's directory, which the process must see under the same path.
-        reporter: shows the process, and its end at once; the next call raises LearnerLost.
+        reporter: shows the process, and its end as soon as it happens; the next call then raises LearnerLost.
         device: the device that the process needs.
         wait_s: the time for an external learner to answer (cluster.wait_s).
 
@@ -247,7 +247,7 @@ class LearnerProcess:
         LearnerFailed: the process did not start, or did not answer in time.
         LearnerBusy: the process works for another run.
         LearnerLost: a signal ended the process, or it was silent.
-        NotPlaced: there was no room for the process in time.
+        NotPlaced: no machine had free resources for the process in time.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class LearnerProcess:
             raise kind(f"the learner's process {error}", hint=f"Its log is {self._log_file}.") from error
 
     async def _report_end(self, process: Process) -> None:
-        """Wait for the process's end, reading its output so that it does not block, and report the end."""
+        """Wait for the process's end and report it. The wait also reads its output, or it would block."""
         code = await process.ended()
         self._exit_code.set_result(code)
         if not self._end_is_known:

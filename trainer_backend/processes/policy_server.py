@@ -46,7 +46,7 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Differences of log-probs that rounding explains, by the serving precision.
+# The mean difference of a test prompt's log-probs that rounding explains, by the serving precision.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NO_POLICIES: Mapping[str, ServedPolicy] = MappingProxyType({})
 
@@ -186,7 +186,7 @@ class PolicyServer:
 
 
 class FolderPolicy:
-    """Serves the model of a folder that is not trained: one copy, without optimizer or adapters."""
+    """Serves the model of a folder without training it: one copy, without optimizer or adapters."""
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
@@ -203,7 +203,7 @@ class FolderPolicy:
             yield self._server.inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """As `parts.InferenceServer.while_serving`."""
+        """Implement `parts.InferenceServer.while_serving`."""
         broken = asyncio.ensure_future(first_breakdown([self._policy]))
         try:
             return await while_unbroken(broken, work)
@@ -214,7 +214,7 @@ class FolderPolicy:
 async def first_breakdown(
     policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
 ) -> str:
-    """Wait until an engine stops, or a task in `watches`, which look after engines, fails; return why."""
+    """Return why an engine stopped, or why a task in `watches` failed, which looks after an engine."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 
@@ -266,7 +266,7 @@ def make_servers(
 
     Args:
         renew: restarts the server of an address; None: the servers are not the run's own.
-        ask: lets the learner send its weights to a server that is about to ask for them.
+        ask: makes the learner send its weights, since a server is about to ask for them.
     """
     engines = [
         VllmEngine(

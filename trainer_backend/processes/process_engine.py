@@ -25,7 +25,7 @@ from trainer_backend.processes.launching import LOCAL
 
 _STOP_S = 10.0
 _BEGIN_S = 600.0
-# Added to the engine's own limit of a request, which a working process keeps.
+# Added to the engine's own time limit of a request; a process that works answers within that limit.
 _GRACE_S = 10.0
 
 

@@ -1,7 +1,6 @@
 """The public address of a gateway, which stays the same for the whole run, wherever its process runs.
 
-Allow-lists of task apps, firewalls and running rollouts name it. Other roles announce new addresses to their
-callers.
+Allow-lists of task apps, firewalls and running rollouts contain this address, so it must not change.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """`[cluster] launcher = "ray"`: Ray chooses nodes for roles, and detects lost ones. No other file imports it.
 
-    orchestrator -- start, lines, end --> Host (an actor a node of a role) -- child process, as under "local"
+    orchestrator -- start, lines, end --> Host (one actor a node of a role) -- child process, as under "local"
           \\-- beat --> Supervisor (detached) -- owns the placement groups and the hosts
 
 Rollouts and weights never travel through Ray: roles listen on their node's address, and weights are files.
@@ -80,8 +80,8 @@ class Host:
     async def start(self, role: Role) -> int:
         """End the previous process, start a new one, and return its id.
 
-        OSError: it cannot be run, or its log cannot be written; NotADirectoryError: the log's folder is
-        missing here.
+        OSError: it cannot be run, or its log cannot be written; NotADirectoryError: this node has no folder
+        for the log.
         """
         await self.end(_STOP_S)
         if role.log_file is not None and not role.log_file.parent.is_dir():
@@ -212,7 +212,7 @@ class Supervisor:
 
 
 class RayProcess(Process):
-    """The process of a role on one or several nodes; it ends with the first of them."""
+    """The processes of a role on one or several nodes; when one of them ends, all are ended."""
 
     def __init__(self, hosts: Sequence[Any], pid: int) -> None:
         self._hosts, self._pid = list(hosts), pid
@@ -256,8 +256,8 @@ class RayProcess(Process):
 class RayLauncher:
     """Starts roles with resources where Ray places them, and other roles as children of this process.
 
-    Waits up to `wait_s` for a place, and tells `say` about it. After the end of this process, places are kept
-    for the run for `lease_s`.
+    It waits up to `wait_s` for a place, and tells `say` about it. If this process is killed, the run keeps
+    its places for `lease_s`.
     """
 
     def __init__(self, run: str, wait_s: float, say: Callable[[str], None], lease_s: float = LEASE_S) -> None:
@@ -275,7 +275,7 @@ class RayLauncher:
         """
         await _refuse_silence(address)
         await asyncio.to_thread(_connect, address)
-        # Set again: Ray has installed its own handler, which prints a stack when the run should only stop.
+        # Ray has replaced this handler by one that prints a stack when the run should only stop. Undo that.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         try:
             await self._begin()

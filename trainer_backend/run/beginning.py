@@ -76,14 +76,14 @@ class ModelSetup:
     inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
-    """With [cluster] the folders alone, since the gateways load the policies."""
+    """With [cluster] this has only the folders, since the gateways load the policies."""
     rollout: RolloutTable
 
 
 def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
-    """Return whether the policy may sample an answer of so many tokens, its stop token included.
+    """Return whether `rollout.max_tokens` is enough for an answer of this length, stop token included.
 
-    A call is read without its stop token, and a forced call begins in the prompt, with one token at least.
+    The stop token need not be sampled. Of a forced call, at least the first token is already in the prompt.
     """
     return answer_tokens - 1 - rollout.forces_call <= rollout.max_tokens
 
@@ -188,8 +188,8 @@ class Beginning:
         parts = name_requests(spool, requests, ())
         if _names_all(parts, path):
             return None
-        # Each start drops the row before it replaces the job, so the job is that of the row; with a cluster
-        # it may be an older one. A row without a time is of a start that played nothing. Data may change.
+        # A start drops the row before it replaces the job, so a row and the job are of the same start, except
+        # with a cluster. A row without a time is of a start that played nothing. Rows of data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
@@ -285,7 +285,7 @@ class Beginning:
             )
 
     async def _play(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Play a plan, reusing rollouts of an interrupted start, and return the finished episodes."""
+        """Play the requests, reusing rollouts of an interrupted run, and return the finished episodes."""
         if not requests:
             return []
         started = time.monotonic()
@@ -388,7 +388,7 @@ def _list_models(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
 
 
 def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
-    """Describe a critic that differs between the job and the checkpoint; None if no critic is lost."""
+    """Say how the checkpoint's critic differs from the one that the job needs; None without a difference."""
     if checkpoint.name == STARTED_FROM:  # before RL, so no critic has learned yet
         return None
     needed = estimator(advantage).needs_values

@@ -108,7 +108,7 @@ class Curriculum:
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        # By number: almost every snapshot has a set of achievements of its own, so these would be hundreds.
+        # By the number of achievements: counted by their sets, almost every snapshot would be alone.
         depths = Counter(len(moment.achieved) for moment in pool.moments)
         return metrics | {f"starts/{depth:02d}/kept": float(depths[depth]) for depth in sorted(depths)}
 
@@ -179,7 +179,7 @@ class Curriculum:
 
 
 def without_past(item: Rollout) -> Rollout:
-    """Subtract the outcome before its snapshot from an episode that began at one.
+    """Return an episode that began at a snapshot without the outcome reward from before the snapshot.
 
     The reward of an operator's function stays, since it covers only the episode's own decisions.
     """

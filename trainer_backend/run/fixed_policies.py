@@ -1,7 +1,7 @@
 """Loads the fixed policies of a job, which are served next to the actor and never trained.
 
 The gateway renders their prompts and parses their answers as for the actor. A policy with a local model has
-an engine of its own; a remote policy gets its token ids from a foreign server.
+an engine of its own; a remote policy gets its token ids from a server that Turnwise does not run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class LocalPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """A fixed policy whose model answers at a foreign server; its token ids are rendered as the actor's."""
+    """A fixed policy whose model answers at a remote server; its prompts are rendered as the actor's."""
 
     table: RolloutOnlyTable
     engine: RemoteEngine
@@ -195,7 +195,7 @@ def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> Loca
     beyond = drop_rows_beyond(model, actor.vocabulary)
     placement = placed(actor.table.device)
     served = folder_to_serve(model, folder, placement)
-    # The learner is another model, which cannot use its experts.
+    # The learner is another model, so it cannot replay the experts that this one chose.
     own_keys = keys.model_copy(update={"replay_experts": False})
     engine = LocalEngine(served, stop_ids=stop_ids, keys=own_keys)
     line = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"

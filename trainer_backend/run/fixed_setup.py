@@ -22,9 +22,9 @@ class FixedSetup:
 
     tables: tuple[RolloutOnlyTable, ...] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of those with a local model, by name."""
+    """Folders of the policies with a local model, by name."""
     schedule: AllocationTable | None = None
-    """Says whether they sample at the same time as the actor."""
+    """Its `unit` determines whether fixed policies sample at the same time as the actor."""
 
     def share_threads(self, keys: Keys) -> Keys:
         """Return engine keys in which the actor and the local fixed policies share the job's threads.

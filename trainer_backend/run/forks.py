@@ -8,7 +8,7 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.credit.credit import Measured
 from trainer_backend.run.run import Run
 
-# Turns of a rollout at which others begin.
+# A rollout, and its turns at which continuations begin.
 Forked = tuple[Rollout, tuple[int, ...]]
 
 

@@ -26,8 +26,8 @@ from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import append_rejected, plan_id
 
-# Suffix of an episode's id for the state in which a limit ended it, which the learner values too. No rollout
-# id contains a space.
+# The learner also values the state in which a limit ended an episode: under the episode's id with this
+# suffix. No rollout id contains a space.
 _AFTER = " after"
 # The names of stages in a report of losses.
 _NAMES = {
@@ -44,7 +44,7 @@ class Iteration:
     is requested at once; later ones, and branches, when `add_round` is called.
 
     Args:
-        progress: of the run when the iteration begins.
+        progress: the run's progress when the iteration begins.
     """
 
     def __init__(self, run: Run, number: int, progress: Progress, stop: asyncio.Event) -> None:
@@ -72,7 +72,7 @@ class Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a round and needs no other one in place of flat groups or rejected rollouts."""
+        """Whether a round is collected, and no other one must replace flat groups or rejected rollouts."""
         most = self._planner.table.refill_rounds
         again = self._again or self._forks_again
         return bool(self._rounds) and not again and (not self._missing or len(self._rounds) > most)
@@ -117,8 +117,8 @@ class Iteration:
     async def _play_on(self, batch: Batch) -> Batch | None:
         """Collect rollouts that start at decisions of a round; return None if a stop came first.
 
-        They measure these decisions or are trained. Their parents are stored first, so that an error does not
-        lose them.
+        The new rollouts measure these decisions or are trained. The round is stored first, so that an error
+        does not lose it.
         """
         requests = self._planner.branches(batch.rollouts)  # none unless the estimator needs them
         if requests or self._planner.fork_rule is not None:
@@ -148,7 +148,7 @@ class Iteration:
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
         """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
 
-        They leave the spool, so that a resumed run requests them again too.
+        These rollouts leave the spool, so that a resumed run requests them again, too.
 
         Args:
             goes_on: whether the run can learn from other rollouts after this error.
@@ -253,7 +253,7 @@ class Iteration:
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
-        if batch is not None and what != "branches":  # whose outcomes are compared with their parents'
+        if batch is not None and what != "branches":  # branches are compared with the whole of their parents
             batch = replace(batch, rollouts=tuple(map(without_past, batch.rollouts)))
         if batch is not None:
             self._run.losses.report(batch, _stage(_NAMES[what], self.number, refills))

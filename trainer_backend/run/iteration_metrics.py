@@ -34,7 +34,7 @@ from trainer_backend.parts import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
 
-# Those of seconds that train.py, beginning.py and checkpointing.py measure are here too.
+# Metrics in seconds, including those that train.py, beginning.py and checkpointing.py measure.
 TIME_METRICS = (
     Row(
         Metric("time/collect_s", "while rollouts were collected", "time", "collect"),
@@ -177,9 +177,9 @@ def metrics_by_policy(
     """Compute the share and the results of each policy in an iteration; empty without fixed policies.
 
     Args:
-        requests: of all rounds of the iteration.
-        credits: of the rollouts, in their order.
-        alpha: None without fixed policies.
+        requests: the requests of all rounds of the iteration.
+        credits: the credits of the rollouts, in the order of the rollouts.
+        alpha: the probability that the actor samples; None without fixed policies.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """

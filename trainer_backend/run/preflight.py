@@ -35,12 +35,12 @@ def checked_folders(
             refuse_without_tools(tokenizer)
         if reference is not None:
             refuse_other_tokens(name, reference, tokenizer)
-        reference = reference or tokenizer  # a preset takes the tokenizer of the first of them
+        reference = reference or tokenizer  # a preset takes the tokenizer of the first fixed policy
     return folders
 
 
 def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
-    """Refuse a fixed policy with another tokenizer than the actor: its samples have no importance weight."""
+    """Refuse a fixed policy whose tokenizer is not the actor's: the actor could not score its tokens."""
     difference = first_difference(actors, own)
     if difference is not None:
         raise JobError(

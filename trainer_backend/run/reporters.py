@@ -46,8 +46,8 @@ class RecordingReporter:
         self._failed: set[str] = set()
         self._written_s = clock()
         before = read_state(directory.path) or RunState("starting", 0, starts=0)
-        # The previous start's run id, for which task apps may still play; or empty. The state keeps this id
-        # until `runs_as`, so that after a failed start the next one still aborts those rollouts.
+        # The previous start's run id, for which task apps may still play rollouts; empty without one. The
+        # state keeps this id until `runs_as`: if this start fails early, the next start aborts the rollouts.
         self.left_behind = before.run_id
         starts = before.starts + 1
         self._state = RunState(
@@ -58,7 +58,7 @@ class RecordingReporter:
     @classmethod
     @contextmanager
     def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
-        """Record the end of the block as the last state, unless `end` already has."""
+        """Yield a reporter. How the context ends becomes the last state, unless `end` was called in it."""
         recording = cls(directory, reporter)
         try:
             yield recording

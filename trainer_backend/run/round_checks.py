@@ -47,7 +47,7 @@ def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest]
 
 
 def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
-    """Refuse a remote policy that almost never writes a valid call, which would look like bad luck."""
+    """Refuse a remote policy that almost never writes a valid call: nothing else would report the cause."""
     for table in policies.fixed:
         if not table.is_remote:
             continue

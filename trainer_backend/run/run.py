@@ -79,8 +79,8 @@ class Run:
     ) -> Spool | None:
         """Open the spool of an iteration that begins now; None if no later start could use its rollouts.
 
-        With `max_staleness` 0 a later start needs a checkpoint of these weights. With more, that checkpoint
-        may still be written while the iteration waits for its update.
+        With `max_staleness` 0 a later start needs a checkpoint of these weights. If it is larger, that
+        checkpoint may still be written while the iteration waits for its update.
         """
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
         if not staleness and not self.saving.will_be_saved(progress.iteration):
@@ -103,7 +103,7 @@ class Run:
         """Collect the rollouts of a stage; None if a stop came first.
 
         Args:
-            shown: whether the run waits for this stage, so that its progress is reported.
+            shown: returns whether the run waits for this stage; its progress is reported only then.
         """
         if not requests:
             return Batch(())

@@ -38,7 +38,7 @@ async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Res
 
 
 async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`, which has ended in any case.
+    """Return the result of `work`. When this returns or raises, `work` has ended.
 
     Raises:
         EngineStopped: an engine ended by itself first; `work` would wait for it forever.

@@ -42,7 +42,7 @@ METRICS = (
 
 @dataclass(slots=True)
 class Span:
-    """Start and end of work in a lane, in seconds of the timeline's clock; the end is 0 until then."""
+    """Start and end of work in a lane, in seconds of the timeline's clock; the end is 0 during the work."""
 
     start: float
     end: float = 0.0
@@ -53,7 +53,7 @@ class Span:
 
 
 class Timeline:
-    """The two lanes of a run, in which work lies side by side where rollouts are collected ahead.
+    """The two lanes of a run, collecting and learning. They overlap in time if rollouts are collected ahead.
 
     Args:
         clock: seconds since 1970 that only grow.

@@ -10,7 +10,7 @@ from typing import Any
 _TOLD_AGAIN = 25  # iterations between two warnings
 _FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
 _MOVED, _LEAP = "loss/kl_to_proximal", 0.5  # nats a token; a healthy iteration has less than 0.1
-# A policy that had fewer refused decisions than the one and has more than the other loses the form of a call.
+# A policy forgets how calls are written if its refused share was at most the one and is at least the other.
 _REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
 
@@ -37,14 +37,14 @@ def find_warnings(
 
 
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """Warn if the last iterations had no signal: after two of them, and after every 25.
+    """Warn if the last iterations had no signal: after the second of them, and after every 25th.
 
     An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
     0, so with a critic an iteration in which no decision earned anything has no signal either.
 
     Args:
-        rows: a row without the counts had a signal.
-        compares_siblings: whether the estimator gives equal episodes of a group advantages of 0.
+        rows: a row that lacks the metrics of the signal counts as one with a signal.
+        compares_siblings: whether the estimator gives advantages of 0 to a group of equal episodes.
     """
     unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
     count = flat if compares_siblings else max(unpaid, flat)
@@ -63,12 +63,12 @@ def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bo
 
 
 def loses_calls(row: Mapping[str, Any]) -> bool:
-    """Return whether most decisions of an iteration were refused."""
+    """Return whether half or more of an iteration's decisions were refused."""
     return bool(row.get(_REFUSED, 0.0) >= _MOST_REFUSED)
 
 
 def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if most decisions are refused now, and few were before: at once, and after every 25."""
+    """Warn if most decisions are refused and few were before: at the first such iteration, then every 25."""
     count = _count_last(rows, loses_calls)
     before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
     best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
@@ -92,7 +92,7 @@ def steps_too_far(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if `target_kl` left one step to each of the last three iterations, and after every 25."""
+    """Warn if `target_kl` ended three iterations in a row after one step, and at every 25th further one."""
     count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
         return None
@@ -104,12 +104,12 @@ def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def leaps(row: Mapping[str, Any]) -> bool:
-    """Return whether an iteration moved the policy so far that it is another one."""
+    """Return whether an iteration moved the policy by `_LEAP` or more."""
     return bool(row.get(_MOVED, 0.0) >= _LEAP)
 
 
 def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if the last iteration moved the policy much too far: at once, and after every 25."""
+    """Warn if the last iteration moved the policy much too far; if this goes on, at every 25th iteration."""
     count, last = _count_last(rows, leaps), rows[-1]
     if not count or (count - 1) % _TOLD_AGAIN:
         return None
@@ -121,7 +121,7 @@ def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _blame_critic(row: Mapping[str, Any]) -> str:
-    """Return the half sentence about a critic that expects too much; "" if it does not."""
+    """Return a sentence about a critic whose values exceed the returns; "" if they do not."""
     value, paid = row.get("value/mean"), row.get("value/return_mean")
     if value is None or paid is None or value <= paid:
         return ""

@@ -9,6 +9,6 @@
     checkpoints/, report/
 
 Readers need no lock. Each write is atomic, and the last write of a series commits the series: after a kill
-between any two, the next start can continue. Directories of versions that wrote fewer of these files stay
+between two writes, the next start can continue. Directories of versions that wrote fewer of these files stay
 readable, so run.json still says format 1.
 """

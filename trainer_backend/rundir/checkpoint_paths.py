@@ -81,7 +81,7 @@ def model_in(folder: Path) -> Path:
 
 
 def mark_best(mark: BestMark) -> None:
-    """Mark a checkpoint as the best. The file also has the score, because rows of metrics can be lost."""
+    """Mark a checkpoint as the best, with its score, since the evaluation's row of metrics can be lost."""
     stored = {"checkpoint": mark.folder.name, "outcome_reward": mark.score}
     replace_text(mark.folder.parent / _MARK, json.dumps(stored) + "\n")
     link_best(mark.folder.parent)
@@ -104,7 +104,7 @@ def link_best(checkpoints: Path) -> None:
             if error.errno in NO_LINKS:
                 return
             raise
-        if not link.is_symlink() and is_whole(link):  # a copy of the run that followed the link
+        if not link.is_symlink() and is_whole(link):  # in a copy of the run, made by following links
             shutil.rmtree(link)
         os.replace(aside, link)
 
@@ -112,7 +112,7 @@ def link_best(checkpoints: Path) -> None:
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
     """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
-    `stays(iteration)` says whether a checkpoint counts for `keep`; others exist only for a resume.
+    `stays(iteration)` says whether a checkpoint counts for `keep`; the others were written only for a resume.
     """
     folders = _folders(checkpoints)
     rest = [folder for folder in folders if stays(read_iteration(folder))][-keep:]

@@ -36,14 +36,14 @@ class Earlier(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DataRecord:
     rows: tuple[RowIdentity, ...]
-    """The rows of the last start, training rows first."""
+    """The rows that the run's last start used, training rows first."""
     by_position: bool
     """Whether ids are positions, so that equal ids of two runs may be different rows."""
     earlier: tuple[Earlier, ...] = ()
     """Training rows of earlier starts that are gone, changed, or held out since."""
 
     def followed_by(self, rows: Sequence[RowIdentity], iteration: int) -> "DataRecord":
-        """Return the record after these rows replace the current ones at the end of an iteration."""
+        """Return a record of these rows. Replaced training rows are `earlier` ones, until `iteration`."""
         stays = {(row.id, row.content) for row in _on_side("training", rows)}
         before = [*self.earlier, *(Earlier(row, iteration) for row in _on_side("training", self.rows))]
         trained = {(item.row.id, item.row.content): item for item in before}
@@ -60,7 +60,7 @@ class DataRecord:
         return [*(item.row for item in self.earlier), *_on_side("training", self.rows)]
 
     def describe_leaks(self, rows: Sequence[RowIdentity] | None = None) -> str:
-        """Say how many held-out rows have the question of a training row; empty if none has.
+        """Say how many held-out rows ask the same as a training row; empty if none does.
 
         `rows` are the current rows; None: the rows of the record.
         """
@@ -77,9 +77,9 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
 def accept_rows(
     record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
 ) -> DataSet | None:
-    """Refuse a data set that changed since the run began, unless `accept_changes`.
+    """Refuse a data set that changed since the run began, unless `accept_changes`; return it otherwise.
 
-    Accepted changes, and leaks, are added to the notes of the data set. `record_rows` stores the new rows.
+    Notes about accepted changes and about leaks are added to it. `record_rows` stores the new rows.
     """
     if data is None or record is None or table is None:
         return data

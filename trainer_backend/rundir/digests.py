@@ -23,7 +23,7 @@ _THREADS = 4
 
 
 class Digests:
-    """Digests and flushes each file of a folder once it is finished."""
+    """Computes digests of the files in a folder, and flushes the files, while others are still written."""
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._folder, self._pool = folder, pool
@@ -31,7 +31,7 @@ class Digests:
         self._flushes: list[Future[None]] = []
 
     def take(self) -> None:
-        """Start to digest all new files. Every file in the folder must be finished."""
+        """Start to digest all files that are new since the last call. No file may be half written now."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._pieces:

@@ -23,9 +23,9 @@ class FixedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A fixed policy at a foreign server: its model name, which alone decides equality, and its URL.
+    """A fixed policy at a remote server: its model name, which alone decides equality, and its URL.
 
-    The weights are unknown. The URL has no query; a change of it is reported.
+    The weights are unknown. The URL has no query. A resume reports another URL, but does not refuse it.
     """
 
     model: str

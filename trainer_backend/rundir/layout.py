@@ -45,7 +45,7 @@ _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, DATA_RECORD, lock.FILE,
 
 
 class _Inside:
-    """A property: the path of a file or folder of a run."""
+    """A property of a RunDirectory that returns the path of one of its files or folders."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / f"vllm_{number}.log"
 
     def rejected_file(self, stage: str) -> Path:
-        """The rollouts of a stage that credit or update rejected, one per line."""
+        """Return the file with the rollouts of a stage that credit or update rejected, one per line."""
         return self.rollouts / f"{stage}.rejected.jsonl"
 
     def rollouts_file(self, name: str) -> Path:
@@ -106,7 +106,7 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
 
     def spool_file(self, name: str) -> Path:
-        """The spool of an unfinished stage; see `rundir.spool`."""
+        """Return the spool file of a stage; see `rundir.spool`."""
         return self.rollouts / f"{name}{SPOOL_ENDING}"
 
     def has_played(self) -> bool:
@@ -130,7 +130,7 @@ class RunDirectory:
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with overrides to credit stored rollouts, without the files that task apps need."""
+        """Read the job with overrides, to credit stored rollouts; task apps' files of code need not exist."""
         from trainer_backend.job.load import load_job
 
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
@@ -170,7 +170,7 @@ class RunDirectory:
         return read_iteration(newest) >= iterations and read_iteration(newest) in evaluations
 
     def missing_rows(self, iteration: int) -> str | None:
-        """Describe lost rows up to an iteration of which there is a checkpoint; None if there are none."""
+        """Describe the rows of metrics that are missing up to this iteration; None if none is missing."""
         present = {row.get("iteration") for row in self.metrics() if row.get("kind") == "iteration"}
         missing = [number for number in range(1, iteration + 1) if number not in present]
         if not missing:
@@ -206,7 +206,7 @@ class RunDirectory:
     def remove_if_unused(self, *, with_log: bool) -> bool:
         """Delete the folder if it has only the files of `create_run`; return whether it is gone.
 
-        With `with_log`, logs of child processes are deleted too; they may explain a failure.
+        Logs of child processes, which may explain a failure, keep the folder unless `with_log` is true.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False

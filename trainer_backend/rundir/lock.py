@@ -1,7 +1,7 @@
 """The lock of a run directory, which admits one trainer and ends with its process.
 
-Not `filelock`: its locks are exclusive, and `holder` needs a shared one. Its version 3 empties the file that
-names the holder at each try, and version 4 falls back to a lock file, which outlives a killed process.
+The package `filelock` does not serve: its locks are exclusive, and `holder` needs a shared one. Version 3
+empties the file that names the holder at each try; version 4 may use a file that outlives a killed process.
 """
 
 import fcntl

@@ -24,7 +24,7 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.garbage import while_a_batch_grows
 from trainer_backend.rundir.files import replace_text, replacement
 
-# Parts with a column of their own: `read_values` reads the critic's values.
+# Parts of an advantage with a column of their own: `read_values` reads the column of the critic's values.
 _OWN_COLUMNS = ("value",)
 _TEXT, _INT, _LONG, _BOOL, _FLOAT = pa.string(), pa.int32(), pa.int64(), pa.bool_(), pa.float64()
 _TEXTS, _FLOATS = pa.list_(_TEXT), pa.list_(_FLOAT)
@@ -64,8 +64,8 @@ class Credit:
 
     rewards_T: r_t.
     advantages_T: the advantages of the update; if they differ by token, the decision's means.
-    returns_T: G_t, the discounted sum of r from t on; with a critic its target (of a decision's first token);
-        empty if not computed.
+    returns_T: G_t, the discounted sum of r from t on; with a critic, the critic's target at the decision (at
+        its first token, if targets are by token); empty if not computed.
     estimator: `algorithm.advantage`.
     parts: the terms of the advantages, by the names of `core.advantages.derivation.PARTS`.
     state_keys_T: the states that were compared; empty without a comparison.
@@ -108,7 +108,7 @@ def write_rollouts(
 ) -> None:
     """Write all rollouts of a stage, also failed ones, and flush them, since task apps then forget them.
 
-    `scored` has log-probabilities of tokens by policy and reference, by rollout id.
+    `scored` has, by rollout id, the log-probs of tokens under the policy and the reference policy.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
@@ -234,7 +234,7 @@ def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[st
 
 
 def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
-    """Read the tokens' log-probabilities by policy and reference, by rollout id, where they exist."""
+    """Read by rollout id the tokens' log-probs under policy and reference policy, where they are stored."""
     return {
         name: ScoredTokens(
             [decision["token_logprobs"] for decision in decisions],

@@ -78,7 +78,7 @@ def read_index(path: Path) -> list[dict[str, Any]]:
 
 
 def read_credits(path: Path, places: Collection[int] | None = None) -> list[list[dict[str, Any]]]:
-    """Read the credit of the decisions of rollouts at these places in the file; None: of all rollouts.
+    """Read the credit of each decision of the rollouts in these rows of the file; None: of all rollouts.
 
     Only row groups with these places are read.
     """
@@ -109,7 +109,7 @@ def _row_groups(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a file of rollouts; raise RunDirectoryError for a damaged or foreign file."""
+    """Open a file of rollouts; raise RunDirectoryError if it is damaged or holds something else."""
     try:
         with pq.ParquetFile(path) as file:
             if not any(file.schema.column(i).path == _TURN for i in range(len(file.schema))):

@@ -2,9 +2,9 @@
 
     rollouts/iteration_n.spool.jsonl     a header, then one rollout per line; then the same for a changed plan
 
-The header identifies the requests and the weights. After a kill, the next start reuses rollouts with its own
-requests and weights. Other rollouts stay for a later start with their plan. Failed rollouts are not in the
-spool; they are requested again.
+The header identifies the requests and the weights. After a kill, the next start reuses rollouts whose
+requests and weights are its own. Other rollouts stay in the spool for a later start that has their requests.
+Failed rollouts are not in the spool; they are requested again.
 """
 
 import json
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
         """Return the rollouts that answer requests of another header's plan.
 
-        Later requests of a stage follow from the first ones: if these are equal, all rollouts are usable.
+        A stage's later requests follow from its first ones. If all first ones are equal, all rollouts fit.
         """
         mine, asked = self.header.get("requests"), header["requests"]
         if mine == asked:
@@ -103,9 +103,9 @@ class Spool:
         return cls(path, last if is_begun else header, by_plan, is_begun=is_begun)
 
     def rollouts_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
-        """Return rollouts of an earlier start by the id of the request that they answer, with the new ids.
+        """Return by request id the rollouts of an earlier start that answer these requests, with their ids.
 
-        Task apps logged them under the earlier ids, which differ only in the run's id.
+        Task apps logged the rollouts under the earlier ids, which differ only in the run's id.
         """
         pairs = ((request, self._rollouts.get(plan_id(request.rollout_id))) for request in requests)
         return {request.rollout_id: _replace_ids(old, request) for request, old in pairs if old is not None}
@@ -160,7 +160,7 @@ class Spool:
 
 
 def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: Sequence[str]) -> list[Part]:
-    """Read a spool, and update a header of an earlier version if it was written for these requests."""
+    """Read a spool. If an earlier version wrote it for these requests, list the requests in its header."""
     parts = _read_parts(path)
     before = parts[0].header if parts else {}  # an earlier version wrote one header, at the top
     if "plan" in before and before["plan"] == plan_digest(requests, gateway_urls):
@@ -217,10 +217,9 @@ def tidy_spools(
 ) -> None:
     """Remove spools that a run cannot use when it continues from the end of an iteration.
 
-    The spools of the iteration's evaluation and of the next iteration match the checkpoint's weights. With
-    `policy_version`, the checkpoint's version, rollouts of the next and later iterations stay unless a later
-    version sampled them: they were collected ahead, or updates have taken no step. Without it, spools of
-    later iterations are set aside. With iteration -1 the run starts over.
+    The spools of the iteration's evaluation and of the next iteration stay: they match the checkpoint's
+    weights. Spools of later iterations are set aside. With `policy_version`, the checkpoint's version, both
+    stay without the rollouts that later versions sampled. With iteration -1 the run starts over.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = read_stage(path)
@@ -240,7 +239,7 @@ def tidy_spools(
 
 
 def read_stage(path: Path) -> tuple[str, int]:
-    """Return the stage and the iteration of a spool; -1 for a stage without iterations."""
+    """Read the stage and the iteration from the name of a spool's file; -1: the name has no iteration."""
     stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
     return stage, int(digits) if digits.isdecimal() else -1
 
@@ -375,9 +374,9 @@ class LedgerEntry:
 
 
 def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:
-    """Append and flush an entry; refuse a rollout that the ledger already has.
+    """Append an entry to the ledger and flush it; refuse a rollout that the ledger already has.
 
-    Every line is checked: 3 ms per hundred lines of 64 rollouts each.
+    This reads every line: 3 ms per hundred lines of 64 rollouts each.
     """
     path, mine = folder / LEDGER_FILE, set[str]()
     for plan in map(plan_id, entry.rollout_ids):

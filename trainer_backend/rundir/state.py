@@ -37,7 +37,7 @@ class ProcessRecord:
     host: str
     """The host, if the name does not tell it."""
     state: str
-    """A replica's is `starting`, `stale`, `serving`, `lost` and the like."""
+    """One word, such as `starting`, `stale`, `serving` or `lost` for a replica."""
     version: int | None
     """Version of its policy; None: it has none, or the version is unknown."""
     word: str
@@ -112,7 +112,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_place(state: RunState | None) -> str:
-    """Return the end of a sentence about how far an ended run was; empty if unknown."""
+    """Return the end of a sentence about the stage or iteration where a run broke off; empty if unknown."""
     if state is None or state.state in FINAL:
         return ""
     if state.stage:

@@ -48,8 +48,8 @@ class TruthSetting(BaseModel):
     horizon: int | None
     """The most decisions of a continuation; None: to the end of the episode."""
     fresh_draws: bool
-    """Whether each pair of continuations has its own random numbers of the world; if not, all have the
-    stored episode's."""
+    """Whether the world draws new random numbers for each pair of continuations; if not, all pairs have those
+    of the stored episode."""
     seed: int
     rewards: dict[str, Any]
     """Keys of [training] that affect r_t."""

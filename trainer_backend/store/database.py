@@ -76,7 +76,7 @@ _PEER = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,  # milliseconds
 }
-# SQLite reads one state by default.
+# So a transaction that reads sees one state of the database, as it does in SQLite by default.
 _ONE_STATE = {"postgresql": {"isolation_level": "REPEATABLE READ"}}
 
 
@@ -100,8 +100,8 @@ class Store:
     def write(self) -> AbstractContextManager[Connection]:
         """Open a transaction that is committed whole or not at all.
 
-        SQLite takes its only write lock at the beginning. If it asked for the lock after a read, SQLite would
-        refuse at once, whatever the waiting time.
+        In SQLite the transaction takes the only write lock at its beginning. If it asked for the lock after a
+        read, SQLite would refuse at once, whatever the waiting time.
         """
         return self._transaction(writes=True)
 

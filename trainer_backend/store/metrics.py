@@ -42,10 +42,10 @@ def list_numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far the store has seen a file of lines, and the numbers of its rows.
+    """How far the store has read metrics.jsonl, and the numbers that it gives to the rows.
 
-    Row i of the file, from 0, has the number `base + i + 1`. The rows of a rewritten file begin above the
-    numbers of all rows before.
+    Row i of the file, from 0, has the number `base + i + 1`. If the file is rewritten, `base` grows, so that
+    its rows have higher numbers than all rows before.
     """
 
     size: int = 0
@@ -112,7 +112,7 @@ class MetricsFile:
         return self._seen[1]
 
     def read(self) -> None:
-        """Read new lines, or the whole file if it was rewritten. A missing file has no rows."""
+        """Read the file's new lines, or all lines if it was rewritten. A missing file has no rows."""
         try:
             facts = self.path.stat()
             if (facts.st_size, facts.st_mtime_ns) == self._seen:
@@ -170,7 +170,7 @@ class MetricsFile:
     def lines(
         self, base: int, *, after: int = 0, kind: str | None = None, limit: int
     ) -> tuple[MetricLine, ...]:
-        """Return the first `limit` rows with a number above `after`, in the file's order."""
+        """Return, in the file's order, the first `limit` rows whose row number (`Mark`) is above `after`."""
         kinds = self._kinds.values() if kind is None else (self._kinds.get(kind, _NO_ROWS),)
         places = sorted(p for rows in kinds for p in rows.places.values() if base + p + 1 > after)
         return self._lines(base, places[:limit])
@@ -203,7 +203,7 @@ class MetricsFile:
 
     @property
     def curves(self) -> set[tuple[str, str]]:
-        """The kind and name of every curve."""
+        """The (kind, name) of every curve."""
         return {(name, curve) for name, kind in self._kinds.items() for curve in kind.curves}
 
     def points(self, kind: str, name: str) -> Points:

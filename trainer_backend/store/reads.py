@@ -43,7 +43,7 @@ def _look(
 ) -> dict[str, Found]:
     """Return the result of `look` for the metrics of each run, by job id in the order of the ids.
 
-    `look` receives the file, and the number before the number of the file's first row.
+    `look` receives the file and its `Mark.base`, the number before that of the file's first row.
     """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
     query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)
@@ -155,7 +155,7 @@ def series(
 def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
-    """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
+    """Return the rows of metrics.jsonl whose row number is above `after`, oldest first, for live pages."""
     found = _look(store, [job_id], lambda file, base: file.lines(base, after=after, kind=kind, limit=limit))
     return found[job_id]
 

@@ -20,7 +20,7 @@ from trainer_backend.store.rows import AnchorRow, Page, RolloutRow
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
-# A filter by numbers or text counts at most this many rollouts, so its page costs the same in a longer run.
+# With a filter by numbers or text, counting stops at this many rollouts, so that a long run costs no more.
 MOST_COUNTED = 10_000
 _COLUMNS: list[Any] = [
     SYNCED_FILES.c.name if name == "file" else ROLLOUTS.c[name] for name in RolloutRow.__slots__
@@ -175,7 +175,7 @@ def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
 
 
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
-    """Return the rollouts of its group, stage and iteration, itself included, by sibling and attempt."""
+    """Return this rollout and the others of its group, stage and iteration, by sibling and attempt."""
     with store.read() as connection:
         query = _selected().where(*_group(job_number(connection, job_id), row))
         rows = connection.execute(query.order_by(ROLLOUTS.c.sibling, ROLLOUTS.c.attempt, ROLLOUTS.c.number))

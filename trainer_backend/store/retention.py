@@ -21,7 +21,7 @@ _OF_ITERATIONS = ("train", "branches")
 
 
 class RetentionTable(Table):
-    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent: all stay."""
+    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent: all files stay."""
 
     rollout_files_iterations: int | None = Field(default=None, ge=1)
     """the run directory keeps the rollout files of this many newest iterations and of evaluations; older ones

@@ -74,7 +74,7 @@ _NEVER = datetime(1, 1, 1, tzinfo=UTC)
 class Job(JobView):
     """A job: posted to the service, or a run directory that `turnwise train` made; a row of `jobs`.
 
-    A new one needs name, config and home; the store gives it its number, id and time.
+    A new job needs name, config and home; the store adds number, id and time.
     """
 
     id: str = ""  # uuid, hex
@@ -121,7 +121,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl. `number` increases with every row of the store: live pages resume from it."""
+    """A row of metrics.jsonl. `number` increases from row to row of a job; live pages continue after one."""
 
     number: int
     kind: str

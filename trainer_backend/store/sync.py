@@ -1,4 +1,4 @@
-"""Bring the store's index of a run directory up to date; repeating it changes nothing.
+"""Brings the store's index of a run directory up to date; repeating a sync changes nothing.
 
 The run directory is the truth: rows leave the store when their files are gone.
 """
@@ -32,7 +32,7 @@ Seen = Mapping[str, tuple[int, int]]  # by the name of a file, its size and time
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
     """Index a run directory, and apply [retention] to it; return whether anything was new.
 
-    After an interruption the next sync does the rest. An unreadable file does not block the others.
+    If a sync is interrupted, the next one does the rest. An unreadable file does not block the others.
     `tidies`: whether old files are deleted; a service that only shows runs keeps them.
     """
     with store.read() as connection:

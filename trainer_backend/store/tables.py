@@ -60,7 +60,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 class AnyText(TypeDecorator[str]):
     """Text that both databases accept: PostgreSQL refuses NUL, and both refuse half a surrogate pair.
 
-    A replacement character stands in their place. The files of the run keep the original text.
+    A replacement character takes the place of each. The files of the run keep the original text.
     """
 
     impl = Text
@@ -97,7 +97,7 @@ def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterat
 
 
 def _refer(name: str, table: str) -> Column[int]:
-    """Return a column that refers to a row of `table`, and whose row is deleted with that row."""
+    """Return a foreign key to `table`. If a row of `table` is deleted, so are the rows that refer to it."""
     return Column(name, ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
 
 

@@ -89,9 +89,9 @@ def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps:
 def _agents(trajectory: Trajectory) -> list[list[StepData]]:
     """Return the decisions of each agent of an episode, beginning with the agent of the first decision.
 
-    A captured agent may call others. Calls whose prompts begin with the same message are of the same agent,
-    since an agent that shortens its conversation keeps the system prompt. The prompts of the returned steps
-    are relative to the agent's own previous decision. Other episodes have one agent.
+    Only a captured agent may call other agents. Calls whose prompts begin with the same message are of the
+    same agent, since an agent that shortens its conversation keeps the system prompt. The prompts of the
+    returned steps are relative to the agent's own previous decision.
     """
     if not (trajectory.env_name.startswith("agent:") or trajectory.env_name == "capture"):
         return [list(trajectory.steps)]
@@ -109,10 +109,10 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
 
 
 def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
-    """Put the other agents' documents into the first one, with references from the results of their answers.
+    """Put the other agents' documents into the first one; the results with their answers refer to them.
 
-    An answer is a result in a prompt after that agent's last decision (`ends`), so no two documents refer to
-    each other. Results in no prompt came last, and count only in the first document.
+    An agent's answer is a result in another agent's prompt after its own last decision (`ends`), so no two
+    documents refer to each other. A result that no prompt shows counts only in the first document.
     """
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
@@ -227,7 +227,7 @@ class _Story:
     """Every result, with the turn of the first prompt that shows it; inf: no prompt does."""
 
     def prompt(self, step: StepData) -> list[int] | None:
-        """Add the new messages of a prompt; return the ids of the prompt's steps, or None for all so far."""
+        """Add the new messages of a prompt; return the step_ids of its messages, or None for all so far."""
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
         self.prompt_ids = self.prompt_ids[: observation.messages_reused]
@@ -259,7 +259,7 @@ class _Story:
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Add the new messages of a prompt; messages up to the last answer are context.
 
-        If the prompt continues the last one (`goes_on`), an answer at the front is the last decision's.
+        `goes_on`: the prompt continues the last one; an answer at its front is then the last decision's.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:
@@ -287,7 +287,7 @@ class _Story:
         return self.known[key]
 
     def _as_result(self, message: Message) -> int:
-        """Add a result to the latest call with its id and no result, or else as a step."""
+        """Add a result to the latest call that has its id and no result yet; if there is none, as a step."""
         for step in reversed(self.steps):
             if any(call["tool_call_id"] == message.tool_call_id for call in step.get("tool_calls", ())):
                 results = step.setdefault("observation", {"results": []})["results"]

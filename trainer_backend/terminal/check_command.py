@@ -39,9 +39,9 @@ MarkedLine = tuple[str, str]
 
 
 def own_choices(job: JobConfig) -> list[MarkedLine]:
-    """Write the values that differ from the defaults as TOML, which is the same job.
+    """Write the values that differ from the defaults as TOML, which gives the same job.
 
-    Without digests of files, which would refuse edited files in a job.
+    Digests of files are left out: with them, the printed job would refuse files that are edited later.
     """
     defaults = {key: text for key, text in _other_defaults(job) if key not in DIGESTS.values()}
     return _marked(_without_defaults(tomli.loads(dump_job(job)), defaults), defaults)
@@ -69,7 +69,7 @@ def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> di
 
 
 def _texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Write each table; tomli_w alone would write a list of short tables as one inline value."""
+    """Yield the TOML of each table; tomli_w alone would write a list of short tables as one inline value."""
     for name, tables in document.items():
         if isinstance(tables, list):
             for table in tables:
@@ -79,7 +79,7 @@ def _texts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[MarkedLine]:
-    """Write TOML with the defaults of changed values in one column."""
+    """Write TOML, with the default of each changed value in a column at the right."""
     table, marks, headers = "", list[tuple[str, str]](), Counter[str]()
     for line in "\n".join(_texts(document)).splitlines():
         if header := _TABLE.fullmatch(line):
@@ -111,11 +111,11 @@ def card_bytes(text: str) -> int:
 
 
 def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) -> Iterator[str]:
-    """Check rows, fixed policies, the model and the own task app, and yield lines about them.
+    """Check rows, fixed policies, the model and the job's own task app, and yield lines about them.
 
-    Also names settings that bias the gradient. Raises JobError if the job cannot run. A `trial` starts the
-    job's own task app, which runs the job's task_plugins. `card` is the memory of a GPU, in bytes, for which
-    the job's memory is planned.
+    Lines also name settings that bias the gradient. JobError: the job cannot run. A `trial` starts the job's
+    own task app, which runs the job's task_plugins. `card` is the memory of a GPU, in bytes, for which the
+    job's memory is planned.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()
@@ -145,7 +145,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) 
 
 
 def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
-    """Plan the memory of a job on a CUDA GPU that need not be here; raise JobError if it cannot fit."""
+    """Plan a job's memory on a CUDA GPU that this machine need not have; JobError: the job cannot fit."""
     if job.model.device not in ("auto", "cuda"):
         yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
     from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
@@ -178,7 +178,7 @@ def _refuse_unknown_to_model(job: JobConfig) -> None:
 
 
 def _chat(job: JobConfig) -> Iterator[str]:
-    """Describe the model's chat template, if its tokenizer is on this machine; presets have none yet."""
+    """Describe the model's chat template, if its tokenizer is on this machine; a preset's is not."""
     if job.model.preset is not None:
         return
     from trainer_backend.inference.chat_check import describe_chat  # with torch

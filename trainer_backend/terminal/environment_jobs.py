@@ -1,7 +1,7 @@
 """Values of a job for each environment: the rewards, and the settings with which a fresh small model learns.
 
-`turnwise init` writes these values. A fresh model gets the settings of configs/ with which one is known to
-learn. The link `configs` next to this file puts them into an installed package.
+`turnwise init` writes these values. A fresh model gets settings of configs/ with which a fresh model is known
+to learn. The link `configs` next to this file puts that folder into an installed package.
 """
 
 import json
@@ -59,7 +59,7 @@ def read_config(name: str) -> Values:
 
 
 def environment_job(env: str) -> EnvironmentJob:
-    """Return the values of an environment, of its kind (a prefix), or of a plug-in."""
+    """Return a new job's values for an environment, its prefix, or its plug-in."""
     prefix, colon, _ = env.partition(":")
     return JOBS.get(env) or JOBS.get(prefix + colon) or _plugin_job(env)
 
@@ -83,7 +83,7 @@ _BY_CHANCE: Values = {
     "training": {"learning_rate": 2e-4, "entropy_coef": 0.0},
 }  # fmt: skip
 _FROZEN_LAKE = read_config("frozen_lake")
-# Its settings that do not depend on its map.
+# The settings of FrozenLake that do not depend on its map, for environments of gymnasium and others.
 _FOREIGN: Values = {
     "rollout": {"episodes_per_batch": _FROZEN_LAKE["rollout"]["episodes_per_batch"]},
     "warmup": _FROZEN_LAKE["warmup"],
@@ -130,11 +130,11 @@ JOBS: Mapping[str, EnvironmentJob] = {
     "gymnasium:": EnvironmentJob(
         _BY_ENVIRONMENT, union(_FOREIGN, {"rollout": {"env_config": {"instructions": ""}}})
     ),
-    # Its usual map of 4 by 4 was not learned, least of all with slips.
+    # Fresh models did not learn the usual map of 4 by 4, least of all with slips.
     "gymnasium:FrozenLake-v1": EnvironmentJob(_BY_ENVIRONMENT, _FROZEN_LAKE),
     "mcp:": _SERVER,
     "openenv:": _SERVER,
-    # Answers in words, and prompts of an agent's own: no policy shows a fresh model how to answer.
+    # An agent writes its own prompts and expects words: no policy shows a fresh model how to answer.
     "agent:": EnvironmentJob(common=_BY_ENVIRONMENT, fresh=None),
     **dict.fromkeys(
         ("reasoning_gym:", "textarena:", "verifiers:"), EnvironmentJob(common=_CONVERSATION, fresh=None)

@@ -115,7 +115,7 @@ Put = Callable[[Rollout, Sequence[Mapping[str, Any]]], int]
 
 
 def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSAGES) -> ExportResult:
-    """Write the selected episodes of a run, in the memory of one iteration.
+    """Write the selected episodes of a run. At a time, only the episodes of one iteration are in memory.
 
     Args:
         to: for rows of messages x.jsonl, x.parquet, or a new folder for `datasets.load_dataset`; for ATIF a
@@ -201,7 +201,7 @@ def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, An
 
 
 def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-    """Write a file for the rollout, named by its id with + for /, as no id contains +."""
+    """Write a file for the rollout. Its name is the id with + in place of /; no id contains +."""
     document = json.dumps(make_atif(rollout, credits), ensure_ascii=False, allow_nan=False)
     path = folder / f"{rollout.rollout_id.replace('/', '+')}.json"
     path.write_text(document + "\n", encoding="utf-8")

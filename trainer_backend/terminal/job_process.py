@@ -1,8 +1,8 @@
 """`python -m trainer_backend.terminal.job_process RUN_DIRECTORY`: train one job for a trainer service.
 
-It starts the run or continues it from the newest checkpoint. The service controls it by standard input, a
-pipe whose end ends this process at once, and by SIGTERM, after which it saves finished work; it reports by
-its exit code (rundir/state.py) and by the files of the run directory.
+It starts the run or continues it from the newest checkpoint. Standard input is a pipe from the service: when
+it closes, this process ends at once. After SIGTERM it saves finished work and ends. It reports by its exit
+code (rundir/state.py) and by the files of the run directory.
 """
 
 import faulthandler

@@ -102,7 +102,7 @@ _EVENTS: dict[str, type[StrictReply]] = {
 
 
 class Event(NamedTuple):
-    """An event; `identity` is the reader's position in the stream, or None."""
+    """An event of a stream; `identity` is the event's id, the position to continue after, or None."""
 
     name: str
     data: dict[str, Any]
@@ -228,7 +228,7 @@ class JobsClient:
 
 @cache
 def _certificates() -> SSLContext:
-    """Read the trusted certificates, which takes 20 ms."""
+    """Return a TLS context with the trusted certificates; reading them takes 20 ms."""
     return httpx.create_ssl_context()
 
 

@@ -1,9 +1,9 @@
 """Rows for supervised training: every answer that is worth imitating is in exactly one row. Pure.
 
 A row is a prompt of the model with its answer: `messages` as in chat completions. Decisions whose prompts
-continue one another share the last one's row; a fresh prompt (always in Crafter, after an edit in a
-conversation) begins a new row. An assistant message has `weight` 1 if it is to be learned, as fine-tuning
-services read it, and 0 if another row has it or if it was refused.
+continue one another share the last one's row. A fresh prompt begins a new row: every prompt in Crafter, and a
+conversation's prompt after an edit. An assistant message has `weight` 1 if it is to be learned, as services
+of fine-tuning read it, and 0 if another row has it or if it was refused.
 
 Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 """
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _View:
-    """The material of a row: a growing prompt, and the decisions of its answers by index."""
+    """The material of a row: a growing prompt, and by message index the decisions whose answers it has."""
 
     prompt: tuple[Message, ...]
     steps: list[StepData]

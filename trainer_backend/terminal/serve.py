@@ -51,8 +51,8 @@ async def serve(
 ) -> None:
     """Serve `{job}/actor` until stopped; `say` receives lines for the user.
 
-    Callers must send the key; without a key, only this machine may call. `structured_output` says whether a
-    request for it is refused, since no grammar is enforced.
+    Callers must send the key; without a key, only this machine may call. `structured_output` says whether
+    requests with a response_format are refused, since no grammar is enforced.
     """
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
     # The port first: if it is taken, the weights need not be read.

@@ -82,7 +82,7 @@ class Choices:
 
 
 def _refuse_unknown_environment(env: str) -> None:
-    """Refuse a name that is neither installed here nor begins with the prefix of a kind."""
+    """Refuse an environment that is not installed here and has no known prefix such as `gymnasium:`."""
     policies = find_entry_points("turnwise.policies").names
     teachers = {name.removesuffix("_teacher") for name in policies if name.endswith("_teacher")}
     known = {*JOBS, *environment_names(), *teachers}
@@ -101,7 +101,7 @@ def _refuse_unknown_environment(env: str) -> None:
 
 
 def _named(env: str) -> Values:
-    """Return the keys that name the environment, and the job after it."""
+    """Return the keys for the environment's name and for the job's name, which is made from it."""
     # gymnasium:ID and mcp:URL have characters that are not allowed in a run's name.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", env) if ":" in env else env
     return {"job": {"name": name}, "rollout": {"env_name": env}}
@@ -120,7 +120,7 @@ def _for_a_model(model: str) -> Values:
 
 
 def _cores() -> int:
-    """Return the usable cores of this machine. The job names them, since results depend on the number."""
+    """Return the number of usable cores here. The job contains this number, since results depend on it."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 256)
 
 
@@ -263,7 +263,7 @@ def _name(key: str) -> str:
 
 
 def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
-    """Make the job of `turnwise eval ENV` for a foreign player: the defaults of the environment.
+    """Make the job of `turnwise eval ENV`, in which --policy or --model plays: the environment's defaults.
 
     Its model is never loaded.
     """

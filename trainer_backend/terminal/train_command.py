@@ -240,7 +240,7 @@ def _train(out: Console, plan: RunPlan, streams: LastingStreams) -> Ended | None
     config, directory, resume = plan.loaded.config, plan.directory, plan.resume
     with ConsoleReporter(out, config.training.iterations) as console:
         try:
-            # Before `run_job` refuses: sinks would have announced the run by then.
+            # Before `run_job`, which refuses too, but only after sinks have announced the run.
             refuse_if_locked(directory.path)
             streams.when_lost(partial(_log, directory, GONE))
             values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})

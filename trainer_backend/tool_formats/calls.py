@@ -107,7 +107,7 @@ def as_call(value: object, *, key: str = "arguments") -> ParsedCall:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f'expected {{"name": text, "{key}": object}}')
     # `json.dumps` escapes to ASCII: a lone surrogate would break the UTF-8 encoder of the reply.
-    # `allow_nan`: a number such as 1e999 is read as infinity, which JSON cannot express.
+    # `allow_nan=False`: a number such as 1e999 is read as infinity, which JSON cannot express.
     return ParsedCall(name.encode("utf-8", "replace").decode(), json.dumps(arguments, allow_nan=False))
 
 
@@ -132,7 +132,7 @@ def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def typed_value(text: str, schema: object) -> object:
-    """Convert an argument from plain text. Text stays if it is no JSON, or if its schema is a string."""
+    """Convert an argument from plain text; it remains text if it is no JSON or its schema is a string."""
     types = set(_types(schema))
     is_null = text in ("null", "None") and "null" in types
     if types - {"null"} == {"string"} and not is_null:

@@ -25,9 +25,9 @@ def parse_harmony(text: str, tools: Tools) -> ParsedReply:
     """Parse the messages of a reply.
 
     A second call is an error, because the chat template drops all calls but the first. The template refuses
-    tokens of the format in the content: if a call cannot be read, the content is the text of all messages
-    without tokens. The template takes reasoning or content with a call, not both: with reasoning, the
-    content before the call is added to the reasoning.
+    the format's own tokens in the content, so if a call cannot be read, the content is the content so far and
+    all unread text, without these tokens. With a call, the template accepts reasoning or content, not both:
+    if there is reasoning, the content before the call is added to it.
     """
     reader = _Reader(text)
     try:

@@ -96,7 +96,7 @@ class LiteralReader:
         return items
 
     def _places(self, closing: str) -> Iterator[None]:
-        """Stop at the place of each item up to `closing`; the caller reads the item there."""
+        """Yield at the start of each item up to `closing`; the caller then reads the item."""
         while not self.take(closing):
             yield
             if not self.take(","):

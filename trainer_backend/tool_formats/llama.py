@@ -9,7 +9,7 @@ from trainer_backend.tool_formats.calls import (
     unreadable,
 )
 
-# Models that were told of built-in tools write it before a call.
+# Models whose prompt names built-in tools write this tag before a call.
 PYTHON_TAG = "<|python_tag|>"
 
 

@@ -1,1 +1,1 @@
-"""POST /rollout: one call, the whole trajectory back, as users of Crafter task apps know it."""
+"""POST /rollout: one call plays a rollout and returns all of it, as users of Crafter task apps know it."""

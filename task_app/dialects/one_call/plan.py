@@ -1,6 +1,6 @@
 """Reads the body of POST /rollout, with a warning for everything that is cut, changed or ignored. Pure.
 
-The ancestor made such changes silently; here the reply's `warnings` has a sentence for each.
+The task apps that defined this API made such changes silently; here `warnings` has a sentence for each.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
 def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> SecretStr | None:
     """Return the key of the model's server: `inference_key`, or `api_key` or a bearer token in the config.
 
-    `api_key` and `extra_headers` are removed from the config `own`, because the reply shows it.
+    `api_key` and `extra_headers` are removed from `own`, the config, because the reply shows the config.
     """
     keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
     if (key := own.pop("api_key", None)) is not None:
@@ -278,7 +278,7 @@ def _take_switches(
 ) -> Stepwise | None:
     """Return the switches of the policy's config, or else of the environment's, or else of the request.
 
-    The switches are removed from both configs. None if there are none.
+    The switches are removed from both configs. Return None if no place holds any.
     """
     _, tables = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
     places = {
@@ -323,7 +323,7 @@ def _read_env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: W
 
 
 def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
-    """Return the world's seed; a missing seed is derived from the run_id, as the ancestor did."""
+    """Return the world's seed; a missing seed is derived from the run_id, as this API has always done."""
     if body.env.env_id is not None:
         if body.env.seed is not None:
             warn("env.seed is ignored; a living environment goes on from its state (POST /env/reset)")

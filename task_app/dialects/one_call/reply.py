@@ -1,7 +1,7 @@
 """Makes the reply of POST /rollout, with its optional trace, from a rollout's episodes. Pure.
 
-The reply has one trajectory per episode; with `on_done = "reset"` there may be several. Unlike the
-ancestor's, it has the observation's data, the stop reason, exact tokens on request, and all warnings.
+The reply has one trajectory per episode; with `on_done = "reset"` there may be several. Beyond what the API
+requires, it has the observation's data, the stop reason, exact tokens on request, and all warnings.
 """
 
 from collections import Counter
@@ -92,7 +92,7 @@ TIMED_OUT = "partial_max_time"
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One episode; `observations` has the one before each decision and the one after the last."""
+    """One episode; `observations` are those before each decision and after the last one."""
 
     steps: tuple[StepData, ...]
     observations: tuple[Observation, ...]
@@ -109,7 +109,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The plan of a request with its environment and policy, new or living, and the effective switches."""
+    """What a rollout needs: plan, environment and policy (new or of a session), and switches."""
 
     plan: LegacyPlan
     environment: Environment
@@ -122,7 +122,7 @@ class Cast:
 
 @dataclass(slots=True)
 class Result:
-    """What was played."""
+    """The episodes that were played, and the warnings about them."""
 
     episodes: list[Episode] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -130,11 +130,11 @@ class Result:
 
 
 def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
-    """Make the whole reply; a new environment or policy has no id, and the reply uses the run's id."""
+    """Make the whole reply; it gives the run's id for a new environment or policy, which has no id."""
     plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:
         failure = episode.failure
-        # Neither policy nor environment stopped the episode before its first decision.
+        # The error came before the first decision, and from neither the policy nor the environment.
         has_no_effect = not episode.steps and not isinstance(failure, EpisodeFailed)
         if failure is not None and (isinstance(failure, CriticalError) or has_no_effect):
             raise failure
@@ -204,7 +204,7 @@ def _final(episode: Episode) -> dict[str, Any]:
 
 
 def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
-    """Return status and error of a soft failure, with legacy names and two new ones; else (None, None)."""
+    """Return status and error of an episode that was cut short, else (None, None); two names are new."""
     if episode.is_timed_out:
         return TIMED_OUT, "safety.max_time_s passed"
     if episode.failure is not None:

@@ -81,7 +81,7 @@ class LegacyRollout(ForeignBody):
 
 # The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement`, the
 # sum of the achievements' weights replaces the delta; an achievement counts up to `k_limits` times per
-# episode (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is left out.
+# episode (default 1, no limit if <= 0). Older task apps' hidden resource bonus is left out.
 CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
 STRATEGIES = {
     **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
@@ -155,7 +155,7 @@ Chooser = tuple[str, str, list[str]]
 
 
 def _find_chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
-    """Return name, list argument and choices of the only tool; None for other tools."""
+    """Return the only tool's name, list argument and choices; None if there is no such tool."""
     if len(tools) != 1:
         return None
     function = tools[0].function

@@ -1,7 +1,7 @@
-"""Plays POST /rollout with the episode loop, and makes its reply (the ancestor's contract).
+"""Plays POST /rollout, an API of older Crafter task apps, with the episode loop, and makes its reply.
 
 Each episode is an RLRolloutWorker in the rollout service's queue, so it is limited, listed, cancelled and
-aborted like any other. As in the ancestor, a decision that is invalid or has no call ends the episode.
+aborted like any other. As in those task apps, a decision that is invalid or has no call ends the episode.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
                 services, session, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = session.spec.config.get("inference_url")
-        # The request's switches, or else the living environment's; if both are given, they must agree.
+        # Use the request's switches, or else the living environment's; if both are given, they must agree.
         switches = dict(env_session.switches) if env_session is not None else {}
         stepwise = plan.stepwise or agree_on_stepwise(switches)
         agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
@@ -108,7 +108,7 @@ async def _play(services: Services, cast: Cast) -> Result:
         try:
             episode = await _play_episode(services, cast, rest, until_s - time.monotonic())
         except RunAborted as exc:
-            # The abort came before the first episode or between two.
+            # The run was aborted before this episode began.
             result.warnings.append(exc.detail)
             result.aborted = True
             break

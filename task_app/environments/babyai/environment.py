@@ -152,7 +152,7 @@ class BabyAIEnvironment(OneCallEnvironment):
         no_effect: bool = False,
         invalid: bool = False,
     ) -> Observation:
-        """Make the observation; `no_effect` is computed if `before`, the state of the last one, is given."""
+        """Make the observation; `no_effect` is computed if `before`, the state at the last one, is given."""
         level = started(self._level)
         self._state = level.state()
         no_effect = self._state == before if before is not None else no_effect

@@ -1,8 +1,8 @@
 """Spawns and despawns creatures, chunk by chunk, every tenth step.
 
-Stock examines every chunk; here counters show the few chunks where something can happen. Stock picks the
-creature to despawn by its position in a set hashed by address, which differs between processes. This engine
-and the tests' reference pick it from the chunk's creatures *in order of creation* instead.
+The published package crafter ("stock") examines every chunk; here counters show the few chunks where
+something can happen. Stock picks the creature to despawn by its position in a set hashed by address, which
+differs between processes. This engine and the tests' reference pick it by *order of creation* instead.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def balance(world: World, player: Player) -> None:
 
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
-    """Spawn a creature if the chunk has fewer than `fewest`; otherwise it has too many, so despawn one."""
+    """By chance, spawn a creature if the chunk has fewer than `fewest`; otherwise despawn one."""
     kind = habitat.kind
     if world.population[chunk * KIND_COUNT + kind] < fewest:
         if world.uniform() < habitat.spawn_chance:

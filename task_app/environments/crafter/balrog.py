@@ -1,9 +1,9 @@
 """Crafter with BALROG's texts and window of past messages; an answer is the name of an action.
 
 A prompt has the messages of BALROG's `naive` agent (github.com/balrog-ai/BALROG, commit af7d1f1); the tests
-compare both letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team. Its
-quirks are kept: a game begins with a noop, and within four columns of the world's left edge or three rows of
-its top edge the text says that nothing is in sight.
+compare it with them letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
+Quirks of BALROG are kept: a game begins with a noop, and within four columns of the world's left edge or
+three rows of its top edge the text says that nothing is in sight.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The reproducible Crafter engine: the game of stock crafter 1.8.3, about thirty times faster.
+"""The reproducible Crafter engine: the game of the package crafter 1.8.3 ("stock"), some thirty times faster.
 
 Equal seeds and actions give equal episodes in every process. In stock, one choice depends on memory
 addresses: the creature to despawn, which is picked in order of creation here (see balance.py). A step draws
@@ -32,7 +32,7 @@ BALANCE_EVERY = 10
 
 @functools.lru_cache(maxsize=16_384)
 def daylight_at(step: int) -> float:
-    """Return the light after `step` steps, in [0, 1]; a day has 300 steps. Uses stock's numpy operations."""
+    """Return the light after `step` steps, in [0, 1], bit for bit as in stock; a day has 300 steps."""
     progress = (step / 300) % 1 + 0.3
     return float(1 - np.abs(np.cos(np.pi * progress)) ** 3)
 
@@ -64,7 +64,7 @@ class CrafterEngine:
         return (self._game or _refuse_early())[1]
 
     def reset(self) -> None:
-        """Start the world of the first reset of `crafter.Env(seed=seed)`; every reset starts the same."""
+        """Start the world of the first reset of `crafter.Env(seed=seed)`; every reset starts this world."""
         self.step_count = 0
         player = Player(CENTER, CENTER, Plant)
         # As stock does for episode 1. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
@@ -155,7 +155,7 @@ class CrafterEngine:
         return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
-        """Draw the game like stock, [height, width, 3]; this does not change the game."""
+        """Return the game's picture as stock draws it, [height, width, 3]; this does not change the game."""
         return picture.draw(*(self._game or _refuse_early()), width, height)
 
     def capture(self) -> GameState:

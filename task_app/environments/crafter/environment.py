@@ -133,7 +133,7 @@ class CrafterEnvironment:
         )
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Draw the game like stock crafter, [height, width, 3]; only for people.
+        """Return the game's picture as stock crafter draws it, [height, width, 3]; only people see it.
 
         Raises ValueError for a side shorter than 9 pixels.
         """

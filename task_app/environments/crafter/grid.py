@@ -13,7 +13,7 @@ STRIDE = AREA + 2 * PAD
 CELLS = STRIDE * STRIDE
 CENTER = AREA // 2
 
-# In the order of stock's `all_dirs`, which random numbers index.
+# In the order of stock crafter's `all_dirs`, which random numbers index.
 FACINGS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
 DIRECTIONS = tuple(FACINGS.values())
 SIDES = {vector: name for name, vector in FACINGS.items()}

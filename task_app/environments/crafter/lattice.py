@@ -88,7 +88,7 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 
 
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
-    """Return offsets o [K, N, 3], the part of them that is subtracted last, and the used slots [K, N]."""
+    """Return offsets o [K, N, 3], their part that the package subtracts last, and the used slots [K, N]."""
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
     tetrahedra_N = np.where(near, _near_case(x_N, y_N, z_N, total), _far_case(x_N, y_N, z_N, total))
@@ -135,7 +135,7 @@ def _case_tables() -> tuple[Ints, Ints, Bools]:
 
 
 def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Case in the tetrahedron at (0,0,0)."""
+    """Return the case of each point in the tetrahedron at (0,0,0)."""
     z_for_b = (x_N >= y_N) & (z_N > y_N)
     z_for_a = (x_N < y_N) & (z_N > x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 4, 1)
@@ -146,7 +146,7 @@ def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Case in the tetrahedron at (1,1,1)."""
+    """Return the case of each point in the tetrahedron at (1,1,1)."""
     z_for_b = (x_N <= y_N) & (z_N < y_N)
     z_for_a = (x_N > y_N) & (z_N < x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 3, 6)
@@ -157,7 +157,7 @@ def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
-    """Case in the octahedron."""
+    """Return the case of each point in the octahedron."""
     a_sum, b_sum, c_sum = x_N + y_N, x_N + z_N, y_N + z_N
     a_score, a_point, a_far = _side(a_sum, 3, 4)
     b_score, b_point, b_far = _side(b_sum, 5, 2)
@@ -179,6 +179,6 @@ def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
 
 
 def _side(total: Floats, far_point: int, near_point: int) -> tuple[Floats, Ints, Bools]:
-    """Score, corner and side of one pair of opposite corners."""
+    """Return score, nearer corner and side of each point for one pair of opposite corners."""
     far = total > 1
     return np.where(far, total - 1, 1 - total), np.where(far, far_point, near_point), far

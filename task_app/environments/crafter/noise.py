@@ -4,7 +4,7 @@ They equal `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell,
 times faster: each process computes the geometry of the 64x64 points once (`geometry`); a seed only permutes
 gradients.
 
-Names: N = 4096 cells, x before y as in stock; P distinct lattice points; K slots of the sum.
+Names: N = 4096 cells, x before y as in stock crafter; P distinct lattice points; K slots of the sum.
 """
 
 import functools
@@ -33,12 +33,12 @@ LAYERS: dict[str, tuple[float, float]] = {
     "tree": (5, 7),
 }
 NORM = 103
-# Otherwise many threads, each with a first world of the process, would all compute the geometry.
+# Without this lock, threads that make the first worlds of a process would all compute the geometry.
 _ONE_AT_A_TIME = threading.Lock()
 MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407
 WORD = 1 << 64
 
-# Gradients of opensimplex 0.4: permutations of (11, 4, 4) with all signs, in its order.
+# Gradients of opensimplex 0.4: permutations of (11, 4, 4) with all signs, in the package's order.
 _SIGNS = [(-1, 1, 1), (1, 1, 1), (-1, -1, 1), (1, -1, 1), (-1, 1, -1), (1, 1, -1), (-1, -1, -1), (1, -1, -1)]
 _SHAPES = [(11, 4, 4), (4, 11, 4), (4, 4, 11)]
 GRADIENTS = np.array(
@@ -68,7 +68,7 @@ class Geometry:
 
 
 def noise_layers(seed: int) -> dict[str, Floats]:
-    """Compute the noise [N] at every cell by layer, about -0.9 .. 0.9, without weights and normalisation.
+    """Compute the noise [N] of every layer at every cell, about -0.9 .. 0.9, not weighted or normalised.
 
     The seed is stock's for OpenSimplex, 0 .. 2**31 - 2.
     """

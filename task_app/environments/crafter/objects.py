@@ -63,7 +63,7 @@ class Creature(Being):
 
 
 class Cow(Creature):
-    """A cow is food, and walks at random every other step."""
+    """A cow is food, and moves at random with probability 1/2 in each step."""
 
     __slots__ = ()
     kind = COW
@@ -84,7 +84,7 @@ class Cow(Creature):
 
 
 class Zombie(Creature):
-    """Hunts the player within 8 cells, and hits a neighbouring one for 2 (7 if asleep), every 5 steps."""
+    """Hunts the player within 8 cells; next to it, hits for 2 (7 if asleep), and then waits 5 steps."""
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE

@@ -1,7 +1,7 @@
 """Draws the picture of stock crafter, with map, creatures, night and inventory, for people.
 
-Stock's own view classes draw it from a stand-in for stock's world. The night's noise comes from a copy of the
-random generator; in stock, an extra picture changes the game, because it uses the game's own generator.
+Stock's own view classes draw `_World`, which has the form of stock's world. The night's noise comes from a
+copy of the random generator. In stock, an extra picture uses the game's generator and so changes the game.
 """
 
 import functools
@@ -69,9 +69,9 @@ def _texture_name(thing: Thing) -> str:
 
 
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
-    """Draw an RGB picture of the game like stock's `render((width, height))`, [height, width, 3].
+    """Return an RGB picture of the game, [height, width, 3], as stock's `render((width, height))` draws it.
 
-    9x9 equal cells are centred in it. Raises ValueError if a side is shorter than 9 pixels.
+    The picture has 9x9 equal cells in its middle. Raises ValueError if a side is shorter than 9 pixels.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")

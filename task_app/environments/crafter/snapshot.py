@@ -1,6 +1,6 @@
 """Converts a game to bytes and back, to store it, send it, or start siblings from it.
 
-A snapshot may be foreign, so all of it is checked before a game is built, and it is not a pickle. It is a
+A snapshot may come from outside, so all of it is checked before a game is built, and it is no pickle. It is a
 line of JSON, then the ground (a byte per cell), then the generator's 624 words (little-endian, 32 bits).
 """
 
@@ -76,7 +76,7 @@ def pack(
 ) -> bytes:
     """Convert the game of `engine` to bytes. Raises NotReset without a game.
 
-    `reward` and `news` are those of its last observation; `memory` is a `MapMemory.snapshot()`.
+    `reward` and `news` are those of the game's last observation; `memory` is a `MapMemory.snapshot()`.
     """
     state = engine.capture()
     head = {

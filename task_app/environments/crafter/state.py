@@ -1,8 +1,8 @@
 """Converts a game to plain values and back, for snapshots.
 
 The values are the ground, things in order of creation, order of the chunks, generator (624 words and
-position), and the player with hidden counters. Material counts, chunk membership and daylight follow from
-them.
+position), and the player with hidden counters. Material counts and chunk membership follow from them;
+daylight follows from the number of steps.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from task_app.environments.crafter.view import nearest_offsets
 from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
 
-# BALROG's history is past news, and its answer names are constant.
+# BALROG's history shows only earlier steps, and its answer names never change.
 _TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answer_names"})
 # Kinds that are everywhere, so that the nearest one has no information.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})

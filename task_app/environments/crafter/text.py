@@ -60,8 +60,8 @@ def full_text(data: Mapping[str, Any]) -> str:
 def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> str:
     """Write the state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
-    Twenty-five words have fixed positions: vitals, light, the faced cell, the four neighbour cells,
-    materials, tools, and table and furnace in crafting range. Achievements still to do, walks, and news
+    Twenty-five words have fixed positions: vitals, light, direction, the faced cell, the four neighbour
+    cells, materials, tools, and table and furnace in crafting range. Achievements to do, walks, and news
     follow.
 
         hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...

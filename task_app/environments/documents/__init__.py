@@ -1,1 +1,1 @@
-"""Long documents that are read with tools: the text stands outside the prompt."""
+"""Long documents that are read with tools: the text stays outside the prompt."""

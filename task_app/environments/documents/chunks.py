@@ -19,8 +19,8 @@ def _hide_module(name: str) -> Iterator[None]:
         sys.modules.update(loaded)
 
 
-# When bm25s is imported, it uses JAX if that is installed. JAX then takes three quarters of a GPU's memory,
-# which the learner needs, and a second task app fails.
+# When bm25s is imported, it uses JAX if that is installed. JAX then takes three quarters of a GPU's memory:
+# the learner lacks this memory, and a second task app fails.
 with _hide_module("jax"):
     import bm25s
 
@@ -76,8 +76,8 @@ SNIPPET_CHARS = 120
 class SearchIndex:
     """Finds chunks by their words with BM25.
 
-    Equal texts and queries give equal hits in equal order on all machines with equal float32 sums: in a tie,
-    the earlier chunk comes first.
+    Equal texts and queries give equal hits in equal order, on all machines whose float32 sums are equal: in a
+    tie, the earlier chunk comes first.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -25,8 +25,8 @@ _open_processes: set[Guarded] = set()
 class Child:
     """The process; its stderr goes to the task app's log, up to a limit.
 
-    It runs in `folder`, by default the task app's, with further environment `variables`. Errors have the
-    environment's `name` and the `source` of the command, such as a variable.
+    It runs in `folder`, by default the task app's, with further environment `variables`. Errors quote the
+    environment's `name` and the `source` of the command, such as the name of a variable.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Child:
                 raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
-        """Yield the values of the process's next lines, without blank ones, within the deadline for all.
+        """Yield the values of the process's next lines, except blank lines; all share one deadline.
 
-        They count as one call, for which the process's output is limited.
+        All these lines count as one call, for which the process's output is limited.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s
@@ -86,8 +86,8 @@ class Child:
     def close(self, *, grace_s: float = 0.0) -> None:
         """End the process and its descendants, which may hold its pipes.
 
-        It has `grace_s` to end by itself after its stdin is closed, and as long after a SIGTERM; then it is
-        killed.
+        After its stdin is closed it has `grace_s` to end by itself, and another `grace_s` after a SIGTERM;
+        then it is killed.
         """
         try:
             if grace_s:
@@ -107,7 +107,7 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read its remaining output until it closes stdout; return False if it does not."""
+        """Read its remaining output until it closes stdout; return False if it does not do so in time."""
         until_s = time.monotonic() + seconds
         try:
             while True:
@@ -138,8 +138,8 @@ class Child:
 def end_all(grace_s: float) -> None:
     """End all open processes when the service ends: a hanging call blocks the lock of its environment.
 
-    Processes that are being closed have `grace_s` for it, and the others as long after a SIGTERM; then all
-    are killed.
+    Wait `grace_s` for processes that are being closed, send the others a SIGTERM, wait `grace_s` again, and
+    kill the rest.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + grace_s

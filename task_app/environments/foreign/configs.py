@@ -1,4 +1,4 @@
-"""The keys of `config` for each kind of foreign environment."""
+"""The keys of `config` for each kind of environment that another library or a server plays."""
 
 from typing import Annotated, Literal
 

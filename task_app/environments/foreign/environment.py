@@ -1,10 +1,10 @@
-"""Foreign environments as our `Environment`s: the common part of all foreign protocols.
+"""Environments of other libraries and servers ("foreign") as our `Environment`s: what all have in common.
 
     ForeignEnvironment      a fresh prompt for each decision
     └── ForeignConversation a growing conversation, in which each call has its result
 
-A call that does not fit the tool's schema is not sent to the foreign side: it is a no-op, an env step of
-reward 0. Numbers that are not finite fail the episode, because a policy must not learn from them.
+A call that does not fit the tool's schema is not sent to the library or server, the *foreign side*: it is a
+no-op, an env step of reward 0. Numbers that are not finite fail the episode: no policy may learn from them.
 """
 
 import json
@@ -37,7 +37,7 @@ _CLOSE_WAIT_S = 120.0
 class ForeignEnvironment:
     """Plays one episode at a time of a foreign environment; `name` includes the prefix, as in `env_name`.
 
-    With `is_secret`, errors do not quote the foreign side, which may repeat a secret.
+    If `is_secret` is true, errors do not quote the foreign side, which may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"

@@ -13,7 +13,7 @@ from task_app.settings import Reach
 
 @dataclass(frozen=True, slots=True)
 class ForeignKind:
-    """A kind of environment, by names in this folder; modules are imported when they are first needed."""
+    """A kind of environment, as names in this folder, so that its modules are imported when first needed."""
 
     config_class: str
     module: str

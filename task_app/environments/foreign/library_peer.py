@@ -182,7 +182,7 @@ class LibraryPeer:
 
 
 class Moment(Body):
-    """The state of a replayable episode: its world, and every decision's text; None for a refused one."""
+    """The state of a replayable episode: its seed, and each decision's text, None for a refused decision."""
 
     seed: int
     said: tuple[str | None, ...]

@@ -16,7 +16,7 @@ from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
-    """Check that urlsplit splits the URL correctly. The error does not contain it: its path may be a key."""
+    """Check that urlsplit splits the URL correctly. The error hides the URL, whose path may be a key."""
     if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
@@ -37,20 +37,20 @@ class McpServer(OpenBody):
     """The program, which is started without a shell."""
     args: tuple[str, ...] = Field(default=(), repr=False)
     env: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Further environment variables. It also gets the task app's variables that hold no keys."""
+    """Further environment variables, in addition to those that `without_keys` passes on."""
     cwd: str | None = None
     """Working directory; None: that of the task app."""
     url: _Url | None = Field(default=None, repr=False)
     """Address of a remote server; ignored if there is a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
-    """Headers of every request to it, without substitution of variables."""
+    """Headers of every request to a remote server; variables in them are not substituted."""
     type: str | None = None
     """The transport of a remote server."""
     disabled: bool = False
 
     @property
     def why_not(self) -> str:
-        """The reason why it cannot be used; empty if it can."""
+        """The reason why the server cannot be used; empty if it can."""
         if self.disabled:
             return "is disabled"
         if self.command is not None:

@@ -1,4 +1,4 @@
-"""The interface of adapters: a `Peer` plays one foreign environment in its own protocol.
+"""The interface of adapters: a `Peer` plays the environment of a library or server (the foreign side).
 
 `task_app.environments.foreign.environment` turns a Peer into our `Environment`, and handles the common parts:
 seeds, refused calls, finite numbers, sizes, the end.
@@ -16,7 +16,7 @@ from task_app.settings import Reach
 class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502):
     """The foreign side hangs, has closed, or breaks its protocol, so the rollout fails.
 
-    `unquoted` is the sentence without quotes of the foreign side; None if `detail` has no quotes.
+    `unquoted` is the sentence without words of the foreign side; None if `detail` has none of them.
     """
 
     def __init__(self, detail: str, *, unquoted: str | None = None) -> None:

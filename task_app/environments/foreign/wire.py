@@ -83,9 +83,9 @@ class Http:
         deadline_s: float | None = None,
         ends: Callable[[bytes], bool] = lambda content: False,
     ) -> "tuple[httpx.Response, bytes]":
-        """Send a request; return the response and its content, read until `ends` is true for it.
+        """Send a request; return the response and its content, which is read until `ends(content)` is true.
 
-        The deadline is by default that of the operator's settings. A status from 300 on raises ForeignFailed.
+        By default the deadline is the operator's setting. A status from 300 on raises ForeignFailed.
         """
         import httpx
 

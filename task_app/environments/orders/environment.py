@@ -78,9 +78,9 @@ class OrdersState(Body):
 class OrdersEnvironment(ToolEnvironment[OrdersState]):
     """One desk; equal seeds and calls give equal episodes in every process. Steps use no randomness.
 
-    An env step earns the number of rows that it corrects minus the number that it makes wrong, scaled so that
-    an order with its stock counts 1 / requests: at most 1 in all. `done` earns another 1 if the whole
-    database is correct.
+    An env step earns the number of rows that it corrects minus the number that it makes wrong, scaled: an
+    order and its stock earn 1 / requests. These rewards add up to at most 1. `done` earns another 1 if the
+    whole database is correct.
     """
 
     name = "orders"

@@ -39,7 +39,7 @@ class State:
 
 @dataclass(frozen=True)
 class Board:
-    """The fixed parts of a square with a rim of walls, so that no step leaves it."""
+    """The fixed parts of a square board, whose rim is wall, so that no step leaves it."""
 
     width: int
     floor: int
@@ -47,7 +47,7 @@ class Board:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """The difference of cell numbers of a step, by direction."""
+        """What a step adds to the player's cell number, by direction."""
         return {"up": -self.width, "down": self.width, "left": -1, "right": 1}
 
     def move(self, state: State, direction: str) -> State:

@@ -29,7 +29,7 @@ PushName = Literal[
     "1-up", "1-down", "1-left", "1-right", "2-up", "2-down", "2-left", "2-right",
     "3-up", "3-down", "3-left", "3-right",
 ]  # fmt: skip
-# The rewards of gym-sokoban (Schrader, 2018): of each step, of a box onto a goal or off it, of the last box.
+# Rewards of gym-sokoban (Schrader, 2018): of a step, a box onto a goal (negative: off it), the last box.
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 WALL_SHARE = 0.2  # of a drawn board's cells
 # Every allowed config finds a board within some dozens of draws.
@@ -87,7 +87,7 @@ class SokobanEnvironment(OneCallEnvironment):
 
     @property
     def quick_step(self) -> bool:
-        """Whether `reset` or `restore` has made the search for solutions, which steps look up."""
+        """Whether `reset` or `restore` has searched for all solutions, so that a step only looks them up."""
         return self._board is not None
 
     def move(self, moves: Annotated[list[Direction], Field(min_length=1, max_length=MAX_MOVES)]) -> str:
@@ -230,7 +230,7 @@ def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tu
 
 
 def _draw_board(source: random.Random, size: int, boxes: int) -> Board | None:
-    """Draw goals in the largest room between walls; None if the room is too small."""
+    """Draw walls, and goals in the largest area between them; None if that area is too small."""
     width = size + 2
     inside = [y * width + x for y in range(1, size + 1) for x in range(1, size + 1)]
     rest = sum(1 << cell for cell in inside if source.random() >= WALL_SHARE)
@@ -265,7 +265,7 @@ def board_key(observation: Observation) -> Any:
 
 
 def push_key(observation: Observation) -> Any:
-    """Like `board_key`, with the cells that the player reaches in place of its own cell."""
+    """Return `board_key` with the cells that the player can reach in place of the player's cell."""
     board, state = read_xsb(observation.data["rows"])
     achieved = sum(observation.achievements_counts.values())
     return [board.width, board.floor, board.goals, *make_key(board, state), achieved]

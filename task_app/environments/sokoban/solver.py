@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from task_app.environments.sokoban.board import Board, Push, State, cells
 
-# The boxes, and the cells that the player reaches, from which the same pushes are possible.
+# States with the same possible pushes: the boxes, and the cells that the player can reach without a push.
 Key = tuple[int, int]
 
 
@@ -20,7 +20,7 @@ def make_key(board: Board, state: State) -> Key:
 
 @lru_cache(maxsize=128)
 def pushes_left(board: Board) -> Mapping[Key, int]:
-    """Return the smallest number of pushes that solve each solvable state."""
+    """Map every solvable state of the board, by its `Key`, to the fewest pushes that solve it."""
     left: dict[Key, int] = {}
     for cell in cells(board.floor & ~board.goals):
         left[make_key(board, State(board.goals, cell))] = 0
@@ -34,12 +34,12 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
 
 
 def is_solvable(board: Board, state: State, left: Mapping[Key, int]) -> bool:
-    """Whether the state is solvable; `left` are the board's `pushes_left`, which take up to 0.1 s."""
+    """Return whether the state is solvable; `left` is `pushes_left(board)`, which takes up to 0.1 s."""
     return state.boxes == board.goals or make_key(board, state) in left
 
 
 def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | None:
-    """Return the first push of a shortest solution with the shortest way; None if there is no solution."""
+    """Return the push of a shortest solution that needs the fewest moves; None if solved or unsolvable."""
     fewest = left.get(make_key(board, state))
     if not fewest:
         return None

@@ -26,9 +26,9 @@ class BranchKeys(EstimatorKeys):
     """Keys of the number of branches."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
-    """branch, train_branches: decisions per episode from which others play on"""
+    """branch, train_branches: decisions per episode before which branches start"""
     branch_rollouts: int = Field(default=2, ge=1, le=64)
-    """branch, train_branches: rollouts that start before each of them"""
+    """branch, train_branches: rollouts that start before each of these decisions"""
 
 
 METRICS = (
@@ -55,8 +55,8 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     so the policy gradient is unbiased (gamma 1, fixed denominators). Branches are trained only with
     `train_branches` (`core.forks`).
 
-    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
-    takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
+    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. Its
+    advantage is r_t + V(s_{t+1}) - V(s_t); here it is G_t - V(s_t), as most decisions have no branches.
     """
     others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
@@ -81,7 +81,7 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
 def _compare_episode(
     episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
 ) -> tuple[list[float], list[float | None]]:
-    """Return [T] advantages and [T] baselines of an episode; those of `stepwise` for unbranched decisions."""
+    """Return an episode's [T] advantages and [T] baselines; those given for decisions without branches."""
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -105,7 +105,7 @@ def _compare_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """Return the parts of `stepwise` with these baselines, and the number of branches of each."""
+    """Return the parts of `stepwise` with other baselines, and the number of branches of each decision."""
     compared = [
         [
             None if branches else others
@@ -128,8 +128,8 @@ Branches = Mapping[int, Sequence[Rollout]]
 def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -> tuple[int, ...]:
     """Draw the turns of an episode that get branches: at most `count`, sorted, all equally likely.
 
-    `seed` chooses them, from turn `first` on, before the episode is played: a choice that depended on the
-    episode would bias the gradient. A turn that the episode does not reach costs nothing.
+    `seed` alone chooses the turns, from `first` on, before the episode is played: a choice that depended on
+    the episode would bias the gradient. A turn that the episode does not reach costs nothing.
     """
     turns = range(first, max_decisions + 1)
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))

@@ -56,19 +56,19 @@ class Derivation:
     """An estimator's derivation of an advantage from the parts of a decision."""
 
     equations: tuple[str, ...] = ()
-    """Such as "advantage = return - baseline". The right side has names of PARTS, `reward` (r_t), + - * / and
-    parentheses; the last equation gives the advantage."""
+    """Texts such as "advantage = return - baseline". A right side has names of PARTS, `reward` (r_t), + - * /
+    and parentheses; the last equation gives the advantage."""
     words: tuple[tuple[str, str], ...] = ()
     """Pairs of a name and the meaning of its number, such as ("baseline", "mean of {compared} sibling[s]").
-    The value of the part in braces replaces the braces; [s] is dropped for 1. Words are dropped if the
-    decision lacks the part."""
+    The value of the part in braces replaces the braces; [s] is dropped if that value is 1. The whole phrase
+    is dropped if the decision lacks the part."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
         """Return each equation whose numbers are all known, with its numbers, and words about them.
 
         ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
-        `numbers` are those of one decision, by name: its parts, `reward` and `advantage`. `show` formats one.
+        `numbers` are one decision's parts, `reward` and `advantage`, by name. `show` formats a number.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         phrases = [(name, _phrase(words, known)) for name, words in self.words]
@@ -82,7 +82,7 @@ class Derivation:
         ]
 
 
-# For the first decision after a fork, whichever estimator credits the later ones (core/forks.py).
+# For the first decision of a continuation, whichever estimator credits the later ones (core/forks.py).
 AT_FORK = Derivation(
     ("advantage = return - baseline",),
     (("baseline", "mean of {continuations} other[s] from the same moment"),),

@@ -1,8 +1,8 @@
 """The inputs and outputs of every estimator, and the shared code for one advantage per episode.
 
 An estimator takes all episodes of the batch, groups in any order, and its keys. It returns an `Advantages`:
-the [T] advantages of each episode, their parts, and counts. It raises an AdvantageError as `siblings`, and if
-an episode lacks inputs that its plug needs: state keys, texts, values or branches.
+the [T] advantages of each episode, their parts, and counts. It raises AdvantageError where `siblings` does,
+and if an episode lacks inputs that the estimator needs: state keys, texts, values or branches.
 """
 
 import math
@@ -30,8 +30,8 @@ class EpisodeRewards:
     rewards_T: Sequence[float]
     """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
-    """[T] name of the state before each decision; equal names are equal states. This and the columns below
-    are empty, or None, unless the estimator needs them."""
+    """[T] name of the state before each decision; equal names are equal states. This column and those
+    below are empty, or None, unless the estimator needs them."""
     texts_T: Sequence[str] = ()
     """[T] text of the observation before each decision."""
     values_T: Sequence[float] = ()
@@ -65,7 +65,7 @@ class EstimatorKeys(Table):
     """discount per decision"""
 
     def for_critic(self) -> Self:
-        """Return the keys whose advantages plus values are the critic's targets."""
+        """Return the keys with which advantage plus value is the critic's target."""
         return self
 
 
@@ -87,9 +87,9 @@ class Advantages:
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Counts by metric name (`advantages/...`)."""
     parts: Parts = field(default_factory=dict)
-    """The numbers behind the advantages, by the names of `derivation.PARTS`, each in the shape of
-    per_episode; None where a decision lacks the part. From them and the rewards, the plug's derivation gives
-    the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown."""
+    """The parts of the advantages, by the names of `derivation.PARTS`, each in the shape of per_episode; None
+    where a decision lacks the part. The estimator's derivation computes the advantages from parts and
+    rewards, to 1e-12 of the largest number. Parts are stored with the rollouts and shown."""
     per_token: list[ByToken] | None = None
     """Advantages of sampled tokens in the same order, from an estimator that distinguishes them. These are
     then trained, and per_episode holds the mean of each decision."""
@@ -101,13 +101,13 @@ Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorPlug(Generic[Keys]):
-    """An estimator on the plug board; each file of this folder lists its own in `PLUGS`, by name."""
+    """An estimator that a job can name; each file of this folder lists its own in `PLUGS`, by name."""
 
     compute: Estimator[Keys]
     keys: type[Keys]
     """The keys that it reads from [algorithm], or from `[algorithm.NAME]` if [algorithm] lacks them."""
     derivation: Derivation = field(default_factory=Derivation)
-    """How its advantages follow from their parts; without equations it reports none."""
+    """How its advantages follow from their parts; without equations it reports no parts."""
     needs_state_keys: bool = False
     """Whether decisions must carry the name of their state."""
     needs_texts: bool = False
@@ -154,7 +154,7 @@ def refuse_incomplete(
 ) -> None:
     """Refuse an episode whose column has fewer or more entries than decisions.
 
-    `columns` holds one column per episode; errors name the entries `what`, and `why` they are needed.
+    `columns` holds one column per episode. Errors call the entries `what`, and say `why` they are needed.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)
@@ -176,7 +176,7 @@ class Comparison:
 
 
 class Compare(Protocol):
-    """Compares the [G] scores of a group; `size` is the largest of theirs (`shared_schemas.rounding`)."""
+    """Compares the [G] scores of a group; `size` is their largest score_size (`shared_schemas.rounding`)."""
 
     def __call__(self, scores: Sequence[float], /, *, size: float) -> Comparison: ...
 

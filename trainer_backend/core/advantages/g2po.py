@@ -15,7 +15,7 @@ from trainer_backend.core.advantages.state_graph import (
 
 
 def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
-    """Compare the episode's score, and a decision's TD error on the graph of its group's states.
+    """Compare scores of episodes, and TD errors of decisions on the graph of the group's states.
 
         A_{i,t} = A_E(i) + w * (A_N(i, t) + A_G(i, t)),     w = step_advantage_w, A_E as in `gigpo`
         V(s)    = mean of G over the group's decisions that were made in s

@@ -34,8 +34,8 @@ class GaeKeys(LambdaKeys):
     """Keys of `gae`."""
 
     critic_lambda: float | None = Field(default=None, ge=0, le=1)
-    """gae: gae_lambda of the critic's targets; absent: the same. With 1 these are the returns, so the critic
-    does not learn from its own errors (decoupled GAE of VC-PPO, arXiv:2503.01491)"""
+    """gae: lambda of the critic's targets; absent: gae_lambda. At 1 the targets are the returns, so the
+    critic does not learn from its own errors (decoupled GAE of VC-PPO, arXiv:2503.01491)"""
     bootstrap_truncated: bool = False
     """gae: continue an episode that a limit cut short with the critic's value of its last state, instead of
     ending it there; costs each such episode one token more"""
@@ -48,7 +48,7 @@ class GaeTokenKeys(GaeKeys):
     """Keys of `gae_token`."""
 
     gae_token_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae_token: the same over the tokens of one decision"""
+    """gae_token: weight of longer returns, over the tokens of one decision"""
 
 
 def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
@@ -59,8 +59,8 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
 
     V(s_T) is 0, even if a limit ended the episode: the limit is a rule of the task, and the critic learns its
     cost. With bootstrap_truncated, V(s_T) of an episode that a limit cut short is `value_after`, the critic's
-    value of its last state; 0 if unknown, because no decision could have followed in time. Advantages are not
-    standardised, and groups are not read.
+    value of its last state. If that is unknown, V(s_T) is 0: no decision could have followed in time.
+    Advantages are not standardised, and groups are not read.
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
@@ -84,7 +84,7 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
 
 
 def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys) -> dict[str, list[float]]:
-    """Return [T] the parts of one episode, by name."""
+    """Return the [T] parts of one episode, by name."""
     gamma, carried = keys.gamma, keys.gamma * keys.gae_lambda
     next_T = [*episode.values_T[1:], _value_after(episode, keys)]
     columns = zip(episode.rewards_T, next_T, episode.values_T, strict=True)
@@ -115,8 +115,8 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 
     The advantage of a decision, and its parts, are means over its tokens; `value` is V at the first token.
 
-    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
-    from the turn's advantage where this one begins from the next decision's first token.
+    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907. Its recursion over tokens
+    begins from the turn's advantage; this one begins from the next decision's first token.
     """
     counts = _counts(episodes, keys)
     of_tokens = [_token_advantages(episode, keys) for episode in episodes]
@@ -128,10 +128,9 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 def _parts_of_tokens(
     episode: EpisodeRewards, of_tokens: ByToken, keys: GaeTokenKeys
 ) -> dict[str, list[float]]:
-    """Return [T] the parts of one episode, by name.
+    """Return the [T] parts of one episode, by name; a part is the mean over the tokens of a decision.
 
-    The weight of later decisions is gae_token_lambda^(n - 1 - j) for token j of n; a part is the mean over
-    tokens.
+    Later decisions count in token j of n with the weight gae_token_lambda^(n - 1 - j).
     """
     carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
@@ -261,10 +260,10 @@ CRITIC_METRICS = (
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
-    """Compare the critic's predictions with the returns, before it learns from them.
+    """Return the means of V(s_t) and G_t, and the share of the variance of G_t that V explains.
 
-    Returns the means of V(s_t) and G_t, and the share of the variance of G_t that V explains. G_t are
-    returns, not the targets of `gae`, which partly consist of the values themselves.
+    The values are those from before the critic learns from these episodes. G_t are returns, not the targets
+    of `gae`, which partly consist of the values themselves.
     """
     values = [value for episode in episodes for value in episode.values_T]
     returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]

@@ -34,8 +34,8 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     for every lambda. Lone episodes, and groups without spread, get 0.
 
     Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
-    text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of
-    the group (one task), not over those of one state. Differences of the paper:
+    text nor its authors' code was found. We read "group-wise normalisation" as one over all decisions of the
+    group (one task), not over the decisions of one state. Differences of the paper:
     - only the end is rewarded;
     - it may add an epsilon to the std; this code adds none;
     - its ratio over whole actions is algorithm.ratio_level = "decision", which the job sets.

@@ -28,29 +28,29 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class AnchorKeys(LevelKeys, StateKeys):
-    """Keys of both sums."""
+    """Keys of `gigpo` and of `gigpo_additive`."""
 
     default_step_reward: float = 0.0
-    """gigpo: reward of a decision in its step's returns while rewards are off"""
+    """gigpo: added to each reward in the returns of decisions; only while step rewards are off"""
     context_depth: int = Field(default=0, ge=0, le=16)
-    """gigpo: K earlier states that are compared too, as in HGPO"""
+    """gigpo: number K of earlier states that are compared too, as in HGPO"""
     context_alpha: float = Field(default=1.0, ge=0)
     """gigpo: weight (k + 1)^alpha of a context of k equal earlier states"""
 
 
 class GigpoKeys(AnchorKeys):
-    """Keys of the convex sum."""
+    """Keys of `gigpo`, the convex sum."""
 
     omega: float = Field(default=0.5, ge=0, le=1)
-    """gigpo: weight of the episode's advantage; the step's has the rest"""
+    """gigpo: weight of the episode's advantage; the step's advantage has weight 1 - omega"""
 
 
 class GigpoAdditiveKeys(AnchorKeys, AdditiveKeys):
-    """Keys of the paper's sum."""
+    """Keys of `gigpo_additive`, the paper's sum."""
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
-    """Compute group-in-group advantages, as a convex sum.
+    """Compute group-in-group advantages: a convex sum of an episode's and a decision's advantage.
 
         A_{i,t} = omega * A_E(i) + (1 - omega) * A_S(i, t)
         A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i = sum_t r_{i,t}, over the siblings j
@@ -79,7 +79,7 @@ def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) 
 
 
 def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
-    """Compute the sum with these weights of A_E and A_S."""
+    """Compute weights[0] * A_E + weights[1] * A_S."""
     siblings(episodes)  # refuses rewards that are not finite
     refuse_missing_keys(episodes, "gigpo")
     extra = keys.default_step_reward
@@ -143,7 +143,7 @@ def system_apply_gigpo_to_batch_steps(
         gamma: discount per decision, in [0, 1].
         state_hashing_function: maps a step's observation_data to a key; equal keys, also lists and dicts, are
             one state.
-        default_step_reward: such as a small cost of time.
+        default_step_reward: reward of a step without base_reward, such as a small cost of time.
         group_keys: the key of each rollout, equal for siblings; None: all are siblings.
 
     Returns:
@@ -151,8 +151,8 @@ def system_apply_gigpo_to_batch_steps(
         policy has a value. The given steps are not changed.
 
     Raises:
-        AdvantageError: scores or keys and rollouts differ in number; a step has no observation_data, or takes
-            no attributes; a key cannot be compared; see `siblings`.
+        AdvantageError: the number of scores or keys is not that of the rollouts; a step has no
+            observation_data, or takes no attributes; a key cannot be compared; see `siblings`.
         ValueError: omega or gamma outside [0, 1].
 
     Source: source 2, Task 2.4.
@@ -192,7 +192,7 @@ def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
 def _hashable(value: Any) -> Hashable:
     """Convert a value to a hashable key: lists, dicts, sets, models and arrays by type and content.
 
-    Keys of equal values are equal, such as 1, 1.0 and True.
+    Equal values get equal keys: 1, 1.0 and True have one key.
     """
     kind = type(value).__name__
     if isinstance(value, ObservationData):  # its fields hold only the new messages of a conversation
@@ -249,7 +249,7 @@ def _copy_with(step: Any, where: str, **values: float) -> Any:
 
 
 def return_to_go(step: Any, advantage: float, discounted: float) -> float:
-    """Return a critic's targets: advantage plus value, or the discounted return without a critic."""
+    """Return a critic's target: advantage plus value, or the discounted return if the step has no value."""
     value = getattr(step, "policy_value_estimate", None)
     return discounted if value is None else advantage + float(value)
 
@@ -257,7 +257,7 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
 def _base_rewards(
     batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
 ) -> list[list[float]]:
-    """Return [T] the rewards of each rollout; final scores are added in groups that lack a step reward."""
+    """Return each rollout's [T] rewards; groups that lack a step reward get the final scores added."""
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]
     sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}

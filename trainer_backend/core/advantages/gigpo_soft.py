@@ -33,7 +33,7 @@ class SoftKeys(AdditiveKeys):
     """Keys of `gigpo_soft`."""
 
     similarity_temperature: float = Field(default=0.1, ge=0)
-    """gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal ones alone"""
+    """gigpo_soft: how far the observations of compared decisions may differ; 0: only equal ones count"""
 
 
 METRICS = (
@@ -52,12 +52,12 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
         k(d, e) = exp((cos(x_d, x_e) - 1) / similarity_temperature)
         x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
 
-    G is the return-to-go. x_d describes the observation's text: tf counts a term in it (a run of letters,
-    digits and _, in lower case); df of the group's D decisions contain the term; only the group's 1,024 most
-    frequent terms count. At similarity_temperature 0, k is 1 for equal texts and 0 for others, so A_S is that
-    of `gigpo` with texts as state keys. A higher temperature moves the baseline towards the mean of the
-    group. A lone episode gets 0. `compared` is the effective number of others: 1 / sum of squared shares,
-    minus 1.
+    G is the return-to-go. x_d describes the observation's text by terms: runs of letters, digits and _, in
+    lower case. tf counts a term in the text, df the decisions with the term among the group's D; only the
+    group's 1,024 most frequent terms count. At similarity_temperature 0, k is 1 for equal texts and 0 for
+    others, so A_S is that of `gigpo` with texts as state keys. A higher temperature moves the baseline
+    towards the group's mean. A lone episode gets 0. `compared` is the effective number of other decisions:
+    1 / sum of squared shares, minus 1.
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, from its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), its soft aggregation. Differences here:
@@ -86,7 +86,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
 def _soft_baselines(
     graph: StateGraph, texts_D: Sequence[str], returns_D: Sequence[float], temperature: float
 ) -> dict[str, list[float]]:
-    """Return [D] the baseline of each decision, and its effective number of other decisions."""
+    """Return the [D] parts `baseline` and `compared`, the effective number of other decisions."""
     baselines_D, compared_D = list(returns_D), [0.0] * len(returns_D)
     for group in graph.groups:
         decisions: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""GraphGPO: compares how near to the goal the decisions of a state led."""
+"""GraphGPO: compares the decisions of a state by their distance to the goal afterwards."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -17,7 +17,7 @@ class GraphgpoKeys(GraphKeys):
     """Keys of `graphgpo`."""
 
     distance_discount: float = Field(default=0.1, gt=0, lt=1)
-    """graphgpo: discount per decision between a state and the goal"""
+    """graphgpo: discount for each decision between a state and the goal"""
     goal_score: float | None = None
     """graphgpo: least score of an episode that reached the goal; absent: the group's best"""
 
@@ -39,11 +39,11 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         C_{i,t} = distance_discount^D(s_{i,t+1})
         D(s)    = 1 + min D(s') over the states s' that a decision of the group led to from s
 
-    The goal, D = 0, follows the last decision of the episodes that reached it: those whose score is at least
-    goal_score, or without that key the group's best, if scores differ. A state without a path to the goal is
-    one decision farther than the farthest state with a path, as is the end of an episode that missed the
-    goal. If a limit cut an episode short, it is unknown where its last decision led: A_S is 0, and the
-    decision is not compared.
+    An episode reached the goal if its score is at least goal_score; without that key, if its score is the
+    group's best and scores differ. The goal, D = 0, follows the last decision of such an episode. A state
+    without a path to the goal, and the end of an episode that missed it, are one decision farther than the
+    farthest state with a path. If a limit cut short an episode that missed the goal, it is unknown where its
+    last decision led: that decision has A_S = 0 and is not compared.
 
     Rewards only decide which episodes reached the goal, so a good decision of a failed episode gets as much
     credit as in the best episode. A_S is 0 in a state with a single decision, in a group without a goal, for
@@ -93,7 +93,7 @@ def _compare_steps(
 ) -> tuple[list[float], Columns, int]:
     """Return [D] A_S, its parts, and the number of decisions with a path to the goal.
 
-    `goals` are the decisions that led to the goal; `unknown` are those of which this is not known.
+    `goals` are the decisions that led to the goal; of `unknown` it is not known where they led.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)

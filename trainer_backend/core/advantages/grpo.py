@@ -34,7 +34,7 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
 def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Compute group-relative advantages of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
 
-    `dr_grpo` on the plug board adds the paper's constant denominator as a default (training.aggregation =
+    The name `dr_grpo` in `PLUGS` adds the paper's constant denominator as a default (training.aggregation =
     "constant").
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.

@@ -1,4 +1,4 @@
-"""Two levels of credit, of whole episodes and of decisions, as a weighted sum."""
+"""Adds two levels of credit, that of whole episodes and that of decisions, as a weighted sum."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,11 +40,11 @@ class LevelKeys(ScoreKeys):
     """Keys of estimators that add the credit of a decision to that of its episode."""
 
     episode_baseline: Literal["trajectory", "step"] = "trajectory"
-    """gigpo, gigpo_soft, g2po, graphgpo: the unit of the mean of a group's scores"""
+    """gigpo, gigpo_soft, g2po, graphgpo: in its group's mean a score counts once; step: once per decision"""
 
 
 class AdditiveKeys(LevelKeys):
-    """Keys of such estimators with weight 1 for the episode's advantage."""
+    """Keys of estimators that add both credits, with weight 1 for the episode's."""
 
     step_advantage_w: float = Field(default=1.0, ge=0)
     """gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage"""
@@ -68,8 +68,8 @@ def summed_levels(
 
         A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
 
-    `of_steps_D` are A_S of all decisions, episode after episode, and `parts_D` their parts; `met` are metrics
-    of repeated states; `scale` is the Fnorm of the scores.
+    `of_steps_D` are A_S of all decisions, episode after episode, and `parts_D` the parts of A_S; `met` are
+    metrics of repeated states; `scale` is the Fnorm of the scores.
     """
     groups = siblings(episodes)
     of_episodes = _compare_episodes(episodes, groups, keys.episode_baseline, scale)
@@ -92,7 +92,7 @@ def summed_levels(
 
 
 def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -> list[list[Number]]:
-    """Split [D] numbers of all decisions into [T] of each episode."""
+    """Split the [D] numbers of all decisions into the [T] numbers of each episode."""
     ends = accumulate(len(episode.rewards_T) for episode in episodes)
     numbers_D = list(values_D)  # so that slices are lists
     return [

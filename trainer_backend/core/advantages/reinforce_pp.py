@@ -25,7 +25,7 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
         A_{i,t} = (G_{i,t} - mean G) / std G
 
-    Each decision counts once in mean and sample std. Other code counts tokens, so that long answers count
+    Each decision counts once in mean and sample std. Other code counts each token, so that long answers count
     more. A batch without spread has advantage 0. Groups are not compared: worlds of different difficulty
     share one baseline.
 
@@ -50,7 +50,7 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -
 
         A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
 
-    gamma is not used. A lone episode has B = 0, and so -mean B / std B.
+    gamma is not used. A lone episode has B = 0, so its advantage is -mean B / std B.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """

@@ -11,7 +11,7 @@ Scale = Callable[[Sequence[float]], float]
 
 
 def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Comparison:
-    """Compute the scaled deviations of scores from their mean; all 0 without spread, as for a single score.
+    """Compute the scaled deviations of scores from their mean; all are 0 for equal scores or a single one.
 
     `fsum` makes the result independent of the order. `size` as in `shared_schemas.rounding.has_spread`.
     """
@@ -24,7 +24,7 @@ def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Compariso
 
 
 def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
-    """Subtract from each score the mean of the others; 0 for equal scores, up to rounding, and for one.
+    """Subtract from each score the mean of the others; all are 0 for equal scores (up to rounding) or one.
 
     `size` as in `relative`.
     """
@@ -56,9 +56,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
 
     The advantages decide, not the scores: equal scores earned at different decisions have spread for
     `stepwise` and none for `grpo`. "0" means up to rounding (`shared_schemas.rounding`), because a mean of
-    equal floats can differ from them in the last bit. The size is the larger of the batch's largest
-    advantage, and the group's largest sum of |r_t| or score, at most 1: advantages may be in standard
-    deviations, whatever the unit of the rewards. `advantages` are by decision or by token.
+    equal floats can differ from them in the last bit. Rounding is relative to the batch's largest advantage,
+    or to the group's largest score or sum of |r_t| if that is larger; the latter counts as at most 1, since
+    advantages may be in standard deviations. `advantages` are by decision or by token.
 
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """

@@ -55,16 +55,16 @@ class StateGraph:
     def relative(
         self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Compare [D] each value with those of all decisions of its group, as `relative_at` in a state."""
+        """Compare each of [D] values with all values of its group, as `relative_at` does within a state."""
         advantages_D, parts_D = relative_at(self.groups, values_D, scale, sizes_D)
         return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
-        """Compute [D] the mean of the values of each state's decisions, independently of their order."""
+        """Return for each decision [D] the mean value of the decisions in its state, whatever their order."""
         return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
 
     def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
-        """Reduce [D] the values of each state's decisions to one number."""
+        """Return for each decision [D] the values of its state's decisions, reduced to one number."""
         reduced_D = [0.0] * len(values_D)
         for anchor in self.anchors:
             number = reduce([values_D[d] for d in anchor])
@@ -73,16 +73,16 @@ class StateGraph:
         return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
-        """Compute [D] the sizes to which rounding errors of TD errors are relative, from those of returns."""
+        """Compute [D] sizes for TD errors from sizes of returns; rounding errors are relative to a size."""
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
-        """Return [D] the value of the next decision; 0 after the last of an episode."""
+        """Return for each decision [D] the value of the next one; 0 after the last of an episode."""
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
     def td_parts(self, episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, list[float]]:
-        """Compute [D] r + gamma * V(s') - V(s), with V the mean return of a state, and its parts."""
+        """Compute the [D] TD errors r + gamma * V(s') - V(s) and their parts; V is a state's mean return."""
         values_D = self.means(returns_to_go(episodes, gamma))
         next_D = self.after(values_D)
         rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
@@ -133,9 +133,9 @@ def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int
 def relative_at(
     anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Compare [D] each value with those of the decisions in the same state; return advantages and parts.
+    """Compare each of [D] values with the values in the same state; return [D] advantages and parts.
 
-    The only decision of a state is its own baseline. `sizes_D` are the `size` of `relative`, by value.
+    A state's only decision is its own baseline. `sizes_D` has for each value the `size` of `relative`.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -182,7 +182,7 @@ METRICS = (
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
-    """Compute metrics of repeated states; later ones also separately, because siblings share the first.
+    """Compute metrics of repeated states, one of them without first decisions, whose state siblings share.
 
     `starts` are the first decisions of all episodes.
     """

@@ -1,4 +1,4 @@
-"""Stepwise: compares the return-to-go of a decision with the mean of its siblings' at the same t."""
+"""Stepwise: compares a decision's return-to-go with the mean return-to-go of its siblings at the same t."""
 
 from collections.abc import Sequence
 

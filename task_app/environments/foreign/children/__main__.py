@@ -1,4 +1,4 @@
-"""The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`. Its Python need not have Turnwise.
+"""The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`. PYTHON need not have Turnwise.
 
 The module `LIBRARY_child` of this folder plays the environment. Its `open_world(argument, config)` returns an
 object with `tools` (name, description and parameters of each, or None), `reset(seed)`, `say(text)`, and, if

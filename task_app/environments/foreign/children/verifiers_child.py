@@ -28,7 +28,7 @@ except ImportError as exc:
     sys.exit(f"{sys.executable} has no verifiers 0.4 ({exc}): pip install verifiers")
 
 HARNESS = "verifiers_harness"  # a module of this folder
-# Most tasks of a taskset, and of an endless one, whose tasks are made when they are needed.
+# Most tasks of a taskset that are used. MAX_ENDLESS is for endless ones, which make tasks on demand.
 MAX_TASKS, MAX_ENDLESS = 10_000, 1_000
 Json = dict[str, Any]
 
