@@ -51,9 +51,14 @@ def columns(values: Sequence[float], digits: int = 2) -> str:
     return spread(values, digits).replace(" (", " | ").removesuffix(")")
 
 
-def change_columns(before: Sequence[float], after: Sequence[float]) -> str:
+def mean_columns(values: Sequence[float]) -> str:
+    """Figure and spread as two cells: mean | least to greatest |."""
+    return f"{statistics.fmean(values):.2f} | {_range(values, 2)} |"
+
+
+def change_columns(before: Sequence[float], after: Sequence[float], digits: int = 2) -> str:
     """Figures and spreads before and after as two cells: medians | least to greatest of each."""
-    return changed(columns(before), columns(after))
+    return changed(columns(before, digits), columns(after, digits))
 
 
 def changed(before: str, after: str) -> str:
@@ -140,10 +145,9 @@ def demo_claims() -> Iterator[Claim]:
     arms = Arms("demo", "unique_achievements")
     gain = arms.gain("demo")
     yield Claim(README, "`make demo`: gain in unique achievements", columns(gain))
-    mean = f"| {statistics.fmean(gain):.2f} | {_range(gain, 2)} |"
     yield from figures(
         {
-            "**Gain by RL** in unique achievements, mean": mean,
+            "**Gain by RL** in unique achievements, mean": f"| {mean_columns(gain)}",
             "the same gain, median over the seeds": columns(gain),
             "Unique achievements before →": change_columns(arms.before("demo"), arms.after("demo")),
         }
@@ -511,7 +515,6 @@ def task_claims() -> Iterator[Claim]:
     alone, scores = Arms(scratch, "unique_achievements"), Arms(scratch, "crafter_score").after(scratch)
     laptop = "crafter_laptop"
     taught, its_scores = Arms(laptop, "unique_achievements"), Arms(laptop, "crafter_score")
-    gain = taught.gain(laptop)
     for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the")):
         ends = starts.after(arm)  # by the most probable calls
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
@@ -538,10 +541,10 @@ def task_claims() -> Iterator[Claim]:
                 f"| {statistics.median(scores):.1f} % | {min(scores):.1f} to {max(scores):.1f} |"
             ),
             "without a teacher: unique": change_columns(alone.before(scratch), alone.after(scratch)),
-            "**Whole games: gain by RL**": f"| +{statistics.fmean(gain):.2f} | {_range(gain, 2)} |",
+            "**Whole games: gain by RL**": f"| +{mean_columns(taught.gain(laptop))}",
             "whole games: unique achievements": change_columns(taught.before(laptop), taught.after(laptop)),
-            "whole games: Crafter score": changed(
-                *(columns(values, 1) for values in (its_scores.before(laptop), its_scores.after(laptop)))
+            "whole games: Crafter score": change_columns(
+                its_scores.before(laptop), its_scores.after(laptop), digits=1
             ),
             "better choices at uncertain decisions": f"| +{_with_bounds(chosen, 'mean')} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",

@@ -226,7 +226,7 @@ class Watch:
                     kept.append(Kept(rollout, saved_version, weights_lost))
 
     def _saved_version(self) -> int:
-        """Return the version of the newest checkpoint; look again if a newer one replaces it meanwhile."""
+        """Return the version of the newest checkpoint; look again if a newer one replaces it."""
         run = self._run()
         while run is not None and (newest := latest_checkpoint(run / "checkpoints")) is not None:
             with suppress(OSError):

@@ -199,7 +199,7 @@ class Player:
 
 
 async def rollouts(session: aiohttp.ClientSession, chance: random.Random, tally: Tally) -> None:
-    """Request, fetch and acknowledge four scripted episodes; give up if the task app is killed meanwhile."""
+    """Request, fetch and acknowledge four scripted episodes; give up if the task app is killed."""
     run_id = uuid.UUID(int=chance.getrandbits(128)).hex
     asked = [
         {"rollout_id": f"{run_id}/{i}", "run_id": run_id, "start": {"seed": chance.randrange(20)},

@@ -63,9 +63,9 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         *IN_GROUPS,
         "rollout.env_config.max_actions=1", "warmup.policy_config.max_actions=1", "rollout.max_turns=100",
     ),
-        "whole_games": ("training.group_size=4", "training.max_staleness=0"),
+    "whole_games": ("training.group_size=4", "training.max_staleness=0"),
     "rooms": ("algorithm.gamma=0.95", "model.device=cpu", "rollout.episodes_per_batch=128"),
-        "one_box": (),
+    "one_box": (),
 }  # fmt: skip
 _TRUTH = TypeAdapter(TrueAdvantage)
 _JOBS = {"one_box": "sokoban.toml", "whole_games": "crafter_laptop.toml"}

@@ -108,7 +108,7 @@ class RunningBatch:
         """Feed rows their next tokens; return the sampled next tokens.
 
         A paged runner returns the tokens of the step before, or None if there is none. Some of the tokens may
-        be of rows that have ended meanwhile.
+        be of rows that have ended since.
         """
         if isinstance(self._runner, PagedRunner):
             return self._read(self._runner.step(self.rows, self._columns))

@@ -115,7 +115,7 @@ class EngineWorker:
     def swap(self, version: int, copy: Callable[[], None]) -> None:
         """Let `copy` write the weights of a version.
 
-        If memory runs out meanwhile, some weights are new and some old, and the engine samples no token. Any
+        If memory runs out in `copy`, some weights are new and some old, and the engine samples no token. Any
         other InferenceError is raised before the first write; all other errors end the engine.
         """
         try:
