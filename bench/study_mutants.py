@@ -44,7 +44,10 @@ TESTS = """
     learner/test_labels.py learner/test_families.py::test_the_load_of_experts_by_hand
 """
 # Not run: its learner is in other processes, which have no mutant.
-NOT = "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own"
+NOT = (
+    "tests/trainer_backend/test_recredit.py::"
+    "test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own"
+)
 _PLACE = ("file", "line", "column", "change")
 MEMORY = 12 << 30  # bytes of addresses, for a mutant that appends without end
 

@@ -76,10 +76,6 @@ def error(status: int, message: str) -> Response:
     return JSONResponse(body, status_code=status)
 
 
-def busy(server: ForeignServer, body: dict[str, Any]) -> Response:
-    return error(429, "Rate limit reached")
-
-
 def words(content: str | None) -> Answer:
     """An answer without a call."""
     return lambda server, body: server.say(body, {"role": "assistant", "content": content})
@@ -91,10 +87,6 @@ def nonsense(server: ForeignServer, body: dict[str, Any]) -> Response:
 
 def repeats_the_key(server: ForeignServer, body: dict[str, Any]) -> Response:
     return server.call(body, content=f"You sent me {server.headers[-1]['authorization']}.")
-
-
-def refuses_and_repeats_the_key(server: ForeignServer, body: dict[str, Any]) -> Response:
-    return error(400, f"You sent me {server.headers[-1]['authorization']}.")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ Printed = pytest.CaptureFixture[str]
 def iteration(tmp_path_factory: pytest.TempPathFactory, services: str) -> tuple[Played, Path]:
     """An iteration of 40 decisions, really played, and its run directory."""
     folder = tmp_path_factory.mktemp("iteration") / "run"
-    return played_in(folder, (*QUICK, services)), folder
+    return played_in(folder, (*QUICK, "evaluation.instances=2", services)), folder
 
 
 def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):

@@ -1,13 +1,8 @@
 """The learning studies: their jobs load, arms are paired by seed, and two run in their short version."""
 
-import contextlib
 import dataclasses
-import io
 import json
-import os
 import shutil
-import signal
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,17 +18,11 @@ from trainer_backend.collect.plan import Inference
 from trainer_backend.core.truth import Departures, TrueAdvantage, measure_noise
 from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.run.beginning import Stopped
 
 STUDIES = tuple(studies.NAMES.values())
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
 TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
-ONE = ("training.iterations=1",)
-
-
-def main(study: Study, *arguments: object, settings: Sequence[str]) -> int:
-    """Its short version, made shorter."""
-    quick = dataclasses.replace(study, quick=(*study.quick, *settings))
-    return study_runs.main(quick, ["--quick", *map(str, arguments)])
 
 
 def run(*values: float) -> dict[str, Any]:
@@ -47,10 +36,13 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_path: Path, services: str):
+    quick = (*studies.CREDIT.quick, *TINY, "training.iterations=1", services)
+    shorter = dataclasses.replace(studies.CREDIT, quick=quick)
+
     def study(arm: str) -> dict[str, Any]:
         results = tmp_path / "credit.json"
-        words = ("--arms", arm, "--out", tmp_path / "runs", "--results", results)
-        assert main(studies.CREDIT, *words, settings=(*TINY, *ONE, services)) == 0
+        words = ("--quick", "--arms", arm, "--out", str(tmp_path / "runs"), "--results", str(results))
+        assert study_runs.main(shorter, words) == 0
         assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return json.loads(results.read_text())
 
@@ -88,8 +80,7 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
 def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path, services: str):
     study = studies.MIXTURE
     assert study.models is studies.fixed_policies
-    settings = (*study.quick, "warmup.episodes=1", "warmup.epochs=1", "training.threads=1", services)
-    settings = (*settings, "evaluation.instances=2")
+    settings = (*study.quick, *TINY, "warmup.episodes=1", services)
     made = studies.fixed_policies(study, tmp_path, settings)
     assert made == {"good": str(tmp_path / "good/checkpoints/iteration_0"), "bad": str(tmp_path / "bad")}
     tokenizers = [Path(folder, "tokenizer.json").read_bytes() for folder in made.values()]
@@ -104,23 +95,13 @@ def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: 
     assert str(tmp_path) not in json.dumps(found)
 
 
-def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: Path, services: str):
-    class Terminal(io.StringIO):
-        """Where Ctrl-C is pressed when the warm-up's episodes are about to be collected."""
+def test_a_stop_before_anything_is_saved_is_told_without_a_traceback(tmp_path: Path, capsys):
+    def stopped(*_: object) -> dict[str, str]:
+        raise Stopped("before anything was played")
 
-        pressed = False
-
-        def write(self, text: str) -> int:
-            if "task app: " in text and not self.pressed:
-                self.pressed = True
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().write(text)
-
-    with contextlib.redirect_stdout(Terminal()) as printed:
-        settings = (*TINY, services)
-        assert main(studies.REWARD_MODES, "--out", tmp_path / "runs", settings=settings) == 130
-    assert printed.pressed
-    assert "the same command goes on from there" in printed.getvalue()
+    study = dataclasses.replace(studies.REWARD_MODES, models=stopped)
+    assert study_runs.main(study, ["--quick", "--out", str(tmp_path)]) == 130
+    assert "the same command goes on from there" in capsys.readouterr().out
 
 
 def test_the_job_of_every_arm_of_every_study_loads():

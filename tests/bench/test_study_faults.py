@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,10 +31,11 @@ from trainer_backend.store.sync import sync_run
 ITERATIONS = 2
 
 
-def wrong_of(run: RunDirectory) -> list[str]:
-    seen = Seen()
-    judge_run(run, ITERATIONS, seen)
-    return seen.wrong
+@pytest.fixture
+def run(trained, tmp_path: Path) -> RunDirectory:
+    """A copy of the trained run, to be harmed."""
+    shutil.copytree(trained[0].path, tmp_path / "run")
+    return open_run(tmp_path / "run")
 
 
 def without_last_line(path: Path) -> None:
@@ -91,20 +91,14 @@ def test_a_run_that_nothing_was_done_to_is_the_one_that_was_planned(trained):
         (of_older_weights, "iteration_2: tokens [0, 1] versions old"),
     ],
 )
-def test_what_was_lost_or_doubled_is_named(
-    trained, tmp_path: Path, harm: Callable[[RunDirectory], None], told: str
-):
-    shutil.copytree(trained[0].path, tmp_path / "run")
-    run = open_run(tmp_path / "run")
+def test_what_was_lost_or_doubled_is_named(run, harm, told):
     harm(run)
-    assert told in wrong_of(run)
+    seen = Seen()
+    judge_run(run, ITERATIONS, seen)
+    assert told in seen.wrong
 
 
-def test_what_a_kill_found_may_be_missing_only_if_no_checkpoint_held_its_weights_and_it_was_set_aside(
-    trained, tmp_path: Path
-):
-    shutil.copytree(trained[0].path, tmp_path / "run")
-    run = open_run(tmp_path / "run")
+def test_what_a_kill_found_may_be_missing_only_if_no_checkpoint_held_its_weights_and_it_was_set_aside(run):
     stored = read_rollouts(run.rollouts_file("iteration_2"))[0]
     other = sampled_by(stored, 3)
 
@@ -142,9 +136,8 @@ def test_processes_of_a_job_are_told_by_their_command_and_by_the_files_that_they
     assert (children(pid, OF_A_JOB["learner"]), holders(tmp_path)) == ([], set())
 
 
-def test_the_store_is_held_against_the_run_directory(trained, tmp_path: Path):
-    shutil.copytree(trained[0].path, tmp_path / "run")
-    run, store = open_run(tmp_path / "run"), open_store(f"sqlite:///{tmp_path}/store.db")
+def test_the_store_is_held_against_the_run_directory(run: RunDirectory, tmp_path: Path):
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
     job, _ = jobs.create(store, Job(name="tiny", config="", home="bench", run_dir=str(run.path)))
     sync_run(store, job.id, run)
     seen = Seen()

@@ -4,12 +4,11 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.kit import ROOT
 from bench.mutations import changes
+from bench.study_mutants import NOT, TESTS
 
 MODULE = '''"""Doc."""
 
@@ -55,26 +54,29 @@ def test_what_no_test_should_look_at_stays():
         assert change_all(text) == []
 
 
-def study(folder: Path) -> tuple[int, Sequence[dict[str, Any]]]:
-    results = folder / "results.json"
-    command = [sys.executable, "-m", "bench.study_mutants", f"--root={folder}", f"--results={results}"]
-    ended = subprocess.run([*command, "--sources=tiny", "--tests=tests"], cwd=ROOT, check=False)
-    return ended.returncode, json.loads(results.read_text())["rows"]
-
-
 def test_a_test_kills_what_it_runs_and_a_row_that_is_there_stays(tmp_path: Path):
     for name, text in {"tiny/__init__.py": "", "tiny/module.py": MODULE, "tests/test_tiny.py": TEST}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    code, rows = study(tmp_path)
-    assert code == 1
-    assert {row["change"]: (row["line"], row["killed_by"]) for row in rows} == {
-        "n > least -> n >= least": (5, ""),
+    results = tmp_path / "results.json"
+    place = {"file": "tiny/module.py", "line": 5, "column": 11, "change": "n > least -> n >= least"}
+    judged = {**place, "tests": 9, "killed_by": "", "equivalent": "told so"}
+    results.write_text(json.dumps({"rows": [judged]}))
+    command = [sys.executable, "-m", "bench.study_mutants", f"--root={tmp_path}", f"--results={results}"]
+    ended = subprocess.run([*command, "--sources=tiny", "--tests=tests"], cwd=ROOT, check=False)
+    found = json.loads(results.read_text())
+    assert (ended.returncode, found["score"], found["equivalent"]) == (1, 0.5, 1)
+    rows = {row["change"]: row for row in found["rows"]}
+    assert rows.pop(place["change"]) == judged
+    assert {change: (row["line"], row["killed_by"]) for change, row in rows.items()} == {
         "n > least -> n <= least": (5, "tests/test_tiny.py::test_a_big_number"),
         "return n -> return n + 1": (9, ""),
     }
     assert (tmp_path / "tiny/module.py").read_text() == MODULE
 
-    judged = [row if row["killed_by"] else {**row, "equivalent": "told so"} for row in rows]
-    (tmp_path / "results.json").write_text(json.dumps({"rows": judged}))
-    assert study(tmp_path) == (0, judged)
+
+def test_the_tests_that_it_runs_or_leaves_out_exist():
+    for named in (NOT, *(f"tests/trainer_backend/{one}" for one in TESTS.split())):
+        path, _, test = named.partition("::")
+        assert (ROOT / path).exists(), named
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), named

@@ -1,7 +1,7 @@
 """`python -m tests.service_kit.parent FOLDER`: start processes as services do, print their ids, wait.
 
-Those of roles that start others are there three times: to be killed alone, with this process, and not at all.
-A command that is not ours starts one in another session.
+Those of roles that start others are there twice: to be killed alone, and not at all. Ranks are there once
+more, to be killed with this process. A command that is not ours starts one in another session.
 """
 
 import asyncio
@@ -94,9 +94,9 @@ async def start_check(folder: Path) -> Any:
 
 Start = Callable[[Path], Awaitable[Any]]
 ALONE: tuple[Start, ...] = (start_learner, start_gateway, start_engine, start_replica)
-PARENTS: tuple[Start, ...] = (
-    partial(start_learner, processes=2), start_vllm, start_reward_function, start_an_agent, start_foreign,
-    start_check,
+start_ranks = partial(start_learner, processes=2)
+GUARDED: tuple[Start, ...] = (
+    start_vllm, start_reward_function, start_an_agent, start_foreign, start_check,
 )  # fmt: skip
 kept: list[Any] = []
 
@@ -109,8 +109,9 @@ async def start_all(folder: Path, starts: tuple[Start, ...]) -> list[int]:
 
 
 async def main(folder: Path) -> None:
-    alone, both = [await start_all(folder / name, PARENTS) for name in ("alone", "both")]
-    await start_all(folder / "orphans", (*ALONE, *PARENTS))
+    alone = await start_all(folder / "alone", (start_ranks, *GUARDED))
+    both = await start_all(folder / "both", (start_ranks,))
+    await start_all(folder / "orphans", (*ALONE, start_ranks, *GUARDED))
     print(json.dumps([alone, both]), flush=True)
     await asyncio.Event().wait()
 

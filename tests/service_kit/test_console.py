@@ -52,9 +52,7 @@ def run(argument: str | bytes, **environment: str) -> subprocess.CompletedProces
         ({"PYTHONIOENCODING": "latin-1"}, "latin-1"),
     ],
 )
-def test_files_are_found_by_any_name_and_the_rest_is_escaped(
-    tmp_path: Path, environment: dict[str, str], encoding: str
-):
+def test_files_are_found_by_any_name_and_the_rest_is_escaped(tmp_path, environment, encoding):
     folder = tmp_path / "dür"
     folder.mkdir()
     (folder / "ü").touch()

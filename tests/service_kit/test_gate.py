@@ -61,6 +61,7 @@ def part(body, more=True):
 
 
 JSON = [(b"content-type", b"application/json")]
+KEY, KEYS = "the-key-of-these-tests", Keys((), variable="KEY")
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,10 @@ async def test_a_client_that_leaves_in_the_middle_of_a_body_gets_no_answer():
     assert await ask_gate(reads, part(b"["), gone) == []
 
 
-def basic(user, password):
-    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-
-
 @pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
 def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
-    headers = [(b"authorization", basic("me", "k").encode()), *origin]
-    door = KeyDoor(Keys((), variable="KEY"), open_paths=())
+    headers = [(b"authorization", b"Basic " + base64.b64encode(b"me:k")), *origin]
+    door = KeyDoor(KEYS, open_paths=())
     assert presented_keys(door.credentials({"type": "websocket", "headers": headers})) == found
 
 
@@ -117,11 +114,8 @@ def test_only_a_get_asks_for_a_page():
     [
         (b"application/json", True),
         (b" Application/JSON ; charset=utf-8", True),
-        (b"application/problem+json", True),
-        (b"application/json\xa0", True),
-        (b"\xa0application/json", True),
-        (b"application/json\x85; charset=utf-8", True),
-        (b"\x85application/problem+json", True),
+        (b"\xa0application/json\xa0", True),
+        (b"\x85application/problem+json\x85; charset=utf-8", True),
         (b"text/plain", False),
         (b"application/jsonl", False),
         (b"", False),
@@ -209,13 +203,11 @@ async def test_work_for_a_client_that_has_left_before_is_cancelled_too():
     assert client.ended == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("path", "is_open"), [("/open", True), ("/open/er", True), ("/opener", False), ("/op", False)]
-)
-def test_an_open_folder_opens_itself_and_what_lies_below(path, is_open):
+def test_an_open_folder_opens_itself_and_what_lies_below():
     door = KeyDoor(Keys([SecretStr("k")], variable="KEY"), open_paths=(), open_below=["/open"])
-    scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-    assert (door.error(scope) is None) == is_open
+    scope = {"type": "http", "method": "GET", "headers": []}
+    paths = ("/open", "/open/er", "/opener", "/op")
+    assert [path for path in paths if door.error({**scope, "path": path}) is None] == ["/open", "/open/er"]
 
 
 @pytest.mark.parametrize("pieces", [[b"[1]"], [b"[", b"1", b"]"], [b""]])
@@ -226,9 +218,6 @@ async def test_a_body_is_whole_in_one_piece_and_in_several(pieces):
         return messages.pop(0)
 
     assert await whole_body(receive) == b"".join(pieces)
-
-
-KEY = "the-key-of-these-tests"
 
 
 def test_a_key_is_right_in_any_header_that_may_hold_one():
@@ -262,9 +251,6 @@ def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
     assert (guesses.wait_s("a"), guesses.wait_s("b")) == (51.0, 0.0)  # the first came at 0, now it is 9
     now_s[0] = 60.0
     assert guesses.wait_s("a") == 0.0
-
-
-KEYS = Keys((), variable="KEY")
 
 
 def test_a_latency_falls_below_the_first_edge_that_holds_it():

@@ -3,7 +3,9 @@
 role                              it alone           its parent alone     both
 learner, replica                  has no children    here                 has no children
 gateway with its engine, a job    test_after_a_kill_no_process_of_a_run_is_left (tests/contract)
-ranks, vLLM servers, reward functions, agents, foreign environments and MCP, checks      here
+ranks                             here               here                 here
+vLLM servers, reward functions, agents, foreign environments and MCP, checks, which have a guard:
+                                  here               here                 its guard sees its end, as alone
 each link of a guard's chain      tests/service_kit/test_guard.py
 """
 
@@ -24,7 +26,7 @@ from tests.processes import ROOT, runs, wait_until
 
 # How many processes with these words must be there before the first kill.
 GUARD, SLEEP, RANK = "guard.py", "sleep 600", "-u -m trainer_backend.learner.process"
-COUNTS = {GUARD: 3 * 5 * 3, SLEEP: 3 * 4, RANK: 3 * 2}
+COUNTS = {GUARD: 2 * 5 * 3, SLEEP: 2 * 4, RANK: 3 * 2}
 # What ends with its parent does so before its first import of a package, which never ends here.
 ENDLESS_IMPORTS = """
 import sys, time

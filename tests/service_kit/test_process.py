@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import structlog
@@ -19,7 +18,6 @@ from service_kit.logs import configure_logs, configure_logs_from
 from service_kit.output import MAX_LOG_BYTES, Output
 from service_kit.own_process import READY
 from service_kit.process import PIPE, Child, Worker, last_line
-from service_kit.settings import LogSettings
 
 
 @pytest.mark.parametrize(
@@ -259,26 +257,6 @@ def test_what_is_below_the_level_is_not_written(written):
     assert written() == ""
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "told"),
-    [
-        (
-            LEVEL_VARIABLE,
-            "warn",
-            "TURNWISE_LOG_LEVEL is 'warn'. Did you mean 'warning'? Known: critical, debug",
-        ),
-        (FORM_VARIABLE, "jsn", "TURNWISE_LOG_FORMAT is 'jsn'. Did you mean 'json'? Known: json, text"),
-    ],
-)
-def test_a_value_that_is_none_names_its_variable_and_what_is_known(variable, value, told):
-    with pytest.raises(SettingsError) as refused:
-        configure_logs_from({variable: value})
-    assert str(refused.value).startswith(told)
-
-
-def test_every_value_that_is_known_can_be_used(written):
-    for variable, name in ((LEVEL_VARIABLE, "log_level"), (FORM_VARIABLE, "log_format")):
-        for value in get_args(LogSettings.model_fields[name].annotation):
-            configure_logs_from({variable: value})
-            structlog.get_logger("trainer").critical("seen")
-            assert "seen" in written(), (variable, value)
+def test_a_value_that_is_none_names_its_variable_and_what_is_known():
+    with pytest.raises(SettingsError, match=r"_FORMAT is 'jsn'\. Did you mean 'json'\? Known: json, text"):
+        configure_logs_from({FORM_VARIABLE: "jsn"})

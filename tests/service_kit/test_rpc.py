@@ -327,9 +327,7 @@ async def stranger(most: int = 1 << 20) -> AsyncIterator[tuple[Caller, asyncio.S
         (b"x" * (TABLE.most_reply_bytes + 1), "ReplyTooLarge"),
     ],
 )
-async def test_a_connection_that_breaks_or_cannot_be_understood_ends_all_its_calls(
-    content: bytes, reason: str
-):
+async def test_a_connection_that_breaks_or_cannot_be_understood_ends_all_its_calls(content, reason):
     async with stranger() as (caller, writer, call):
         writer.write(content)
         await writer.drain()

@@ -290,7 +290,6 @@ LOST = {
     "rollouts.1: trajectory.env_name is ": BAD_TEXT.replace(b'"e"', b'"\xff"'),
     "rollouts.1: trajectory.steps.0.turn is ": BAD_TEXT.replace(b'"turn": 1', b'"turn": ' + b"9" * 5_000, 1),
     "rollouts.1: trajectory.wall_s is ": BAD_TEXT.replace(b'"wall_s": 0.5', b'"wall_s": what'),
-    "rollouts.1: rollout_id is 3 (int); ": BAD_TEXT.replace(b'"s"', b"3"),
     "rollouts.1: rollout_id is '' (str); ": BAD_TEXT.replace(b'"s"', b'""'),
     "rollouts.1: rollout_id is missing; ": BAD_TEXT.replace(b'"rollout_id": "s", ', b""),
     "rollouts.1: rollout_id is there twice; ": BAD_TEXT.replace(b'"s"', b'"s", "rollout_id": "t"'),

@@ -21,6 +21,10 @@ class FakeInference:
     paths: list[str] = field(default_factory=list)
     silent: bool = False
 
+    def asked_by(self, **config: Any) -> dict[str, Any]:
+        """The config of a policy that asks it, in the body of a request."""
+        return {"config": {"inference_url": self.url, "model": "m", **config}}
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})

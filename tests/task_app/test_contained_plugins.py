@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
 from shared_schemas.base import Body
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation
-from task_app.tools.environment import ToolEnvironment
-from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
+from tests.task_app.counting import (
+    CountingEnvironment,
+    NoConfig,
+    PlannedPolicy,
+    add,
+    boards,
+    rollout,
+    running_app,
+)
 from tests.task_app.playing import new_policy, post, refused
 from tests.task_app.rollout_client import play
 
@@ -66,12 +72,13 @@ BOARDS = PlugBoards(
     {"faulty": EnvironmentPlugin(FaultyConfig, Faulty)},
     {"faulty": PolicyPlugin(FaultyConfig, lambda config, context: FaultyPolicy(config))},
 )
+CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
 PLACES = ("__init__", "reset", "step", "tools", "messages", "outcome_reward", "get_action")
 
 
 async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named():
     requests = {
-        f"{place}-{kind}-{quick}": {"place": place, "kind": kind, "quick": quick}
+        f"{place}-{kind}-{quick}": {"config": {"place": place, "kind": kind, "quick": quick}}
         for place in PLACES for kind in KINDS for quick in (False, True)
     }  # fmt: skip
     async with running_app(BOARDS, max_plugin_threads=2) as client:
@@ -79,9 +86,7 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
             client,
             *(
                 rollout(
-                    name,
-                    env={"env_name": "faulty", "config": config},
-                    policy={"policy_name": "faulty", "config": config},
+                    name, env={"env_name": "faulty", **config}, policy={"policy_name": "faulty", **config}
                 )
                 for name, config in {**requests, "good": {}}.items()
             ),
@@ -92,9 +97,8 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
         other = {"get_action": "policy planned", "__init__": "environment 'faulty'"}
         what = other.get(place, f"environment.{place}")
         assert one.failure.code == "critical_error"
-        assert re.fullmatch(rf"{re.escape(what)} raised {kind} \(\w+\.py:\d+\)", one.failure.detail), (
-            one.failure.detail
-        )
+        detail = one.failure.detail
+        assert re.fullmatch(rf"{re.escape(what)} raised {kind} \(\w+\.py:\d+\)", detail), detail
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,15 +148,12 @@ class NumpyPolicy(PlannedPolicy):
 
 
 async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
-    plug_boards = PlugBoards(
-        {"counting": EnvironmentPlugin(NoConfig, lambda config: Numpy())},
-        {"planned": PolicyPlugin(NoConfig, lambda config, context: NumpyPolicy(add("a")))},
-    )
-    calls = [{"tool": "add", "args": {"names": ["a"]}}]
+    counting = {"counting": EnvironmentPlugin(NoConfig, lambda config: Numpy())}
+    plug_boards = replace(boards(planned=lambda: NumpyPolicy(add("a"))), environments=counting)
     data = {"step": 3, "view": [[0, 1], [2, 3]], "near": [0.5], "up": True}
     async with running_app(plug_boards) as client:
         made = await post(client, "/env/create", env_name="counting")
-        step = await post(client, "/env/step", env_id=made["env_id"], tool_calls=calls)
+        step = await post(client, "/env/step", env_id=made["env_id"], tool_calls=CALLS)
         await post(client, "/env/snapshot", env_id=made["env_id"])
         policy_id = await new_policy(client, "planned", bound_env_id=made["env_id"])
         asked = await post(client, "/policy/step", policy_id=policy_id)
@@ -166,54 +167,49 @@ async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
     assert played.trajectory.steps[0].policy_logprobs == {"margins": [0.5, 1.0]}
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"env_rewards": (float("nan"),)}, "env_rewards is (nan,) (tuple); finite numbers are needed"),
-        ({"env_rewards": 0.5}, "env_rewards is 0.5 (float); a tuple"),
-        ({"env_rewards": ("1",)}, "env_rewards[0] is '1' (str); a number is needed"),
-        ({"terminated": "no"}, "terminated is 'no' (str); a bool is needed"),
-        ({"observation": None}, "observation is None (NoneType); an Observation is needed"),
-        ({"result": 5}, "result is 5 (int); a text is needed"),
-    ],
-)
-async def test_a_value_of_another_kind_is_an_error_of_the_plug_in(changes, told):
-    class Odd(CountingEnvironment):
-        def step(self, calls: Any, *, invalid_reason: str | None = None) -> DecisionOutcome:
-            return replace(super().step(calls, invalid_reason=invalid_reason), **changes)
+def spoilt(**changes: Any) -> Any:
+    """A `step` whose outcome has these values in it."""
 
-    plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: Odd())}, {})
-    async with running_app(plug_boards) as client:
-        made = await post(client, "/env/create", env_name="counting")
-        calls = [{"tool": "add", "args": {"names": ["a"]}}]
-        found = await refused(client, "/env/step", env_id=made["env_id"], tool_calls=calls)
-    assert found[:2] == (424, "critical_error")
-    assert told in found[3] and "(test_contained_plugins.py:" in found[3]
+    def step(self: Any, calls: Any, **options: Any) -> DecisionOutcome:
+        return replace(CountingEnvironment.step(self, calls, **options), **changes)
+
+    return step
 
 
-@pytest.mark.parametrize(
-    ("method", "value", "needed"),
-    [
-        ("reset", None, "Observation"),
-        ("step", None, "DecisionOutcome"),
-        ("tools", None, "tuple"),
-        ("tools", [{"type": "function"}], "ToolSpec"),
-    ],
-)
-async def test_a_method_that_returns_something_else_is_named(method, value, needed):
-    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+def returning(value: Any) -> Any:
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
         return value
 
-    kind: Any = type("Odd", (CountingEnvironment,), {method: wrong})
+    return method
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "told"),
+    [
+        ("step", spoilt(env_rewards=(float("nan"),)), "env_rewards is (nan,) (tuple); finite numbers are"),
+        ("step", spoilt(env_rewards=0.5), "env_rewards is 0.5 (float); a tuple"),
+        ("step", spoilt(env_rewards=("1",)), "env_rewards[0] is '1' (str); a number is"),
+        ("step", spoilt(terminated="no"), "terminated is 'no' (str); a bool is"),
+        ("step", spoilt(observation=None), "observation is None (NoneType); an Observation is"),
+        ("step", spoilt(result=5), "result is 5 (int); a text is"),
+        ("step", returning(None), "DecisionOutcome is"),
+        ("reset", returning(None), "Observation is"),
+        ("tools", returning(None), "tuple is"),
+        ("tools", returning([{"type": "function"}]), "ToolSpec is"),
+    ],
+)
+async def test_a_value_of_another_kind_is_an_error_of_the_plug_in_with_its_line(method, code, told):
+    kind: Any = type("Odd", (CountingEnvironment,), {method: code})
     plug_boards = PlugBoards({"counting": EnvironmentPlugin(NoConfig, lambda config: kind())}, {})
     async with running_app(plug_boards) as client:
         answer = await client.post("/env/create", json={"env_name": "counting"})
         if answer.status_code == 200:
-            body = {"env_id": answer.json()["env_id"], "tool_calls": []}
+            body = {"env_id": answer.json()["env_id"], "tool_calls": CALLS}
             answer = await client.post("/env/step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (424, "critical_error"), answer.text
-    place = f"test_contained_plugins.py:{wrong.__code__.co_firstlineno}"
-    assert f"{needed} is needed ({place})" in answer.json()["detail"]
+    detail, line = answer.json()["detail"], code.__code__.co_firstlineno
+    assert told in detail
+    assert any(f"(test_contained_plugins.py:{at})" in detail for at in (line, line + 1)), detail
 
 
 class Unsound(CountingEnvironment):
@@ -227,58 +223,12 @@ class Mute(PlannedPolicy):
 
 
 async def test_a_wrong_result_that_our_own_code_meets_has_the_line_of_the_plug_in():
-    plug_boards = PlugBoards(
-        {
-            "counting": EnvironmentPlugin(NoConfig, lambda config: CountingEnvironment()),
-            "unsound": EnvironmentPlugin(NoConfig, lambda config: Unsound()),
-        },
-        {
-            "planned": PolicyPlugin(NoConfig, lambda config, context: PlannedPolicy(add("a"))),
-            "mute": PolicyPlugin(NoConfig, lambda config, context: Mute()),
-        },
-    )
+    found = boards(mute=Mute)
+    unsound = EnvironmentPlugin(NoConfig, lambda config: Unsound())
+    plug_boards = replace(found, environments={**found.environments, "unsound": unsound})
     async with running_app(plug_boards) as client:
         env, policy = {"env_name": "unsound"}, {"policy_name": "mute"}
         found = await play(client, rollout("env", env=env), rollout("policy", policy=policy))
     for name, method in (("env", Unsound.outcome_reward), ("policy", Mute.get_action)):
         line = method.__code__.co_firstlineno
         assert found[name].failure.detail.endswith(f"(test_contained_plugins.py:{line})"), found[name].failure
-
-
-class NoState(BaseModel):
-    pass
-
-
-class Workshop(ToolEnvironment[NoState]):
-    """Its only tool exits."""
-
-    name, outcome_definition, state_model = "workshop", "none", NoState
-
-    def __init__(self, config: NoConfig) -> None:
-        super().__init__([self.leave])
-
-    def begin(self, seed: int) -> NoState:
-        return NoState()
-
-    def over(self) -> bool:
-        return False
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def show(self) -> tuple[str, dict[str, Any]]:
-        return "a workshop", {}
-
-    def leave(self) -> str:
-        """Leave."""
-        raise SystemExit(4)
-
-
-async def test_a_tool_that_exits_is_named_with_its_line():
-    plug_boards = PlugBoards({"workshop": EnvironmentPlugin(NoConfig, Workshop)}, {})
-    async with running_app(plug_boards) as client:
-        made = await post(client, "/env/create", env_name="workshop")
-        calls = [{"tool": "leave", "args": {}}]
-        told = (await refused(client, "/env/step", env_id=made["env_id"], tool_calls=calls))[3]
-    line = Workshop.leave.__code__.co_firstlineno + 2
-    assert told.split(" | ")[0] == f"environment.step raised SystemExit: 4 (test_contained_plugins.py:{line})"

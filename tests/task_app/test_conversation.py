@@ -24,14 +24,14 @@ from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.interactions.live import InteractionReply
 from task_app.plugins import InteractionEntry, default_plug_boards
 from task_app.protocols import DecisionOutcome, Observation
-from tests.task_app.counting import Clock, running_app
+from tests.task_app.counting import Clock, PlannedPolicy, running_app
 from tests.task_app.fake_inference import completion, fake_inference, says, status
 from tests.task_app.rollout_client import accept, play
 
 QUESTION = "What is 6 * 7? Answer with #### and the number."
 
 
-def calls(*functions, text=None):
+def calls(*functions):
     made = [
         {
             "id": f"c{index}",
@@ -40,7 +40,7 @@ def calls(*functions, text=None):
         }
         for index, (name, arguments) in enumerate(functions)
     ]
-    return completion({"role": "assistant", "content": text, "tool_calls": made})
+    return completion({"role": "assistant", "content": None, "tool_calls": made})
 
 
 @asynccontextmanager
@@ -131,6 +131,8 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
         (m["role"], m["content"], number) for number, m in enumerate(said)
     ]
     assert RIGHT not in str(episode.full_history), "feedback after the last answer is not shown"
+    first, _, last = [step.step_info.user_answer for step in episode.steps]
+    assert (first, last.unshown) == (None, RIGHT), "but kept; the words before stand in the next prompt"
     again_and_over = ["GENERATING", "INTERACTING"] * 2 + ["COMPLETED"]
     assert list(episode.states) == ["PENDING", "GENERATING", "INTERACTING", *again_and_over]
     assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
@@ -138,39 +140,44 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
 
 async def test_siblings_that_answered_differently_are_in_different_states_though_they_are_told_the_same():
     keys = ["default", "text_last_2"]
-    given = {"state_keys": keys}
     episodes = []
     for answer in ("#### 41", "#### 43", "#### 41"):
         async with playing(says(answer), says("#### 42")) as (client, request, _, _):
-            [rollout] = await played(client, request(**given))
+            [rollout] = await played(client, request(state_keys=keys))
         episodes.append([step.observation_data.state_keys for step in rollout.trajectory.steps])
     low, high, again = episodes
     assert low == again and low[0] == high[0], "the question is one state"
-    for name in keys:
-        assert low[1][name] != high[1][name]
+    assert all(low[1][name] != high[1][name] for name in keys)
 
 
 async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
-    async with playing(says("#### 41"), status(400, {"error": {"message": "no"}})) as (
-        client,
-        request,
-        _,
-        events,
-    ):
+    outage = status(400, {"error": {"message": "no"}})
+    async with playing(says("#### 41"), outage) as (client, request, _, events):
         [rollout] = await played(client, request())
     assert (rollout.status, rollout.failure.code) == ("failed", "inference_refused")
     assert events == ["start", "score 0", "finalize"]
 
 
-async def test_a_tool_call_in_a_dialogue_is_refused_in_its_own_result_and_not_scored():
-    async with playing(calls(("look", {})), says("#### 42")) as (client, request, fake, events):
+UNREADABLE = {"role": "assistant", "content": "#### 42 <tool", "tool_call_error": "no end tag"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "said", "reason"),
+    [
+        (calls(("look", {})), "", ("tool", "c0"), ""),
+        (completion(UNREADABLE), "#### 42 <tool", ("user", None), "no end tag"),
+    ],
+    ids=["a tool call", "a call that cannot be read"],
+)
+async def test_what_is_no_answer_in_a_dialogue_is_told_so_and_not_scored(answer, words, said, reason):
+    async with playing(answer, says("#### 42")) as (client, request, fake, events):
         [rollout] = await played(client, request())
     first = rollout.trajectory.steps[0]
     assert first.step_info.invalid_reason and not first.reward_parts
-    result = fake.bodies[1]["messages"][-1]
-    assert (result["role"], result["tool_call_id"]) == ("tool", "c0") and result["content"].startswith(
-        "error: "
-    )
+    *_, own, result = fake.bodies[1]["messages"]
+    assert (own["role"], own.get("content") or "") == ("assistant", words)
+    assert (result["role"], result.get("tool_call_id")) == said
+    assert result["content"].startswith(f"error: {reason}")
     assert events == ["start", "score 1", "finalize"]
 
 
@@ -216,21 +223,14 @@ async def test_what_would_have_no_effect_is_refused_with_its_place(changes, wher
     assert told in problem["detail"] + str(problem.get("hint")), problem
 
 
-DOCUMENT = "\n\n".join(
-    f"Paragraph {n}. The colour of box {n} is {'red' if n == 7 else 'blue'}." for n in range(10)
-)
+DOCUMENT = [f"Paragraph {n}. The colour of box {n} is {'red' if n == 7 else 'blue'}." for n in range(10)]
+READING = {"document_content": "\n\n".join(DOCUMENT), "question": "What colour is box 7?", "chunk_size": 120}
 
 
 def documents(request, **multi_turn):
-    config = {
-        "document_content": DOCUMENT,
-        "question": "What colour is box 7?",
-        "ground_truth": "red",
-        "chunk_size": 120,
-    }
     return {
         **request(interaction=None, ground_truth=None, multi_turn=multi_turn),
-        "env": {"env_name": "documents", "config": config},
+        "env": {"env_name": "documents", "config": {**READING, "ground_truth": "red"}},
     }
 
 
@@ -247,13 +247,9 @@ async def test_a_document_is_read_by_calls_and_a_delete_leaves_stubs():
             [rollout] = await played(client, documents(request, statelm_enabled=True))
     episode = rollout.trajectory
     assert (episode.stop_reason, episode.outcome_reward) == ("environment_done", 1.0)
-    assert [" ".join(step.states) for step in episode.steps] == [
-        "PENDING GENERATING PROCESSING_TOOLS",
-        "GENERATING PROCESSING_TOOLS",
-        "GENERATING PROCESSING_TOOLS",
-        "PENDING GENERATING PROCESSING_TOOLS",
-        "GENERATING PROCESSING_TOOLS TERMINATED",
-    ]
+    called = "GENERATING PROCESSING_TOOLS"
+    states = [f"PENDING {called}", called, called, f"PENDING {called}", f"{called} TERMINATED"]
+    assert [" ".join(step.states) for step in episode.steps] == states
     (edit,) = [line for line in logs if line["event"] == "context_edited"]
     used = episode.steps[2].step_info
     assert edit["used_tokens"] == used.prompt_tokens + used.completion_tokens
@@ -276,12 +272,8 @@ async def test_a_document_is_read_by_calls_and_a_delete_leaves_stubs():
 
 
 async def test_without_the_feature_there_are_no_ids_and_no_delete():
-    """Compares with what a plain loop would send: messages as they were said, and the environment's tools."""
-    script = [
-        calls(("buildIndex", {})),
-        calls(("deleteContext", {"message_ids": [3]})),
-        calls(("finish", {"answer": "no"})),
-    ]
+    delete = calls(("deleteContext", {"message_ids": [3]}))
+    script = [calls(("buildIndex", {})), delete, calls(("finish", {"answer": "no"}))]
     async with playing(*script) as (client, request, fake, _):
         [rollout] = await played(client, documents(request))
     assert rollout.trajectory.outcome_reward == 0.0
@@ -299,8 +291,8 @@ async def test_words_where_a_tool_is_due_are_answered_with_what_is_wrong():
     ):
         [rollout] = await played(client, documents(request))
     assert rollout.trajectory.steps[0].step_info.invalid_reason
-    assert fake.bodies[1]["messages"][-1]["role"] == "user"
-    assert fake.bodies[1]["messages"][-1]["content"].startswith("error: ")
+    told = fake.bodies[1]["messages"][-1]
+    assert (told["role"], told["content"][:7]) == ("user", "error: ")
 
 
 async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
@@ -314,30 +306,6 @@ async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
     assert step.states == ("PENDING", "GENERATING", "PROCESSING_TOOLS", "TERMINATED")
     (warning,) = [line for line in logs if line["event"] == "context_length_exceeded"]
     assert (warning["log_level"], warning["turn"], warning["penalty"]) == ("warning", 1, -1.0)
-
-
-NOW = Observation("a question", {})
-
-
-async def test_a_reply_that_could_not_be_read_is_no_answer_and_is_not_scored():
-    broken = completion({"role": "assistant", "content": "#### 42 <tool", "tool_call_error": "no end tag"})
-    async with playing(broken, says("#### 42")) as (client, request, fake, events):
-        [rollout] = await played(client, request())
-    first = rollout.trajectory.steps[0]
-    assert (first.step_info.invalid_reason, first.reward_parts) == ("no end tag", ())
-    assert [message["content"] for message in fake.bodies[1]["messages"][1:]] == [
-        "#### 42 <tool",
-        "error: no end tag",
-    ]
-    assert events == ["start", "score 1", "finalize"]
-
-
-async def test_the_last_words_of_the_user_are_kept_though_no_prompt_shows_them():
-    async with playing(says("#### 41"), says("#### 42")) as (client, request, _, _events):
-        [rollout] = await played(client, request())
-    first, last = rollout.trajectory.steps
-    assert first.step_info.user_answer is None, "its words stand in the next prompt"
-    assert last.step_info.user_answer.unshown == RIGHT
 
 
 async def test_a_few_shot_opening_does_not_count_as_answers():
@@ -354,13 +322,17 @@ async def test_a_few_shot_opening_does_not_count_as_answers():
     assert [answers[step.assistant_turn_index] for step in episode.steps] == ["#### 41", "#### 42"]
 
 
-class Told:
-    """An interaction that answers once, with this."""
+NOW = Observation("a question", {})
 
-    def __init__(self, reply):
-        self.reply = reply
+
+class Told:
+    """An interaction that answers with this, after so many seconds of the test's clock."""
+
+    def __init__(self, reply, clock=None, seconds=0.0):
+        self.reply, self.clock, self.seconds = reply, clock or Clock(), seconds
 
     async def respond(self, messages):
+        self.clock.now_s += self.seconds
         return self.reply
 
     @asynccontextmanager
@@ -384,10 +356,8 @@ async def decided(conversation, action, **outcome):
     return await conversation.carry_out(Choice(action), read_action(action), NOW, execute, Budget())
 
 
-def called(*names):
-    made = [
-        {"id": f"c{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(names)
-    ]
+def called(*calls):
+    made = [{"id": f"c{i}", "name": name, "arguments": given} for i, (name, given) in enumerate(calls)]
     return {"type": "tool_call", "tool_calls": made}
 
 
@@ -402,42 +372,20 @@ async def test_the_metadata_of_an_answer_is_kept_with_its_decision():
     assert (carried.answer.metadata, carried.answer.unshown) == ({"mood": "patient"}, None)
 
 
-class Slow(Told):
-    """Its answer takes three seconds of the test's clock."""
-
-    def __init__(self, clock):
-        super().__init__(InteractionReply(True, "", 1.0, {}))
-        self._clock = clock
-
-    async def respond(self, messages):
-        self._clock.now_s += 3.0
-        return await super().respond(messages)
-
-
-class Thinks:
-    """A policy that takes half a second of it."""
-
-    def __init__(self, clock):
-        self._clock = clock
-
-    async def get_action(self, observation, available_tools_specs=None):
-        self._clock.now_s += 0.5
-        return WORDS, None, None, None
-
-
 async def test_the_time_of_the_interaction_stands_apart_from_that_of_the_environment():
     clock = Clock()
     environment = DialogueEnvironment(DialogueConfig(prompt="a question"))
+    slow = Told(InteractionReply(True, "", 1.0, {}), clock, seconds=3.0)
     worker = RLRolloutWorker(
         TaskDefinitionModel(resource_type="dialogue"),
-        Thinks(clock),
+        PlannedPolicy(WORDS, on_ask=clock.tick),
         environment=environment,
-        prompts=Conversation(environment, MultiTurn(), Slow(clock).opened(), clock=clock),
+        prompts=Conversation(environment, MultiTurn(), slow.opened(), clock=clock),
         clock=clock,
     )
     (step,), _, _ = await worker.run_episode()
     took = step.step_info
-    assert (took.policy_s, took.environment_s, took.interaction_s) == (0.5, 0.0, 3.0)
+    assert (took.policy_s, took.environment_s, took.interaction_s) == (1.0, 0.0, 3.0)
 
 
 async def test_answers_of_the_environment_count_as_the_users_too():
@@ -460,14 +408,11 @@ async def test_an_environment_that_owes_a_call_its_text_breaks_the_episode_by_na
 async def test_an_edit_behind_the_call_that_ends_the_episode_is_not_carried_out():
     conversation = talking(MultiTurn(statelm_enabled=True))
     conversation.history = conversation.history.with_message(Message(role="assistant", content="reading"))
-    action = called(
-        ("checkBudget", {}), ("finish", {}), ("deleteContext", {"message_ids": [1]}), ("look", {})
-    )
-    carried = await decided(
-        conversation, action, terminated=True, results=("answered", "error: not carried out: it had ended")
-    )
+    delete = ("deleteContext", {"message_ids": [1]})
+    action = called(("checkBudget", {}), ("finish", {}), delete, ("look", {}))
+    carried = await decided(conversation, action, terminated=True, results=("answered", "error: too late"))
     before, ending, after, late = carried.outcome.results
     assert "shown in full" in before and ending == "answered"
     assert after == "error: not carried out: the episode had ended before"
-    assert late == "error: not carried out: it had ended"
+    assert late == "error: too late"
     assert not conversation.history.had_delete_operation

@@ -4,13 +4,14 @@ import asyncio
 import random
 
 import httpx
-from starlette.testclient import TestClient
+import pytest
 
 from service_kit.logs import configure_logs
+from service_kit.server import Listener, ServerThread
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.task_app.fake_inference import completion, fake_inference, status
-from tests.task_app.test_service_process import crafter, task_app
+from tests.task_app.test_service_process import crafter
 
 # Letters that no hex id holds. Six in a row of a key are a part of it.
 LETTERS = "GHJKLMPQRSTVWXYZ"
@@ -78,14 +79,9 @@ def mistakes(say):
         config["extra_headers"] = headers
         say("POST", "/rollout", json=older | {"policy": policy | {"config": config}})
     url = f"http://user:{INFERENCE}@127.0.0.1/v1"
-    say(
-        "POST",
-        "/policy/create",
-        json={"policy_name": "openai", "config": {"inference_url": url, "model": "m"}},
-    )
-    say(
-        "POST", "/rollouts", json={"rollouts": [crafter("bad", policy=policy | {"inference_key": INFERENCE})]}
-    )
+    say("POST", "/policy/create", json=policy | {"config": {"inference_url": url, "model": "m"}})
+    bad = crafter("bad", policy=policy | {"inference_key": INFERENCE})
+    say("POST", "/rollouts", json={"rollouts": [bad]})
 
 
 def work(say, url):
@@ -113,42 +109,32 @@ def work(say, url):
     say("POST", "/openenv/crafter/mcp", json=tools, auth=("any", PRIMARY))
 
 
-async def test_no_reply_log_line_or_file_holds_a_part_of_a_key(tmp_path, capsys):
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_no_reply_log_line_or_file_holds_a_part_of_a_key(form, tmp_path, capsys):
     call = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}
     told = {"role": "assistant", "content": f"you sent Bearer {INFERENCE}", "tool_calls": [call]}
     refused = status(500, {"error": {"message": f"Bearer {INFERENCE} is no good"}})
-    for speak in (to_a_process, to_an_app_that_logs_json):
-        async with fake_inference(completion(told), refused, completion(told)) as fake:
-            replies, log = await asyncio.to_thread(speak, tmp_path / speak.__name__, fake.url, capsys)
-        assert {name for text in replies for name in held(text)} == set()
-        assert held(log) == []
-        assert "rollout_finished" in log, "the log is there"
-    files = list((tmp_path / to_a_process.__name__).iterdir())
+    configure_logs("debug", form=form)
+    async with fake_inference(completion(told), refused, completion(told)) as fake:
+        replies = await asyncio.to_thread(spoken, tmp_path, fake.url)
+    log = capsys.readouterr().err
+    assert {name for text in replies for name in held(text)} == set()
+    assert held(log) == []
+    assert "rollout_finished" in log, "the log is there"
+    files = list(tmp_path.iterdir())
     assert [path.name for path in files if path.suffix == ".sqlite3"]
     assert [path.name for path in files if held(path.read_bytes().decode("latin-1"))] == []
 
 
-def to_a_process(folder, url, capsys):
-    settings = {"ENVIRONMENT_API_KEY_ALIASES": ALIAS, "TURNWISE_LOG_LEVEL": "debug"}
-    with task_app("--state-dir", str(folder), key=PRIMARY, **settings) as (process, client):
-        with httpx.Client(base_url=client.base_url, headers={"X-API-Key": ALIAS}, timeout=20.0) as other:
-            replies = spoken(other, url)
-        _, log = process.communicate(timeout=20)
-    return replies, log
-
-
-def to_an_app_that_logs_json(folder, url, capsys):
-    configure_logs("debug", form="json")
+def spoken(folder, url):
+    """What a server answers to all that a stranger, a careless caller and a trainer say."""
     app = create_app(Settings(api_keys=(PRIMARY, ALIAS), state_dir=folder))
-    with TestClient(app, headers={"X-API-Key": ALIAS}, raise_server_exceptions=False) as client:
-        replies = spoken(client, url)
-    return replies, capsys.readouterr().err
-
-
-def spoken(client, url):
-    """What is answered to all that a stranger, a careless caller and a trainer say."""
-    say = Spoken(client)
-    wrong_keys(say)
-    mistakes(say)
-    work(say, url)
+    with (
+        ServerThread(app, Listener("127.0.0.1", 0)) as address,
+        httpx.Client(base_url=address, headers={"X-API-Key": ALIAS}, timeout=20.0) as client,
+    ):
+        say = Spoken(client)
+        wrong_keys(say)
+        mistakes(say)
+        work(say, url)
     return say.texts

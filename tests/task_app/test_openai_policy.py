@@ -57,20 +57,15 @@ async def answer_to(*answers, **options):
         return await policy.get_action(SEEN, TOOLS)
 
 
-async def test_what_is_sent():
-    async with asking(calling("a"), key="k-1", path="/v1?cid=3", temperature=0.7, top_k=5, seed=4) as (
-        fake,
-        policy,
-    ):
+async def test_what_is_sent_and_that_nothing_is_that_is_off():
+    options = {"temperature": 0.7, "top_k": 5, "seed": 4}
+    async with asking(calling("a"), key="k-1", path="/v1?cid=3", **options) as (fake, policy):
         await policy.get_action(SEEN, TOOLS)
     assert fake.paths == ["/v1/chat/completions?cid=3"]
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": 5, "max_tokens": 64, "seed": decision_seed(4, 1)}
     assert fake.bodies == [SENT | sampling | {"tool_choice": "auto", "return_token_ids": True}]
     assert fake.headers[0]["authorization"] == "Bearer k-1"
     assert fake.headers[0][ROLLOUT_HEADER.lower()] == "run/train/0/1/2"
-
-
-async def test_what_is_off_is_not_sent():
     async with asking(calling("a"), ask_token_ids=False) as (fake, policy):
         await policy.get_action(SEEN, None)
     assert set(fake.bodies[0]) == {"model", "messages", "temperature", "top_p", "max_tokens"}
@@ -90,11 +85,8 @@ async def test_a_third_party_server_is_asked_in_its_own_words():
     assert fake.bodies == [SENT | {"max_completion_tokens": 64, "reasoning_effort": "low"}]
     assert ROLLOUT_HEADER.lower() not in fake.headers[0]
     assert log_probs["sampling"] is None  # the server's own temperature is unknown
-
-
-async def test_a_seed_that_was_not_sent_is_not_recorded():
     _, _, log_probs, _ = await answer_to(calling("a"), seed=4, leave_out=["seed"])
-    assert log_probs["sampling"] == Sampling(seed=None)
+    assert log_probs["sampling"] == Sampling(seed=None), "what was not sent is not recorded"
 
 
 @pytest.mark.parametrize("key", ["temperature", "messages", "stream", "logprobs", "max_completion_tokens"])
@@ -152,17 +144,11 @@ async def test_the_exact_tokens_of_our_gateway_are_read():
 
 
 async def test_several_calls_of_a_message_are_one_action():
-    def call(name, arguments):
-        return {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-    message = {
-        "content": "ok",
-        "tool_calls": [call("add", "{"), call("other", "{}"), call("add", {"n": 1}), 3],
-    }
-    action, raw_output, _, _ = await answer_to(completion(message))
-    assert [(one["name"], one["arguments"]) for one in action["tool_calls"]] == [
-        ("add", "{"), ("other", "{}"), ("add", '{"n": 1}'), ("", "")
-    ]  # fmt: skip
+    given = [("add", "{"), ("other", "{}"), ("add", {"n": 1})]
+    calls = [{"id": "", "type": "function", "function": {"name": n, "arguments": a}} for n, a in given]
+    action, raw_output, _, _ = await answer_to(completion({"content": "ok", "tool_calls": [*calls, 3]}))
+    read = [(one["name"], one["arguments"]) for one in action["tool_calls"]]
+    assert read == [("add", "{"), ("other", "{}"), ("add", '{"n": 1}'), ("", "")]
     assert raw_output == "ok"
 
 
@@ -210,10 +196,10 @@ async def test_where_no_tool_is_offered_words_are_not_told_to_miss_a_call(tools)
     assert (await answer_to(withheld))[0] == action, "also where tools are offered"
 
 
-@pytest.mark.parametrize("raw_text", ["<call>add a</call>", ""])
-async def test_the_raw_text_of_our_gateway_is_what_the_model_wrote(raw_text):
-    action, raw_output, _, _ = await answer_to(calling("a", choice={"raw_text": raw_text}))
-    assert (raw_output, action["content"]) == (raw_text, "")
+async def test_the_raw_text_of_our_gateway_is_what_the_model_wrote():
+    for raw_text in ("<call>add a</call>", ""):
+        action, raw_output, _, _ = await answer_to(calling("a", choice={"raw_text": raw_text}))
+        assert (raw_output, action["content"]) == (raw_text, "")
 
 
 @pytest.mark.parametrize("finish_reason", ["length", "content_filter", "stop", None])
@@ -286,20 +272,15 @@ async def test_later_is_tried_again_and_then_asks_for_the_whole_prompt(code):
     assert [body.get("return_token_ids") for body in fake.bodies] == [True, None, True]
 
 
-async def test_a_server_that_says_when_is_asked_then():
+async def test_a_wait_counts_against_what_is_left_of_the_budget():
     later = told_later("0")
     async with asking(later, later, calling("a"), max_attempts=3) as (fake, policy):
         await policy.get_action(SEEN, TOOLS)
-    assert len(fake.bodies) == 3
-
-
-async def test_a_wait_counts_against_what_is_left_of_the_budget():
+    assert len(fake.bodies) == 3, "who says when is asked then"
     # by the policy's clock all of its 60 seconds are gone when the second answer comes
     seconds = iter([0.0, 0.0, 60.5])
-    async with asking(
-        told_later("0"), told_later("0"), calling("a"), max_attempts=5, retry_budget_s=60.0,
-        clock=lambda: next(seconds),
-    ) as (fake, policy):  # fmt: skip
+    budget = {"max_attempts": 5, "retry_budget_s": 60.0, "clock": lambda: next(seconds)}
+    async with asking(later, later, calling("a"), **budget) as (fake, policy):
         with pytest.raises(PolicyUnavailable, match="status 429"):
             await policy.get_action(SEEN, TOOLS)
     assert len(fake.bodies) == 2
@@ -330,9 +311,12 @@ async def test_a_server_that_is_killed_in_its_reply_is_asked_the_same_again_and_
     retries = []
     async with server, HttpClient() as client:
         config = OpenAIConfig(inference_url=url, model="m", seed=1, **QUICK)
-        policy = OpenAIAgentPolicy(config, client=client, on_retry=lambda: retries.append(1))
+        policy = OpenAIAgentPolicy(
+            config, client=client, on_retry=lambda: retries.append(policy.pending_failure)
+        )
         _, text, _, _ = await policy.get_action(SEEN)
     assert (text, len(retries), policy.pending_failure) == ("whole", 1, None)
+    assert retries[0] is not None, "an outage is told while it lasts, and ends with the answer"
     assert len(asked) == 2 and asked[0] == asked[1]
 
 
@@ -415,42 +399,31 @@ HERE = ("127.0.0.1", "localhost", "::1")
         ("http://127.0.0.1:1/x?cid=7&a=b", "http://127.0.0.1:1/x/v1/chat/completions?cid=7&a=b"),
         ("https://LOCALHOST/v1#part", "https://LOCALHOST/v1/chat/completions"),
         ("http://[::1]:9", "http://[::1]:9/v1/chat/completions"),
+        ("http://gpu-7:8000", "http://gpu-7:8000/v1/chat/completions"),
     ],
 )
 def test_a_base_url_is_completed_and_its_query_kept(given, full):
-    assert chat_completions_url(given, allowed_hosts=HERE) == full
+    assert chat_completions_url(given, allowed_hosts=(*HERE, "gpu-7:8000")) == full
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "http://169.254.169.254/latest",
-        "http://127.0.0.1.evil.example/",
-        "http://localhost.evil.example",
-        "http://evil.example/?h=localhost",
-        "http://evil.example#localhost",
-        "http://0.0.0.0:1",
+        "http://169.254.169.254/latest", "http://127.0.0.1.evil.example/", "http://localhost.evil.example",
+        "http://evil.example/?h=localhost", "http://evil.example#localhost", "http://0.0.0.0:1",
         # Other spellings of loopback: an operator who lists none of them allows none of them.
-        "http://2130706433/",
-        "http://0x7f000001/",
-        "http://017700000001/",
-        "http://127.1/",
-        "http://[::ffff:127.0.0.1]/",
-        "http://[0:0:0:0:0:0:0:1]/",
-        "http://[::1%25eth0]/",
-        "http://localhost./",
-        "http://①27.0.0.1/",
+        "http://2130706433/", "http://0x7f000001/", "http://017700000001/", "http://127.1/",
+        "http://[::ffff:127.0.0.1]/", "http://[0:0:0:0:0:0:0:1]/", "http://[::1%25eth0]/",
+        "http://localhost./", "http://①27.0.0.1/",
         # What another parser might take for a listed host.
-        "http://127.0.0.1\t.evil.example",
-        "http://127.0.0.1\\.evil.example",
-        "http://127.0.0.1%2eevil.example",
-        "http://evil.example#@127.0.0.1",
-        "http://evil.example?@127.0.0.1",
+        "http://127.0.0.1\t.evil.example", "http://127.0.0.1\\.evil.example",
+        "http://127.0.0.1%2eevil.example", "http://evil.example#@127.0.0.1", "http://evil.example?@127.0.0.1",
+        "http://gpu-7:8001",
     ],
-)
+)  # fmt: skip
 def test_a_host_that_is_not_listed_is_refused(given):
     with pytest.raises(HostNotAllowed, match="not on this task app's list"):
-        chat_completions_url(given, allowed_hosts=HERE)
+        chat_completions_url(given, allowed_hosts=(*HERE, "gpu-7:8000"))
 
 
 @pytest.mark.parametrize(
@@ -465,51 +438,34 @@ def test_what_is_no_url_is_refused_without_repeating_it(given):
     assert "secret" not in caught.value.detail
 
 
-def test_the_operator_may_name_a_port():
-    allowed = ("gpu-7:8000",)
-    assert chat_completions_url("http://gpu-7:8000", allowed_hosts=allowed).startswith("http://gpu-7:8000/")
-    with pytest.raises(HostNotAllowed):
-        chat_completions_url("http://gpu-7:8001", allowed_hosts=allowed)
-
-
 KEY = "sk-a-very-secret-key-0123456789"
 
 
-@pytest.fixture
-def logged():
-    """The events that the service logs, retries included."""
-    with capture_logs() as events:
-        yield events
+LEAK = f"Incorrect API key provided: {KEY[:8]}*****{KEY[-4:]}, that is {KEY}."
+REFUSED_KEY = {"code": "invalid_api_key", "message": LEAK}
+# Near the cut at 300 characters: cut before replacing, half of the key would stay.
+REPEATED_KEY = {"code": f"bad {KEY}", "message": f"you sent {KEY} {'x' * 250} {KEY} again"}
+ONLY_THE_CODE = "the inference server refused: status {} invalid_api_key"
 
 
-async def play_failing(*answers):
-    async with fake_inference(*answers) as fake, running_app() as client:
-        config = {"inference_url": fake.url, "model": "m", "max_attempts": 2}
-        policy = {"policy_name": "openai", "config": config, "inference_key": KEY}
-        return (await play(client, rollout("a", policy=policy)))["a"].failure
-
-
-@pytest.mark.parametrize("code", [401, 403])
-async def test_of_a_refused_key_only_status_and_code_are_kept(code, logged):
-    sentence = f"Incorrect API key provided: {KEY[:8]}*****{KEY[-4:]}, that is {KEY}."
-    error = {"error": {"code": "invalid_api_key", "message": sentence}}
-    failure = await play_failing(status(code, error))
-    assert failure.code == "inference_refused"
-    assert failure.detail == f"the inference server refused: status {code} invalid_api_key"
+@pytest.mark.parametrize(
+    ("code", "error", "told"),
+    [
+        (401, REFUSED_KEY, ONLY_THE_CODE.format(401)),
+        (403, REFUSED_KEY, ONLY_THE_CODE.format(403)),
+        (400, REPEATED_KEY, "bad [key] you sent [key] x"),
+        (503, REPEATED_KEY, "bad [key] you sent [key] x"),
+    ],
+)
+async def test_of_a_refused_key_only_the_code_is_kept_and_one_that_is_repeated_is_replaced(code, error, told):
+    with capture_logs() as logged:
+        async with fake_inference(status(code, {"error": error})) as fake, running_app() as client:
+            policy = {"policy_name": "openai", **fake.asked_by(max_attempts=2), "inference_key": KEY}
+            failure = (await play(client, rollout("a", policy=policy)))["a"].failure
     written = str(logged)
-    assert "invalid_api_key" in written
+    assert "rollout_failed" in written and told in failure.detail
+    assert failure.detail == told or error is REPEATED_KEY
     assert not any(part in failure.detail + written for part in (KEY, KEY[:8], KEY[-4:]))
-
-
-@pytest.mark.parametrize("code", [400, 503])
-async def test_a_repeated_key_is_replaced_everywhere_else(code, logged):
-    # Near the cut at 300 characters: cut before replacing, half of the key would stay.
-    error = {"error": {"code": f"bad {KEY}", "message": f"you sent {KEY} {'x' * 250} {KEY} again"}}
-    failure = await play_failing(status(code, error))
-    assert "bad [key] you sent [key]" in failure.detail
-    written = str(logged)
-    assert "rollout_failed" in written
-    assert KEY[:8] not in failure.detail + written
 
 
 @pytest.mark.parametrize("key", ["k" * 501, "clé", "two\nlines", "nul\0"])

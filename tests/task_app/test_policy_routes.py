@@ -7,21 +7,11 @@ import pytest
 from tests.task_app.counting import PlannedPolicy, add, boards, running_app
 from tests.task_app.dialects.one_call.test_rollout import body, played
 from tests.task_app.fake_inference import calling, completion, fake_inference, status, tokens
-from tests.task_app.playing import new_policy, post, refused, refused_at
+from tests.task_app.playing import ON, new_policy, post, refused, refused_at
 from tests.task_app.rollout_client import waiting_app
 from tests.task_app.sessions.test_recovery import SECRET, app_on, killed
 from tests.task_app.slow import Gates, slow_boards
-
-ON = {"enabled": True, "mode": "decision_stepwise"}
-CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
-
-
-async def create_env(client, **config):
-    return (await post(client, "/env/create", env_name="counting", config=config))["env_id"]
-
-
-async def stepped(client, env_id, tool_calls=CALLS):
-    return await post(client, "/env/step", env_id=env_id, tool_calls=tool_calls)
+from tests.task_app.test_env_routes import TRAINING, created, stepped
 
 
 async def asked(client, policy_id, **body):
@@ -34,7 +24,7 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
         env_id = (await post(client, "/env/create", env_name="slow"))["env_id"]
         policy_id = await new_policy(client, "planned", bound_env_id=env_id)
         gates.entered.clear()
-        stepping = asyncio.create_task(stepped(client, env_id))
+        stepping = asyncio.create_task(stepped(client, env_id, "a"))
         await asyncio.to_thread(gates.entered.wait, 10.0)
         deciding = asyncio.create_task(asked(client, policy_id, dry_run=True))
         for _ in range(100):
@@ -45,15 +35,6 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
     assert messages[-1]["content"] == "step 1 past=1"
 
 
-@pytest.mark.parametrize("table", ["training", "rollout"])
-async def test_the_published_switches_of_a_policy_act_in_a_table(client, table):
-    training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-    env_id = await create_env(client)
-    policy_id = await new_policy(client, "planned", bound_env_id=env_id, **{table: training})
-    await stepped(client, env_id)
-    assert (await asked(client, policy_id))["meta"]["decision_rewards"]["turn"] == 1
-
-
 async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks():
     async with running_app(inference_url="http://vllm:8000", inference_model="qwen") as client:
         policy_id = await new_policy(client, "Crafter-ReAct")
@@ -61,56 +42,56 @@ async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks(
     assert answer["meta"]["policy_name"] == "openai"
 
 
-async def test_switches_of_the_environment_and_its_policy_must_agree(client):
-    env_id = await create_env(client, step_rewards=ON)
-    body = {"policy_name": "planned", "bound_env_id": env_id}
+async def test_the_switches_stand_in_the_config_of_the_policy_or_its_environment_and_must_agree(client):
+    env_id = (await created(client, config={"step_rewards": ON}))["env_id"]
+    bound = {"policy_name": "planned", "bound_env_id": env_id}
     other = {"step_rewards": {"enabled": True, "mode": "env_sparse"}}
-    assert (await refused(client, "/policy/create", **body, config=other))[0] == 422
-    await post(client, "/policy/create", **body)
+    assert (await refused(client, "/policy/create", **bound, config=other))[0] == 422
+    await post(client, "/policy/create", **bound)
+    env = {"env_name": "counting", "config": {"step_rewards": ON}}
+    env_id = (await created(client))["env_id"]
+    await new_policy(client, "planned", bound_env_id=env_id, env=env)
+    assert "decision_rewards" in (await stepped(client, env_id, "a"))["metadata"], "as in a rollout request"
+    await new_policy(client, "planned", env=env)
+    both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
+    assert await refused_at(client, "/policy/create", **both) == (422, "env.config.step_rewards")
+    for table in ("training", "rollout"):  # by their published names
+        env_id = (await created(client))["env_id"]
+        policy_id = await new_policy(client, "planned", bound_env_id=env_id, **{table: TRAINING})
+        await stepped(client, env_id, "a")
+        assert (await asked(client, policy_id))["meta"]["decision_rewards"]["turn"] == 1
 
 
 async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first(client):
     sparse = {"enabled": True, "mode": "env_sparse"}
-    env_id = await create_env(client)
+    env_id = (await created(client))["env_id"]
     first = await new_policy(client, "planned", bound_env_id=env_id, config={"step_rewards": ON})
     other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
     told = await refused(client, "/policy/create", **other)
     assert (told[0], told[2]) == (422, "config.step_rewards")
     assert first in told[3]
-    step = await stepped(client, env_id)
+    step = await stepped(client, env_id, "a")
     assert "decision_rewards" in step["metadata"], "the first policy's switches hold"
     await post(client, "/policy/terminate", policy_id=first)
     await post(client, "/policy/create", **other)
-    assert "decision_rewards" not in (await stepped(client, env_id))["metadata"]
+    assert "decision_rewards" not in (await stepped(client, env_id, "a"))["metadata"]
 
 
 async def test_an_expired_policy_takes_its_switches_with_it():
     async with running_app(session_idle_s=0.05) as client:
-        env_id = await create_env(client)
+        env_id = (await created(client))["env_id"]
         await new_policy(client, "planned", bound_env_id=env_id, config={"step_rewards": ON})
         await asyncio.sleep(0.1)
         await post(client, "/env/reset", env_id=env_id)
         client._transport.app.state.services.expire()
-        assert (await stepped(client, env_id))["metadata"] == {}
-
-
-async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request(client):
-    env = {"env_name": "counting", "config": {"step_rewards": ON}}
-    env_id = await create_env(client)
-    await new_policy(client, "planned", bound_env_id=env_id, env=env)
-    assert "decision_rewards" in (await stepped(client, env_id))["metadata"]
-    await new_policy(client, "planned", env=env)
-    both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
-    assert await refused_at(client, "/policy/create", **both) == (422, "env.config.step_rewards")
+        assert (await stepped(client, env_id, "a"))["metadata"] == {}
 
 
 async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
-    end = [{"tool": "add", "args": {"names": ["end"]}}]
     async with running_app() as client, fake_inference(calling("a")) as fake:
-        env_id = await create_env(client)
-        config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await new_policy(client, "openai", bound_env_id=env_id, config=config)
-        await stepped(client, env_id, end)
+        env_id = (await created(client))["env_id"]
+        policy_id = await new_policy(client, "openai", bound_env_id=env_id, **fake.asked_by())
+        await stepped(client, env_id, "end")
         told = await refused(client, "/policy/step", policy_id=policy_id)
         assert told[:2] == (409, "episode_over")
         assert fake.bodies == []
@@ -120,10 +101,9 @@ async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
 
 async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
     async with running_app() as client, fake_inference() as fake:
-        env_id = await create_env(client)
-        await stepped(client, env_id)
-        config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await new_policy(client, "openai", bound_env_id=env_id, config=config)
+        env_id = (await created(client))["env_id"]
+        await stepped(client, env_id, "a")
+        policy_id = await new_policy(client, "openai", bound_env_id=env_id, **fake.asked_by())
         answer = await asked(client, policy_id, dry_run=True)
     assert answer["tool_calls"] == []
     assert [message["content"] for message in answer["meta"]["messages"]] == ["count", "step 1 past=1"]
@@ -133,13 +113,8 @@ async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
 
 async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_tokens_come_back():
     async with running_app() as client, fake_inference(calling("a", **tokens([1, 2], 0, [7]))) as fake:
-        policy_id = await new_policy(
-            client,
-            "openai",
-            config={"inference_url": fake.url, "model": "m"},
-            inference_key="k-1",
-            env={"env_name": "counting"},
-        )
+        spec = {"inference_key": "k-1", "env": {"env_name": "counting"}}
+        policy_id = await new_policy(client, "openai", **spec, **fake.asked_by())
         meta = (await asked(client, policy_id, observation={"text": "hp9", "data": {}}))["meta"]
     assert fake.headers[0]["authorization"] == "Bearer k-1"
     assert [message["content"] for message in fake.bodies[0]["messages"]] == ["count", "hp9 past=0"]
@@ -150,7 +125,7 @@ async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_token
 async def test_an_unbound_policy_takes_messages_or_a_text():
     message = {"role": "user", "content": "go"}
     async with running_app() as client, fake_inference(calling("a")) as fake:
-        policy_id = await new_policy(client, "openai", config={"inference_url": fake.url, "model": "m"})
+        policy_id = await new_policy(client, "openai", **fake.asked_by())
         for observation in ({"messages": [message]}, {"text": "go"}):
             await asked(client, policy_id, observation=observation)
         assert [body["messages"] for body in fake.bodies] == [[message], [message]]
@@ -172,8 +147,7 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
     too_long = {"error": {"code": "context_length_exceeded", "message": "9 > 8"}}
     answers = [status(400, too_long), status(404, {})]
     async with running_app() as client, fake_inference(*answers) as fake:
-        config = {"inference_url": fake.url, "model": "m", "max_attempts": 1}
-        policy_id = await new_policy(client, "openai", config=config)
+        policy_id = await new_policy(client, "openai", **fake.asked_by(max_attempts=1))
         for expected in ((422, "context_length_exceeded"), (502, "inference_refused")):
             told = await refused(client, "/policy/step", policy_id=policy_id, observation={"text": "x"})
             assert told[:2] == expected
@@ -229,9 +203,9 @@ async def test_a_living_policy_goes_on_after_a_restart_from_where_its_rollouts_l
 
 async def test_a_rollout_may_not_ask_a_policy_whose_key_is_lost_and_may_bring_it(tmp_path):
     async with fake_inference(REPLY) as fake:
-        config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
+        spec = fake.asked_by(ask_token_ids=False)
         async with app_on(tmp_path / "s") as client:
-            policy_id = await new_policy(client, "openai", config=config, inference_key=SECRET)
+            policy_id = await new_policy(client, "openai", **spec, inference_key=SECRET)
             left = killed(tmp_path / "s", tmp_path)
         async with app_on(left) as client:
             key = {"Idempotency-Key": "k"}
@@ -244,8 +218,8 @@ async def test_a_rollout_may_not_ask_a_policy_whose_key_is_lost_and_may_bring_it
 
 async def test_another_inference_key_replaces_the_one_of_a_living_policy():
     async with running_app() as client, fake_inference(REPLY) as fake:
-        config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
-        policy_id = await new_policy(client, "openai", config=config, inference_key="old")
+        spec = fake.asked_by(ask_token_ids=False)
+        policy_id = await new_policy(client, "openai", **spec, inference_key="old")
         seen = {"observation": {"text": "x"}}
         for more in (seen, {**seen, "inference_key": "new"}, seen):
             await asked(client, policy_id, **more)
@@ -269,7 +243,7 @@ async def test_a_policy_without_snapshots_says_that_it_cannot_take_another_key()
 @pytest.mark.parametrize("part", ["env", "policy"])
 async def test_a_busy_session_is_told_to_come_later_and_its_key_is_free(part):
     async with waiting_app(3) as (client, (policy, *_)):
-        env_id = await create_env(client)
+        env_id = (await created(client))["env_id"]
         policy_id = await new_policy(client, "waiting")
         who = {"env": {"env_name": None, "env_id": env_id, "seed": None}} if part == "env" else {}
         first = asyncio.create_task(

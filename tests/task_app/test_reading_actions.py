@@ -1,5 +1,6 @@
 """From what a policy or a caller sends to what an environment carries out."""
 
+import json
 from datetime import UTC, datetime
 
 import pytest
@@ -21,17 +22,19 @@ def call(arguments: str, name: str = "add") -> dict[str, str]:
     return {"id": "1", "name": name, "arguments": arguments}
 
 
-def test_several_calls_of_one_message_stay_in_order():
-    read = read_action({"type": "tool_call", "tool_calls": [call('{"n": 1}'), call('{"n": 2}')]})
-    assert [request.arguments for request in read.requests] == [{"n": 1}, {"n": 2}]
-    assert [one.function.arguments for one in read.tool_calls] == ['{"n": 1}', '{"n": 2}']
-
-
-@pytest.mark.parametrize("arguments", [{"n": 1}, '{"n": 1}'])
-def test_the_single_form_of_source_2_is_one_call(arguments):
-    read = read_action({"type": "tool_call", "name": "add", "arguments": arguments})
-    assert [(one.id, one.function.name) for one in read.tool_calls] == [("call_0", "add")]
-    assert [request.arguments for request in read.requests] == [{"n": 1}]
+@pytest.mark.parametrize(
+    ("action", "ids", "texts"),
+    [
+        ({"tool_calls": [call('{"n": 1}'), call('{"n": 2}')]}, ["1", "1"], ['{"n": 1}', '{"n": 2}']),
+        ({"name": "add", "arguments": {"n": 1}}, ["call_0"], ['{"n": 1}']),
+        ({"name": "add", "arguments": '{"n": 1}'}, ["call_0"], ['{"n": 1}']),
+    ],
+)
+def test_calls_stay_in_order_and_the_single_form_of_source_2_is_one(action, ids, texts):
+    read = read_action({"type": "tool_call", **action})
+    assert [(one.id, one.function.name) for one in read.tool_calls] == [(name, "add") for name in ids]
+    assert [request.arguments for request in read.requests] == [json.loads(text) for text in texts]
+    assert [one.function.arguments for one in read.tool_calls] == texts
 
 
 @pytest.mark.parametrize(
@@ -62,38 +65,28 @@ def test_arguments_that_are_no_json_object_are_kept_as_text(text):
     assert (request.arguments, request.raw_arguments) == (None, text)
 
 
-def test_text_is_an_invalid_action_with_a_reason():
+def test_text_is_an_invalid_action_with_a_reason_and_another_type_a_fault_of_the_policy():
     assert read_action({"type": "text", "content": "hm"}).invalid_reason == NO_TOOL_CALL
     assert read_action({"type": "text", "content": "hm", "invalid_reason": "why"}).invalid_reason == "why"
-
-
-def test_an_action_of_another_type_is_a_fault_of_the_policy():
     with pytest.raises(ValueError, match="'tool_call', 'text', 'terminate'"):
         read_action({"type": "dance"})
 
 
 @pytest.mark.parametrize(
-    "wire",
+    ("wire", "arguments", "text"),
     [
-        {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"n": 1}'}},
-        {"tool": "add", "args": {"n": 1}},
-        {"tool_name": "add", "arguments": {"n": 1}},
-        {"name": "add", "arguments": '{"n": 1}'},
+        ({"function": {"name": "add", "arguments": '{"n": 1}'}, "id": "1"}, {"n": 1}, '{"n": 1}'),
+        ({"tool": "add", "args": {"n": 1}}, {"n": 1}, '{"n":1}'),
+        ({"tool_name": "add", "arguments": {"n": 1}}, {"n": 1}, '{"n":1}'),
+        ({"name": "add", "arguments": '{"n": 1}'}, {"n": 1}, '{"n": 1}'),
+        ({"tool": "add", "args": [1]}, None, "[1]"),  # left for the environment to refuse
     ],
 )
-def test_every_known_form_of_a_tool_call_is_read(wire):
+def test_every_known_form_of_a_tool_call_is_read_and_one_without_a_tool_refused(wire, arguments, text):
     (request,) = requests_from_wire([wire])
-    assert (request.name, request.arguments) == ("add", {"n": 1})
-
-
-def test_a_call_without_a_tool_is_refused_with_its_place():
+    assert (request.name, request.arguments, request.raw_arguments) == ("add", arguments, text)
     with pytest.raises(ValueError, match=r"tool_calls\.1"):
-        requests_from_wire([{"tool": "add"}, {"args": {}}])
-
-
-def test_arguments_of_another_type_are_left_for_the_environment_to_refuse():
-    (request,) = requests_from_wire([{"tool": "add", "args": [1]}])
-    assert (request.arguments, request.raw_arguments) == (None, "[1]")
+        requests_from_wire([wire, {"args": {}}])
 
 
 @pytest.mark.parametrize("text", ['{"a": "\\ud83d"}', '{"a": "\\uD83D"}', '{"a": "\ud83d"}'])

@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.rollouts import PUBLISHED_PLACES, RolloutRequest
 from task_app.complaints import list_keys
 from tests.task_app.counting import rollout, running_app
-from tests.task_app.playing import refused, refused_at
+from tests.task_app.playing import ON, refused, refused_at
 from tests.task_app.rollout_client import play
 
 TRAINING = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
@@ -49,11 +49,7 @@ BAD = [
     ({"training": TRAINING}, "training", "Did you mean 'step_rewards'? Known: "),
     ({"rollout": TRAINING}, "rollout", "Did you mean 'step_rewards'? Known: "),
     ({"step_rewards": {"mode": "decision_step"}}, "step_rewards.mode", ""),
-    (
-        {"step_rewards": {"step_rewards_mode": "off"}},
-        "step_rewards.step_rewards_mode",
-        "'step_rewards.mode'?",
-    ),
+    ({"step_rewards": {"step_rewards_mode": "x"}}, "step_rewards.step_rewards_mode", "'step_rewards.mode'?"),
     ({"step_rewards": {"enabeld": True}}, "step_rewards.enabeld", "'enabled'? Known: enabled, indicator"),
     ({"ground_truth": "secret" * 20_000}, "ground_truth", "at most 100000 are allowed"),
     ({"rollout_id": "a b"}, "rollout_id", ""),
@@ -78,24 +74,12 @@ def test_every_published_name_leads_to_a_key_of_a_request():
             model = next((kind for kind in get_args(model) if kind is not type(None)), model)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"{nope", "no JSON"), (b"", "body"), (b"[]", "body"), (b'{"rollouts": []}', "rollouts")],
-)
-async def test_a_body_that_is_no_batch_is_refused(client, content, words):
-    answer = await client.post("/rollouts", content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 422
-    assert words in answer.json()["detail"]
-
-
-async def test_a_batch_has_a_size_limit():
+async def test_a_batch_has_one_rollout_at_least_and_so_many_at_most():
     async with running_app(max_rollouts_per_request=2) as client:
+        assert await refused_at(client, "/rollouts", rollouts=[]) == (422, "rollouts")
         told = await refused(client, "/rollouts", rollouts=[rollout(str(i)) for i in range(3)])
     assert (told[0], told[2]) == (422, "rollouts")
     assert "at most 2" in told[3]
-
-
-ON = {"enabled": True, "mode": "decision_stepwise"}
 
 
 @pytest.mark.parametrize(

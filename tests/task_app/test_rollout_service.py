@@ -7,6 +7,7 @@ import pytest
 from shared_schemas.rollouts import Rollout
 from task_app.errors import PolicyUnavailable
 from task_app.rollouts.results import Record
+from task_app.rollouts.runs import Runs
 from tests.task_app.counting import (
     CountingEnvironment,
     PlannedPolicy,
@@ -16,7 +17,6 @@ from tests.task_app.counting import (
     rollout,
     running_app,
 )
-from tests.task_app.fake_inference import calling, fake_inference, status
 from tests.task_app.playing import post
 from tests.task_app.rollout_client import (
     WAITING,
@@ -71,15 +71,22 @@ async def test_a_cursor_delivers_each_rollout_once_and_none_everything_again(cli
     assert (rest.rollouts, rest.unfinished, rest.cursor) == ((), 0, second.cursor)
 
 
-async def test_a_page_is_bounded_and_the_next_one_goes_on():
-    async with running_app(max_page_rollouts=2) as client:
-        await play(client, *(rollout(f"{i}") for i in range(5)))
-        sizes, cursor = [], None
-        for _ in range(4):
-            one = await page(client, cursor)
-            sizes.append(len(one.rollouts))
-            cursor = one.cursor
-    assert sizes == [2, 2, 1, 0]
+async def test_a_page_is_bounded_in_rollouts_and_bytes_but_holds_one_at_least():
+    async def sizes(**settings):
+        async with running_app(**settings) as client:
+            await play(client, *(rollout(f"{i}") for i in range(5)))
+            found, cursor = [], None
+            while not found or found[-1]:
+                one = await page(client, cursor)
+                found.append(len(one.rollouts))
+                cursor = one.cursor
+            return found, len((await client.get("/rollouts/0")).content)
+
+    found, size = await sizes(max_page_rollouts=2)
+    assert found == [2, 2, 1, 0]
+    assert (await sizes(max_page_bytes=1))[0] == [1, 1, 1, 1, 1, 0]
+    # Room for two and a half: the timings in them differ by some digits.
+    assert (await sizes(max_page_bytes=size * 5 // 2))[0] == [2, 2, 1, 0]
 
 
 @pytest.mark.parametrize("cursor", ["0123456789abcdef.3", "nonsense", "x.y.z", "."])
@@ -88,20 +95,18 @@ async def test_a_cursor_of_another_instance_has_expired(client, cursor):
     assert (answer.status_code, answer.json()["code"]) == (409, "cursor_expired")
 
 
-async def test_a_run_sees_only_its_own_rollouts(client):
-    await accept(client, rollout("a"), rollout("b", run_id="other"))
-    assert list(await wait_for_all(client, 1)) == ["a"]
-    assert list(await wait_for_all(client, 1, run_id="other")) == ["b"]
+@pytest.mark.parametrize("seconds", ["6", "NaN", "Infinity", "1e999", "-0.5"])
+async def test_a_wait_is_a_number_of_seconds_that_is_allowed(seconds):
+    async with running_app(max_wait_s=5.0) as client:
+        answer = await client.get("/rollouts", params={"run_id": "r", "wait_s": seconds})
+    assert (answer.status_code, answer.json()["where"]) == (422, "wait_s")
+    assert ("at most 5" in answer.json()["detail"]) == (seconds == "6")
 
 
-async def test_an_unknown_run_answers_at_once_with_nothing():
-    async with running_app() as client, asyncio.timeout(5.0):
-        nothing = await page(client, run_id="unknown", wait_s=30.0)
-    assert (nothing.rollouts, nothing.unfinished) == ((), 0)
-
-
-async def test_a_long_poll_wakes_when_a_rollout_ends():
+async def test_a_long_poll_wakes_when_a_rollout_ends_and_an_unknown_run_answers_at_once():
     async with waiting_app(1) as (client, (policy,)), asyncio.timeout(10.0):
+        unknown = await page(client, run_id="unknown", wait_s=30.0)
+        assert (unknown.rollouts, unknown.unfinished) == ((), 0)
         await accept(client, rollout("a", limits={"max_decisions": 1}, **WAITING))
         nothing = await page(client, wait_s=0.05)
         assert (nothing.rollouts, nothing.unfinished) == ((), 1), "a poll ends with its time"
@@ -113,18 +118,11 @@ async def test_a_long_poll_wakes_when_a_rollout_ends():
             assert [one.rollout_id for one in (await poll).rollouts] == ["a"]
 
 
-async def test_a_longer_wait_than_allowed_is_refused():
-    async with running_app(max_wait_s=5.0) as client:
-        answer = await client.get("/rollouts", params={"run_id": "r", "wait_s": 6})
-    assert (answer.status_code, answer.json()["where"]) == (422, "wait_s")
-    assert "at most 5" in answer.json()["detail"]
-
-
 async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
     async with waiting_app(1) as (client, _):
         await accept(client, rollout("a"), rollout("b", run_id="other"))
-        await wait_for_all(client, 1)
-        await wait_for_all(client, 1, run_id="other")
+        assert list(await wait_for_all(client, 1)) == ["a"], "a run sees its own alone"
+        assert list(await wait_for_all(client, 1, run_id="other")) == ["b"]
         await accept(client, rollout("c", **WAITING))
         answer = await post(client, "/rollouts/ack", run_id="r", rollout_ids=["a", "b", "c", "unknown"])
         assert answer == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
@@ -151,11 +149,13 @@ async def test_cancelling_before_the_start_while_running_twice_and_after_the_end
     async with waiting_app(2, max_concurrent_rollouts=1) as (client, policies):
         await accept(client, rollout("runs", **WAITING), rollout("waits", **WAITING), rollout("ends"))
         await policies[0].asked.wait()
+        queue = client._transport.app.state.services.runner._queue
         for name, words in (("waits", "before it started"), ("runs", "while it ran")):
             for _ in range(2):
                 state = (await client.delete(f"/rollouts/{name}")).json()
                 assert (state["status"], state["failure"]["code"]) == ("cancelled", "cancelled")
                 assert words in state["failure"]["detail"]
+                assert "waits" not in queue, "it takes no place among those that wait"
         found = await wait_for_all(client, 3)
         assert not policies[1].asked.is_set()
         assert found["ends"].status == "finished", "the place of a cancelled one is free"
@@ -194,31 +194,6 @@ async def test_results_that_are_never_fetched_expire():
         assert (await client.get("/rollouts/a")).status_code == 404
 
 
-async def test_an_outage_that_meets_the_deadline_fails_and_an_answer_ends_the_outage():
-    def asking(rollout_id, url):
-        config = {"inference_url": url, "model": "m", "max_attempts": 100}
-        return rollout(
-            rollout_id,
-            env={"env_name": "counting", "config": {"length": 1_000_000}},
-            policy={"policy_name": "openai", "config": config},
-            limits={"timeout_s": 1.0, "max_decisions": 10_000},
-        )
-
-    async with (
-        fake_inference(calling("a"), status(503, {})) as out,
-        fake_inference(status(503, {}), calling("a")) as back,
-        running_app() as client,
-    ):
-        found = await play(client, asking("out", out.url), asking("back", back.url))
-    failure = found["out"].failure
-    assert failure is not None
-    assert (failure.code, failure.decisions_done) == ("inference_unavailable", 1)
-    assert "status 503" in failure.detail
-    answered = found["back"].trajectory
-    assert answered is not None
-    assert answered.stop_reason == "deadline"
-
-
 LONG = {"env": {"env_name": "counting", "config": {"length": 1_000_000}}, "limits": {"max_decisions": 10_000}}
 
 
@@ -229,22 +204,6 @@ async def test_a_long_scripted_rollout_shares_the_time_and_can_be_cancelled_and_
         state = (await client.delete("/rollouts/long")).json()
     assert (state["status"], state["failure"]["code"]) == ("cancelled", "cancelled")
     assert 0 < state["failure"]["decisions_done"] < 10_000
-
-
-async def test_a_cancelled_rollout_leaves_the_queue_with_its_worker():
-    async with waiting_app(3, max_concurrent_rollouts=1) as (client, policies):
-        await accept(client, *(rollout(name, limits={"max_decisions": 1}, **WAITING) for name in "abc"))
-        await policies[0].asked.wait()
-        await client.delete("/rollouts/b")
-        runner = client._transport.app.state.services.runner
-        assert list(runner._queue) == ["c"]
-        policies[0].go.set()
-        policies[2].go.set()
-        found = await wait_for_all(client, 3)
-    assert {name: one.status for name, one in found.items()} == {
-        "a": "finished", "b": "cancelled", "c": "finished",
-    }  # fmt: skip
-    assert not policies[1].asked.is_set()
 
 
 @pytest.mark.parametrize("bound", ["max_held_bytes", "max_rollouts_held"])
@@ -298,18 +257,100 @@ async def test_of_a_rollout_that_ended_only_its_result_is_left_and_after_its_ack
         assert client._transport.app.state.services.captures.held.total == 0
 
 
-async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
-    async def sizes(**settings):
-        async with running_app(**settings) as client:
-            await play(client, *(rollout(f"{i}") for i in range(4)))
-            found, cursor = [], None
-            while not found or found[-1]:
-                one = await page(client, cursor)
-                found.append(len(one.rollouts))
-                cursor = one.cursor
-            return found, len((await client.get("/rollouts/0")).content)
+async def abort(client, run_id="r"):
+    return await post(client, "/run/abort", run_id=run_id)
 
-    _, size = await sizes()
-    assert (await sizes(max_page_bytes=1))[0] == [1, 1, 1, 1, 0]
-    # Room for two and a half: the timings in them differ by some digits.
-    assert (await sizes(max_page_bytes=size * 5 // 2))[0] == [2, 2, 0]
+
+async def status(client, run_id="r"):
+    return (await client.get(f"/run/status/{run_id}")).json()
+
+
+def legacy(run_id="r", **policy):
+    return {
+        "run_id": run_id,
+        "env": {"env_name": "counting", "seed": 1},
+        "policy": {"policy_name": "planned", **policy},
+        "ops": ["agent", "env"] * 2,
+    }
+
+
+async def test_a_run_is_running_until_all_of_it_has_ended():
+    async with waiting_app(1) as (client, (policy,)):
+        await accept(client, rollout("a"), rollout("b", limits={"max_decisions": 1}, **WAITING))
+        await policy.asked.wait()
+        await wait_for_all(client, 1)
+        running = await status(client)
+        policy.go.set()
+        await wait_for_all(client, 2)
+        ended = await status(client)
+    assert (running["status"], running["finished_at"]) == ("running", None)
+    assert (ended["status"], ended["started_at"] <= ended["finished_at"]) == ("completed", True)
+    assert ended["rollouts"] == {"unfinished": 0, "finished": 2, "failed": 0, "cancelled": 0}
+
+
+async def test_an_abort_ends_what_runs_and_what_waits_and_nothing_of_another_run():
+    async with waiting_app(3, max_concurrent_rollouts=2) as (client, policies):
+        await accept(client, rollout("a", **WAITING), rollout("o", run_id="other", **WAITING))
+        await accept(client, rollout("b", **WAITING))
+        await policies[0].asked.wait()
+        answer = await abort(client)
+        assert (answer["ok"], answer["stopped"], answer["status"]) == (True, 2, "aborted")
+        found = await wait_for_all(client, 2)
+        assert {one.status for one in found.values()} == {"cancelled"}
+        assert (await status(client, "other"))["status"] == "running"
+        await abort(client, "other")
+
+
+async def test_an_abort_before_the_start_is_kept(client):
+    assert (await client.get("/run/status/r")).status_code == 404
+    early = await abort(client)
+    assert (early["stopped"], early["status"], early["started_at"]) == (0, "aborted", None)
+    assert await abort(client) == early
+    refused = await accept(client, rollout("a"))
+    assert (refused.status_code, refused.json()["code"]) == (409, "run_aborted")
+    assert refused.json()["where"] == "rollouts.0.run_id"
+    answer = await post(client, "/rollout", **legacy())
+    assert (answer["aborted"], answer["trajectories"], answer["ops_executed"]) == (True, [], 0)
+    assert "'r' was aborted" in answer["warnings"][0]
+
+
+async def test_a_run_that_was_complete_stays_so_but_starts_nothing_more(client):
+    assert (await post(client, "/rollout", **legacy()))["aborted"] is False
+    answer = await abort(client)
+    assert (answer["stopped"], answer["status"]) == (0, "completed")
+    assert (await post(client, "/rollout", **legacy()))["aborted"] is True
+
+
+async def test_an_aborted_legacy_rollout_answers_with_the_steps_so_far():
+    async with waiting_app(1) as (client, (policy,)):
+        playing = asyncio.create_task(post(client, "/rollout", **legacy() | WAITING))
+        await policy.asked.wait()
+        policy.asked.clear()
+        policy.go.set()
+        policy.go.clear()
+        await policy.asked.wait()
+        assert (await abort(client))["stopped"] == 1
+        answer = await playing
+        assert (await status(client))["status"] == "aborted"
+    assert (answer["aborted"], answer["metrics"]["num_steps"], answer["ops_executed"]) == (True, 1, 2)
+    assert answer["trajectories"][0]["final"]["rollout_status"] == "partial_aborted"
+
+
+async def test_a_run_of_which_nothing_finished_has_failed(client):
+    url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
+    await play(client, rollout("a", policy={"policy_name": "openai", "config": url}))
+    assert (await status(client))["status"] == "failed"
+
+
+def test_only_so_many_runs_are_remembered_and_never_one_that_runs_is_forgotten():
+    now_s = 0.0
+    runs = Runs(at_most=2, idle_s=10.0, clock=lambda: now_s)
+    runs.add_rollout("lives")
+    for name in ("x", "y", "z"):
+        runs.abort(name)
+    assert len(runs) == 2
+    assert runs.get("lives").status == "running"
+    assert runs.get("z").status == "aborted"
+    now_s = 11.0
+    assert runs.expire() == 1
+    assert len(runs) == 1

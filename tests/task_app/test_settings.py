@@ -16,30 +16,21 @@ from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.rollout_client import play
 
 
-def test_nothing_set_gives_the_defaults_and_no_key():
-    settings = read_settings(Settings, {"PATH": "/bin"})
-    assert settings == Settings()
-    assert settings.api_keys == ()
-    assert settings.allowed_inference_hosts == ("127.0.0.1", "localhost", "::1")
-
-
 def test_a_slow_start_of_a_foreign_environment_is_not_counted_as_hung():
     settings = Settings()
     assert settings.plugin_stuck_after_s > START_S + settings.environment_deadline_s
 
 
-def test_keys_come_from_their_published_names_without_blanks_and_repetitions():
-    settings = read_settings(
-        Settings, {"ENVIRONMENT_API_KEY": " one ", "ENVIRONMENT_API_KEY_ALIASES": "two, ,one,three"}
-    )
-    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two", "three"]
-
-
-def test_a_key_may_lie_in_a_file(tmp_path):
+def test_keys_come_from_their_published_names_without_blanks_and_repetitions_or_from_a_file(tmp_path):
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
-    settings = read_settings(Settings, {"ENVIRONMENT_API_KEY_FILE": str(file)})
-    assert [key.get_secret_value() for key in settings.api_keys] == ["from-a-file"]
+    for environ, keys in (
+        ({"PATH": "/bin"}, []),
+        ({"ENVIRONMENT_API_KEY": " one ", "ENVIRONMENT_API_KEY_ALIASES": "a, ,one,b"}, ["one", "a", "b"]),
+        ({"ENVIRONMENT_API_KEY_FILE": str(file)}, ["from-a-file"]),
+    ):
+        settings = read_settings(Settings, environ)
+        assert [key.get_secret_value() for key in settings.api_keys] == keys
 
 
 @pytest.mark.parametrize("content", [None, "\n"])
@@ -51,22 +42,11 @@ def test_a_key_file_that_was_named_must_hold_a_key(tmp_path, content):
         read_settings(Settings, {"ENVIRONMENT_API_KEY_FILE": str(file)})
 
 
-def test_every_field_is_read_from_its_variable():
-    settings = read_settings(Settings, 
-        {"TURNWISE_MAX_SESSIONS": "7", "TURNWISE_MAX_WAIT_S": "1.5",
-         "TURNWISE_ALLOWED_INFERENCE_HOSTS": "gpu-7:8000, localhost"}
-    )  # fmt: skip
-    assert (settings.max_sessions, settings.max_wait_s) == (7, 1.5)
-    assert settings.allowed_inference_hosts == ("gpu-7:8000", "localhost")
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("TURNWISE_MAX_SESSIONS", "0"),
-        ("TURNWISE_MAX_SESSIONS", "many"),
-        ("TURNWISE_MAX_WAIT_S", "-1"),
-        ("TURNWISE_MAX_WAIT_S", "nan"),
+        *(("TURNWISE_MAX_SESSIONS", value) for value in ("0", "many")),
+        *(("TURNWISE_MAX_WAIT_S", value) for value in ("-1", "nan")),
         ("TURNWISE_SESSION_IDLE_S", "inf"),
         ("TURNWISE_ALLOWED_INFERENCE_HOSTS", "http://gpu-7"),
         ("TURNWISE_MAX_SESSION", "7"),
@@ -90,10 +70,8 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
     )
     settings = read_settings(Settings, {"TURNWISE_MCP_SERVERS": f" {file}"})
     assert settings.mcp_servers["files"].args == ("-y", "files")
-    assert (settings.mcp_servers["far"].command, settings.mcp_servers["far"].url) == (
-        None,
-        "https://far.example/mcp",
-    )
+    far = settings.mcp_servers["far"]
+    assert (far.command, far.url) == (None, "https://far.example/mcp")
     assert read_settings(Settings, {"TURNWISE_MCP_SERVERS": ""}).mcp_servers == {}
     assert "secret" not in repr(settings) + json.dumps(settings.limits())
 
@@ -139,15 +117,13 @@ def test_the_option_of_a_list_adds_to_its_variable():
         added("http://c/")
 
 
-def test_an_option_wins_over_its_variable_and_an_empty_variable_is_none():
-    environ = {"TURNWISE_STATE_DIR": "there", "TURNWISE_MAX_SESSIONS": ""}
-    assert read_settings(Settings, environ).state_dir == Path("there")
+def test_an_option_wins_over_its_variable_and_what_only_the_command_line_names_has_none():
+    environ = {"TURNWISE_STATE_DIR": "there", "TURNWISE_MAX_SESSIONS": "", "TURNWISE_MAX_WAIT_S": "1.5"}
+    read = read_settings(Settings, environ)
+    assert (read.state_dir, read.max_wait_s) == (Path("there"), 1.5)
     assert read_settings(Settings, environ, state_dir=Path("here")).state_dir == Path("here")
-    assert read_settings(Settings, environ).max_sessions == Settings().max_sessions
+    assert read.max_sessions == Settings().max_sessions, "an empty variable is none"
     assert read_settings(Settings, {"TURNWISE_ALLOWED_INFERENCE_HOSTS": ""}).allowed_inference_hosts == ()
-
-
-def test_what_only_the_command_line_names_is_read_from_no_variable():
     environ = {"TURNWISE_PORT": "1", "TURNWISE_REPLICAS": "2", "TURNWISE_API_KEYS": "k"}
     assert read_settings(Settings, environ) == Settings()
 

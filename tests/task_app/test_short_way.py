@@ -8,8 +8,9 @@ import pytest
 from task_app.plugins import EnvironmentPlugin, PlugBoards
 from task_app.routes.steps import answer_at_once
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment, boards
+from tests.task_app.playing import ON
 from tests.task_app.served import served_app
-from tests.task_app.test_env_routes import ON, calls, created
+from tests.task_app.test_env_routes import calls, created
 
 JSON = {"Content-Type": "application/json"}
 

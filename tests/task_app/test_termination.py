@@ -14,10 +14,9 @@ from shared_schemas.task_definition import OTHER_PLACES, TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
 from task_app.episode.termination import EpisodeFacts, ends_by_a_limit, stop_reason, termination_signal
 from task_app.episode.worker import RLRolloutWorker
-from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout
+from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout, running_app
 from tests.task_app.fake_inference import calling, completion, fake_inference
 from tests.task_app.rollout_client import play
-from tests.task_app.served import served_app
 from tests.task_app.test_episode_worker import task
 
 LIMITS = RolloutLimits(max_decisions=3, max_invalid_decisions=2, timeout_s=10.0)
@@ -67,60 +66,40 @@ def test_only_limits_cut_an_episode_off():
     assert " ".join(reason for reason in StopReason if ends_by_a_limit(reason)) == limits
 
 
-DONE = {"type": "text", "content": "FINAL ANSWER: 7"}
-
-
-async def played(*moves, **facts):
+async def test_the_pattern_ends_the_episode_and_the_task_with_it_once_its_decision_is_carried_out():
     one = RLRolloutWorker(
-        task_definition=task(termination_regex=r"FINAL ANSWER:\s*\d+", **facts),
+        task_definition=task(termination_regex=r"FINAL ANSWER:\s*\d+"),
         environment=CountingEnvironment(),
-        agent_policy=PlannedPolicy(*moves),
+        agent_policy=PlannedPolicy(add("a"), add("b") | {"content": "FINAL ANSWER: 7"}),
         seed=7,
     )
     await one.run_episode()
-    return one.trajectory()
+    ended = one.trajectory()
+    assert (ended.stop_reason, len(ended.steps)) == (StopReason.TERMINATION_REGEX, 2)
+    assert (ended.terminated, ended.truncated, ended.outcome_reward) == (True, False, 2.0)
 
 
-async def test_the_pattern_ends_the_episode_and_the_task_with_it():
-    trajectory = await played(add("a"), DONE)
-    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
-    assert (len(trajectory.steps), trajectory.terminated, trajectory.truncated) == (2, True, False)
-
-
-async def test_the_decision_that_says_it_is_carried_out_first():
-    trajectory = await played(add("a") | {"content": "FINAL ANSWER: 7"})
-    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
-    assert (trajectory.outcome_reward, trajectory.env_steps) == (1.0, 1)
-
-
-def signal(pattern, target="raw"):
-    return termination_signal(RolloutLimits(termination_regex=pattern, termination_target=target))
-
-
-@pytest.mark.parametrize(("target", "found"), [("raw", (True, False)), ("text", (False, True))])
-def test_the_target_says_which_text_is_searched(target, found):
-    given_by = signal("stop", target)
-    assert (given_by("<call>stop</call>", {"content": "go"}), given_by("go", {"content": "stop"})) == found
-
-
-def test_a_policy_that_writes_nothing_gives_no_signal():
-    assert not signal(".*")(None, {"type": "tool_call"})
-    assert not signal(".*", "text")("raw", {"type": "terminate"})
-    assert signal(".*")("", {})  # the empty answer is one that was written
-
-
-def test_without_a_pattern_nothing_is_a_signal():
-    assert not termination_signal(RolloutLimits())("FINAL ANSWER: 7", DONE)
-
-
-def test_a_signal_may_stand_on_any_line_and_across_lines_where_the_pattern_says_so():
-    assert signal("(?m)^done$")("so\ndone\nnow", {})
-    assert not signal("so.*now")("so\ndone\nnow", {})
-    assert signal("(?s)so.*now")("so\ndone\nnow", {})
-
-
-def test_half_a_character_hides_no_signal():
-    assert signal("done")("\ud83d done", {})
+@pytest.mark.parametrize(
+    ("pattern", "target", "raw", "content", "found"),
+    [
+        (None, "raw", "stop", "stop", False),
+        ("stop", "raw", "<call>stop</call>", "go", True),
+        ("stop", "raw", "go", "stop", False),
+        ("stop", "text", "go", "stop", True),
+        ("stop", "text", "<call>stop</call>", "go", False),
+        (".*", "raw", None, "x", False),
+        (".*", "text", "raw", None, False),
+        (".*", "raw", "", None, True),  # the empty answer is one that was written
+        ("(?m)^done$", "raw", "so\ndone\nnow", None, True),
+        ("so.*now", "raw", "so\ndone\nnow", None, False),
+        ("(?s)so.*now", "raw", "so\ndone\nnow", None, True),
+        ("done", "raw", "\ud83d done", None, True),
+    ],
+)
+def test_a_signal_is_what_the_pattern_finds_in_the_text_of_the_target(pattern, target, raw, content, found):
+    said = {} if content is None else {"content": content}
+    limits = RolloutLimits(termination_regex=pattern, termination_target=target)
+    assert termination_signal(limits)(raw, said) == found
 
 
 # Each takes Python's `re` longer than the universe has: it tries all ways to cut the a's into parts.
@@ -177,19 +156,10 @@ def test_a_pattern_that_cannot_be_searched_in_bounded_time_is_refused(pattern, w
 @pytest.mark.parametrize(
     "pattern",
     [
-        r"\x{2028}",
-        r"\p{Greek}",
-        r"a\{2500\}",
-        r"\d{1,30}\s*$",
-        "a{0}",
-        "a{2,}",
-        r"\b{start}done",
-        r"[\{x]",
-        r"(\(?x)",
-        "(?P<x>a)",
-        "(?i)x",
+        r"\x{2028}", r"\p{Greek}", r"a\{2500\}", r"\d{1,30}\s*$", "a{0}", "a{2,}", r"\b{start}done", r"[\{x]",
+        r"(\(?x)", "(?P<x>a)", "(?i)x",
     ],
-)
+)  # fmt: skip
 def test_what_only_looks_like_a_repetition_or_the_flag_x_is_allowed(pattern):
     assert RolloutLimits(termination_regex=pattern).termination_regex == pattern
 
@@ -206,34 +176,20 @@ def test_nested_counts_never_unfold_past_the_bound(inner, outer):
         assert unfolded <= MAX_EXPANSION
 
 
-def asking(url, **limits):
-    policy = {"policy_name": "openai", "config": {"inference_url": url, "model": "m"}}
-    return rollout("a", policy=policy, limits={"max_decisions": 9, **limits})
-
-
 @pytest.mark.parametrize(("target", "decisions"), [("raw", 1), ("text", 2)])
-async def test_over_http_a_model_ends_its_episode_by_what_it_writes(target, decisions):
-    calls = calling("a", choice={"raw_text": "<call>done a</call>"})
-    async with (
-        fake_inference(calls, completion({"content": "done."})) as fake,
-        served_app(allowed_inference_hosts=("127.0.0.1",)) as (client, _),
-    ):
-        ended = (await play(client, asking(fake.url, termination_regex="done", termination_target=target)))[
-            "a"
-        ]
-    assert ended.trajectory is not None
-    assert ended.trajectory.stop_reason is StopReason.TERMINATION_REGEX
-    assert (len(ended.trajectory.steps), ended.trajectory.terminated) == (decisions, True)
+async def test_what_the_model_wrote_is_searched_or_its_words_alone(target, decisions):
+    called = calling("a", choice={"raw_text": "<call>done a</call>"})
+    limits = {"max_decisions": 9, "termination_regex": "done", "termination_target": target}
+    async with fake_inference(called, completion({"content": "done."})) as fake, running_app() as client:
+        policy = {"policy_name": "openai", **fake.asked_by()}
+        ended = (await play(client, rollout("a", policy=policy, limits=limits)))["a"].trajectory
+    assert (ended.stop_reason, len(ended.steps)) == (StopReason.TERMINATION_REGEX, decisions)
 
 
 TASK_LIMITS = {
-    "max_decisions": 4,
-    "max_invalid_decisions": 2,
-    "invalid_action_penalty": -0.5,
-    "timeout_s": 9.5,
-    "termination_regex": "done",
-    "termination_target": "text",
-}
+    "max_decisions": 4, "max_invalid_decisions": 2, "invalid_action_penalty": -0.5, "timeout_s": 9.5,
+    "termination_regex": "done", "termination_target": "text",
+}  # fmt: skip
 TRUTH = {"answer": [1, None, "x"]}
 NO_TRUTHS = (float("nan"), "x" * 100_000, object(), b"x")
 
@@ -245,10 +201,9 @@ def test_a_request_and_its_task_say_the_same():
     assert (task.resource_type, task.base_resource_config) == ("counting", {"length": 3})
     assert (task.max_episode_steps, task.limits) == (4, request.limits)
     assert task.ground_truth == TRUTH
-
-
-def test_the_defaults_are_those_of_a_request():
     assert TaskDefinitionModel(resource_type="counting").limits == RolloutLimits()
+    hidden = RolloutRequest(**rollout("a", ground_truth="forty-two"))
+    assert "forty-two" not in repr(hidden) + repr(TaskDefinitionModel.of_request(hidden)), "no log shows it"
 
 
 @pytest.mark.parametrize(
@@ -268,8 +223,3 @@ def test_the_defaults_are_those_of_a_request():
 def test_a_fact_of_another_name_or_bound_is_refused(facts, words):
     with pytest.raises(ValidationError, match=words):
         TaskDefinitionModel(resource_type="counting", **facts)
-
-
-def test_no_log_shows_a_ground_truth():
-    request = RolloutRequest(**rollout("a", ground_truth="forty-two"))
-    assert "forty-two" not in repr(request) + repr(TaskDefinitionModel.of_request(request))

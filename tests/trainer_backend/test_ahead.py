@@ -236,9 +236,7 @@ def test_tokens_that_are_older_than_the_bound_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("killed_at", [35.0, 50.0, 60.0, 73.0, 88.0])
-def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest(
-    tmp_path: Path, killed_at: float
-):
+def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest(tmp_path, killed_at):
     draw = random.Random(7)
     keys = {"training__max_staleness": 1, "training__iterations": 9, "training__checkpoint_every": 2,
             "training__recovery_every": 0, "evaluation__every_n_iters": 100}  # fmt: skip

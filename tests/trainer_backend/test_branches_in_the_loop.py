@@ -146,9 +146,7 @@ def scored(rollout: Rollout, nats: float) -> ScoredTokens:
 
 
 @pytest.mark.parametrize("coef", [1e-4, 1.0])
-def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_kl(
-    tmp_path: Path, coef: float
-):
+def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_kl(tmp_path, coef):
     run = make_run(
         tmp_path, algorithm__advantage="grpo", training__kl_reward_coef=coef, training__skip_flat_groups=True
     )

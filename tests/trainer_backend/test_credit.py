@@ -103,12 +103,6 @@ def test_episode_scores_are_outcomes_where_the_job_says_so_and_step_returns_come
         assert [item.parts["episode_advantage"] for item in summed] == [[0.0, 0.0]] * 2, "both sum to 1"
 
 
-@pytest.mark.parametrize(("advantage", "expected"), [("grpo_no_std", 0.25), ("rloo", 0.5)])
-def test_group_scores_are_outcomes_too(advantage, expected):
-    first, second = credits(two_dialogues(), advantage=advantage, episode_score="outcome")
-    assert (first.advantages_T, second.advantages_T) == ([expected] * 2, [-expected] * 2)
-
-
 def test_the_outcome_is_the_score_of_a_reward_function_where_there_is_one():
     judged = []
     for rollout, score in zip(two_dialogues(), (3.0, 5.0), strict=True):
@@ -119,8 +113,8 @@ def test_the_outcome_is_the_score_of_a_reward_function_where_there_is_one():
         )  # fmt: skip
         told = rollout.trajectory.model_copy(update={"outcome_reward": score, "user_reward": said})
         judged.append(rollout.model_copy(update={"trajectory": told}))
-    first, second = credits(judged, advantage="grpo_no_std", episode_score="outcome")
-    assert (first.advantages_T[0], second.advantages_T[0]) == (-1.0, 1.0)
+    first, second = credits(judged, advantage="rloo", episode_score="outcome")
+    assert (first.advantages_T, second.advantages_T) == ([-2.0, -2.0], [2.0, 2.0])
 
 
 def with_tokens(calls, final_view=None):

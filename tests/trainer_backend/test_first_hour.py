@@ -39,9 +39,7 @@ def execute(cell: dict[str, Any], names: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_boards")
-def test_every_cell_runs_and_the_estimator_of_the_notebook_gives_credit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_cell_runs_and_the_estimator_of_the_notebook_gives_credit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for cell in (cell for cell in CELLS if cell["cell_type"] == "code"):

@@ -12,26 +12,17 @@ def full_collections() -> int:
     return int(gc.get_stats()[2]["collections"])
 
 
-def grow(objects: int) -> list[list[int]]:
-    return [[i] for i in range(objects)]
-
-
-def test_no_full_collection_runs_while_a_batch_grows() -> None:
+def test_no_full_collection_runs_while_a_batch_grows_and_young_garbage_goes() -> None:
     usual = gc.get_threshold()
     with while_a_batch_grows():
-        before = full_collections()
-        batch = grow(400_000)
+        before, collected = full_collections(), gc.get_stats()[0]["collected"]
+        batch = [[i] for i in range(400_000)]
         assert full_collections() == before
-    assert gc.get_threshold() == usual and len(batch) == 400_000
-
-
-def test_young_garbage_goes_meanwhile() -> None:
-    with while_a_batch_grows():
-        before = gc.get_stats()[0]["collected"]
         for _ in range(50_000):
             cycle: list[object] = []
             cycle.append(cycle)
-        assert gc.get_stats()[0]["collected"] > before
+        assert gc.get_stats()[0]["collected"] > collected
+    assert gc.get_threshold() == usual and len(batch) == 400_000
 
 
 def test_the_last_of_overlapping_stages_restores_the_schedule() -> None:

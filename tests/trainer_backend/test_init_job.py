@@ -6,10 +6,11 @@ A fresh small model finds in it what it needs to learn, in every environment tha
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -66,37 +67,53 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer_backend.terminal.templates.environment_names", lambda: names)
 
 
+# By environment.
+UNKNOWN = {
+    "mazee": "Did you mean 'maze'?",
+    "gymnasium": "Did you mean 'gymnasium:'?",
+    "gym:CartPole-v1": "Did you mean 'gymnasium:'? Known: agent:, ",
+    "BabyAI": "Did you mean 'babyai'?",
+    "crafter:": "Did you mean 'crafter'?",
+    "gymnasium:": "after the colon stands which one",
+    "x:y": "set rollout.env_name",
+    "": "--env is ''",
+}
+
+
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("choices", "told"),
     [
-        ("craftr", "Did you mean 'crafter'?"),
-        ("mazee", "Did you mean 'maze'?"),
-        ("gymnasum:CartPole-v1", "Did you mean 'gymnasium:'?"),
-        ("gymnasium", "Did you mean 'gymnasium:'?"),
-        ("gym:CartPole-v1", "Did you mean 'gymnasium:'? Known: agent:, "),
-        ("BabyAI", "Did you mean 'babyai'?"),
-        ("crafter:", "Did you mean 'crafter'?"),
-        ("gymnasium:", "after the colon stands which one"),
-        ("x:y", "set rollout.env_name"),
-        ("", "--env is ''"),
+        *((Choices(env, model=model), told) for env, told in UNKNOWN.items() for model in (None, "a/b")),
+        (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
+        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'. Did you mean "),
+        (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
+        (Choices(env="verifiers:gsm8k_v1"), "a fresh small model how to answer 'verifiers:gsm8k_v1'"),
     ],
 )
-def test_an_unknown_environment_is_refused_and_nothing_written(tmp_path: Path, env: str, told: str):
-    for model in (None, "a/b"):
-        with pytest.raises(JobError, match=re.escape(told)):
-            write_job(tmp_path / "job.toml", Choices(env, model=model))
+def test_what_makes_no_job_is_refused_and_nothing_is_written(tmp_path: Path, choices: Choices, told: str):
+    with pytest.raises(JobError, match=re.escape(told)):
+        write_job(tmp_path / "job.toml", choices)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("choices", CHOICES)
-def test_it_loads_as_it_stands_without_a_warning(tmp_path: Path, choices: Choices):
+def test_it_loads_as_it_stands_without_a_warning_and_has_every_table_and_a_comment_for_each_key(
+    tmp_path: Path, choices: Choices
+):
     written = write_job(tmp_path / "job.toml", choices)
     again = load_job(tmp_path / "job.toml")
-    assert again == written
-    assert again.warnings == ()
+    assert (again, again.warnings) == (written, ())
     assert again.config.rollout.env_name == choices.env
     training = again.config.training
     assert (training.step_rewards_enabled, training.step_rewards_mode != "off") == (True, True)
+    lines = (tmp_path / "job.toml").read_text().splitlines()
+    for name, field in JobConfig.model_fields.items():
+        assert f"[{name}]" in lines or f"#[{name}]" in lines
+        assert set(COMMON.get(name, ())) <= set(table_model(field).model_fields)
+    for before, line in pairwise(lines):
+        if re.match(r"#?[a-z_]+ =", line):
+            assert before.startswith("# "), f"{line} has no comment"
+    assert max(map(len, lines)) <= 110
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -119,18 +136,6 @@ def test_a_key_behind_a_hash_has_its_default(choices: Choices):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("choices", CHOICES)
-def test_every_table_is_there_and_every_key_has_a_comment(choices: Choices):
-    lines = job_text(choices.values()).splitlines()
-    for name, field in JobConfig.model_fields.items():
-        assert f"[{name}]" in lines or f"#[{name}]" in lines
-        assert set(COMMON.get(name, ())) <= set(table_model(field).model_fields)
-    for before, line in pairwise(lines):
-        if re.match(r"#?[a-z_]+ =", line):
-            assert before.startswith("# "), f"{line} has no comment"
-    assert max(map(len, lines)) <= 110
-
-
 def test_a_fresh_preset_begins_with_a_warm_up_and_a_trained_model_does_not(tmp_path: Path):
     for number, env in enumerate(FRESH):
         fresh = write_job(tmp_path / f"{number}.toml", Choices(env)).config
@@ -150,9 +155,7 @@ def test_every_environment_that_the_command_knows_is_in_these_tests():
 
 
 @pytest.mark.parametrize(("env", "config"), CONFIGS.items())
-def test_a_fresh_model_has_the_settings_of_the_config_that_is_known_to_learn(
-    tmp_path: Path, env: str, config: str
-):
+def test_a_fresh_model_has_the_settings_of_the_config_that_is_known_to_learn(tmp_path, env, config):
     written = write_job(tmp_path / "job.toml", Choices(env)).config
     known = load_job(ROOT / f"configs/{config}.toml").config
     # The name is another one, the device is left to `auto`, and a dialogue's files lie next to the job.
@@ -180,25 +183,31 @@ def there(env: str) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("env", [env for env in FRESH if env != "maze"])
-async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_is_paid(
-    tmp_path: Path, env: str
-):
+@asynccontextmanager
+async def tried(folder: Path, env: str, model: str | None = None) -> AsyncIterator[Any]:
+    """Planner, job, and the task app that takes what is written for this environment without a warning."""
     lines: list[str] = []
     with there(env) as name:
-        write_job(tmp_path / "job.toml", Choices(name))
-        loaded = load_new_job([tmp_path / "job.toml"])
-        job, data = loaded.config, job_parts.data(loaded.config)
-        planner = job_parts.trial_planner(job, "init", data)
+        write_job(folder / "job.toml", Choices(name, model=model))
+        loaded = load_new_job([folder / "job.toml"])
+        job = loaded.config
+        planner = job_parts.trial_planner(job, "init", job_parts.data(job))
         url = task_app(job.multi_turn.interaction_config_path)
         async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
-            await try_job(planner, apps, from_scratch=True, preset=True)
-            # Who imitates needs no rewards, so a warm-up does not ask for their record.
-            switches = {"step_rewards": job.training.step_rewards}
-            requests = [request.model_copy(update=switches) for request in planner.warmup(most=16)]
-            played = await Dispatcher(apps, timeout_s=120).collect(requests)
-            await Dispatcher(apps, timeout_s=120).ack("init", played.all)
-    assert (loaded.warnings, lines, list(played.failed)) == ((), [], [])
+            await try_job(planner, apps, from_scratch=True, preset=model is None)
+            yield planner, job, apps
+    assert (loaded.warnings, lines) == ((), [])
+
+
+@pytest.mark.parametrize("env", [env for env in FRESH if env != "maze"])
+async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_is_paid(tmp_path, env):
+    async with tried(tmp_path, env) as (planner, job, apps):
+        # Who imitates needs no rewards, so a warm-up does not ask for their record.
+        switches = {"step_rewards": job.training.step_rewards}
+        requests = [request.model_copy(update=switches) for request in planner.warmup(most=16)]
+        played = await Dispatcher(apps, timeout_s=120).collect(requests)
+        await Dispatcher(apps, timeout_s=120).ack("init", played.all)
+    assert list(played.failed) == []
     rewards = Rewards(job.training, job.multi_turn.max_decisions(job.rollout.max_turns))
     earned = [sum(rewards.earned_by(rollout, {}).rewards_T) for rollout in played.rollouts]
     assert len(earned) == 16
@@ -209,16 +218,8 @@ async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_i
 
 @pytest.mark.parametrize("env", [*CONFIGS, "gymnasium:CartPole-v1", "openenv:http://127.0.0.1:9"])
 async def test_a_task_app_takes_the_job_of_a_trained_model_without_a_warning(tmp_path: Path, env: str):
-    lines: list[str] = []
-    with there(env) as name:
-        write_job(tmp_path / "job.toml", Choices(name, model="a/b"))
-        loaded = load_new_job([tmp_path / "job.toml"])
-        job = loaded.config
-        planner = job_parts.trial_planner(job, "init", job_parts.data(job))
-        url = task_app(job.multi_turn.interaction_config_path)
-        async with TaskApps([url], TASK_APP_KEY, timeout_s=60, tell=lines.append) as apps:
-            await try_job(planner, apps, from_scratch=True)
-    assert (loaded.warnings, lines, job.warmup) == ((), [], None)
+    async with tried(tmp_path, env, "a/b") as (_, job, _):
+        assert job.warmup is None
 
 
 def test_a_package_of_ones_own_is_imitated_by_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -233,39 +234,17 @@ def test_a_package_of_ones_own_is_imitated_by_its_teacher(tmp_path: Path, monkey
     assert other.policy_name == "random"
 
 
-def test_an_example_that_is_there_is_kept_and_something_else_of_its_name_is_refused(tmp_path: Path):
+def test_a_file_that_is_there_is_left_alone_and_an_equal_example_kept(tmp_path: Path):
     write_job(tmp_path / "a.toml", Choices("dialogue"))
     write_job(tmp_path / "b.toml", Choices("dialogue"))
     names = ["a.toml", "b.toml", "interactions.yaml", "short_sums.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    (tmp_path / "interactions.yaml").write_text("mine")
-    with pytest.raises(JobError, match=r"interactions\.yaml is there already, .*; nothing was written"):
-        write_job(tmp_path / "c.toml", Choices("dialogue"))
+    for mine, file in (("a.toml", "a.toml"), ("interactions.yaml", "c.toml")):
+        (tmp_path / mine).write_text("mine")
+        with pytest.raises(JobError, match=f"{mine} is there already.*; nothing was written"):
+            write_job(tmp_path / file, Choices("dialogue"))
+        assert (tmp_path / mine).read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
-    path = tmp_path / "job.toml"
-    path.write_text("mine")
-    with pytest.raises(JobError, match=r"job\.toml is there already; nothing was written"):
-        write_job(path, Choices())
-    assert path.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("choices", "told"),
-    [
-        (Choices(preset="tiny-0.8m", model="a/b"), "give --preset tiny-0.8m or --model a/b, not both"),
-        (Choices(preset="tiny"), "turnwise init: model.preset is 'tiny'. Did you mean "),
-        (Choices(model="/no/such/folder"), "for a folder, did you mean model.path"),
-        (Choices(env="verifiers:gsm8k_v1"), "a fresh small model how to answer 'verifiers:gsm8k_v1'"),
-    ],
-)
-def test_what_makes_no_job_is_refused_and_nothing_is_written(tmp_path: Path, choices: Choices, told: str):
-    with pytest.raises(JobError) as caught:
-        write_job(tmp_path / "job.toml", choices)
-    assert told in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 WORDS = st.text(st.characters(blacklist_categories=("Cs",)), max_size=6)

@@ -22,12 +22,6 @@ def refusal(document: dict[str, object]) -> str:
     return str(caught.value)
 
 
-def test_a_job_needs_no_more_than_a_model():
-    job = parse_job(MODEL, where="job.toml").config
-    assert job.warmup is None
-    assert not job.training.step_rewards_enabled  # absent switches mean off
-
-
 def test_weights_go_by_folder_where_the_engine_is_in_another_process():
     def by_folder(**tables: dict[str, object]) -> bool:
         return parse_job({**MODEL, **tables}, where="x").config.weights_by_folder
@@ -70,29 +64,20 @@ def test_a_policy_config_cannot_go_past_what_the_job_checks(key: str, meant: str
     assert f"rollout.policy_config: {key!r} is set by the job itself; use {meant}" in message
 
 
-def job_of_a_folder(tmp_path: Path, folder: Path) -> Path:
-    path = tmp_path / "job.toml"
+def test_a_new_job_needs_its_model_folder_with_a_config_and_a_stored_one_does_not(tmp_path: Path):
+    path, folder = tmp_path / "job.toml", tmp_path / "models" / "smoll"
     path.write_text(f'[model]\npath = "{folder}"\n')
-    return path
-
-
-def test_a_new_job_needs_its_model_folder_and_a_stored_one_does_not(tmp_path: Path):
-    path = job_of_a_folder(tmp_path, tmp_path / "models" / "smoll")
-    assert load_job(path).config.model.path == tmp_path / "models" / "smoll"
+    assert load_job(path).config.model.path == folder
     with pytest.raises(JobError, match=r"which is no folder$"):
         load_new_job(path)
-    (tmp_path / "models" / "small").mkdir(parents=True)
+    folder.with_name("small").mkdir(parents=True)
     with pytest.raises(JobError, match=r"no folder\. Did you mean '.*/models/small'\?$"):
         load_new_job(path)
-
-
-def test_a_model_folder_holds_a_config(tmp_path: Path):
-    path = job_of_a_folder(tmp_path, tmp_path / "m")
-    (tmp_path / "m").mkdir()
+    folder.mkdir()
     with pytest.raises(JobError, match=r"config\.json is missing"):
         load_new_job(path)
-    (tmp_path / "m" / "config.json").write_text("{}")
-    assert load_new_job(path).config.model.path == tmp_path / "m"
+    (folder / "config.json").write_text("{}")
+    assert load_new_job(path).config.model.path == folder
 
 
 @pytest.mark.parametrize("value", [12345, ["hush-12345"], {"key": "hush-12345"}])
@@ -108,19 +93,21 @@ def test_the_switches_are_read_from_each_of_their_published_homes(home: str):
     document = {"training": {"rewards": switches}} if home == "training.rewards" else {home: switches}
     training = parse_job({**MODEL, **document}, where="job.toml").config.training
     assert (training.step_rewards_enabled, training.step_rewards_mode) == (True, "env_sparse")
+    assert not parse_job(MODEL, where="x").config.training.step_rewards_enabled, "absent ones mean off"
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [(None, "no such file"), ("[model\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")],
-)
-def test_a_file_that_is_no_toml_is_refused_with_its_path(tmp_path: Path, text: str | bytes | None, told: str):
+def test_a_file_that_is_no_toml_is_refused_with_its_path(tmp_path: Path):
     path = tmp_path / "job.toml"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(JobError, match=told) as caught:
-        load_job(path)
-    assert str(caught.value).startswith(str(path))
+    for content, told in (
+        (None, "no such file"),
+        (b"[model\n", "not valid TOML"),
+        (b"\xff\xfe", "cannot be read"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(JobError, match=told) as caught:
+            load_job(path)
+        assert str(caught.value).startswith(str(path))
 
 
 def test_a_resolved_job_reads_back_as_itself_and_holds_no_key(tmp_path: Path):
@@ -154,17 +141,8 @@ def test_a_job_with_a_name_that_no_board_has_is_refused_where_it_stands(key: str
         parse_job(document, where="here")
 
 
-@pytest.mark.parametrize(
-    ("detail", "told"),
-    [
-        ("x is 3", "job.toml: x is 3. Take 2."),
-        ("x is 3.", "job.toml: x is 3. Take 2."),
-        ("x is 3; did you mean 2?", "job.toml: x is 3; did you mean 2? Take 2."),
-    ],
-)
-def test_a_sentence_ends_before_its_hint_begins(detail: str, told: str):
-    assert str(JobError(detail, where="job.toml", hint="Take 2.")) == told
-
-
-def test_without_a_hint_it_stands_as_it_is():
+def test_a_sentence_ends_before_its_hint_begins():
     assert str(JobError("x is 3")) == "x is 3"
+    for detail in ("x is 3", "x is 3."):
+        assert str(JobError(detail, where="job.toml", hint="Take 2.")) == "job.toml: x is 3. Take 2."
+    assert str(JobError("is it 2?", hint="Take 2.")) == "is it 2? Take 2."

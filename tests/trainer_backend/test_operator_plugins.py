@@ -123,16 +123,10 @@ def test_the_loss_of_the_page_is_its_formula_and_padding_touches_nothing(tmp_pat
     ("result", "words"),
     [
         ("[[0.0] * 3]", "'mine' returned 1 rows for 2 episodes"),
-        (
-            "[[0.0] * 3, [0.0] * 3]",
-            "'mine', rollout b: it returned 3 advantages for 2 decisions",
-        ),
+        ("[[0.0] * 3, [0.0] * 3]", "'mine', rollout b: it returned 3 advantages for 2 decisions"),
         ("[[0.0, 0.0, float('nan')], [0.0] * 2]", "the estimator 'mine', rollout a, turn 3: it returned nan"),
-        ("1 / 0", "'mine' raised ZeroDivisionError: division by zero (mine.py:"),
-        ("next(iter([]))", "'mine' raised StopIteration (mine.py:"),
         ("exit(3)", "'mine' raised SystemExit: 3 (mine.py:"),
         ("None", "'mine' raised TypeError: 'NoneType' object is not iterable (mine.py:"),
-        ("Advantages(None)", "'mine' raised TypeError"),
         ("Advantages([[0.0] * 3, [0.0] * 2], {}, {'scale': [[1.0] * 3]})", "1 rows as its part 'scale'"),
         (
             "Advantages([[0.0] * 3, [0.0] * 2], "
@@ -164,7 +158,6 @@ def test_rows_of_arrays_are_stored_as_lists_of_floats(tmp_path):
         ("lp", r"the loss 'raw' returned \(2,\); a loss is one number"),
         ("1.0", "the loss 'raw' returned a float; return a tensor"),
         ("lp.sum().detach()", "the loss 'raw' has no gradient"),
-        ("1 / 0", "the loss 'raw' raised ZeroDivisionError: division by zero"),
         ("exit(3)", "the loss 'raw' raised SystemExit: 3"),
     ],
 )
@@ -189,7 +182,6 @@ def test_what_is_no_loss_is_refused(tmp_path, result, words):
         (MINE.replace('"mine"', '"mine", values={{"job.seed": 3}}').format(ONES), "algorithm. and training."),
         (MINE.replace("def mine", "async def mine").format(ONES), "write def without async"),
         ("raise SystemExit(3)", "mine.py raised SystemExit: 3"),
-        ("1 / 0", "mine.py raised ZeroDivisionError: division by zero"),
         ("x = 1", "marks nothing with @estimator(NAME), @loss(NAME), @aggregation(NAME) or @schedule(NAME)"),
     ],
 )
@@ -205,18 +197,14 @@ def test_keys_that_a_plug_in_does_not_read_are_refused_and_those_that_it_takes_a
     assert "algorithm.gae_lambda is not read by" in told
 
 
-def test_a_run_goes_on_with_the_file_that_it_began_with_alone(tmp_path):
-    stored = tmp_path / "run"
-    stored.mkdir()
-    (stored / "job.toml").write_text(
-        dump_job(job_with(tmp_path, MINE.format(ONES), "algorithm.advantage=mine"))
-    )
-    assert load_job(stored / "job.toml").config.algorithm.advantage == "mine"
+def test_a_file_with_which_a_run_did_not_begin_is_not_run_until_it_is_named_again(tmp_path):
+    stored = tmp_path / "stored.toml"
+    stored.write_text(dump_job(job_with(tmp_path, MINE.format(ONES), "algorithm.advantage=mine")))
     (tmp_path / "mine.py").write_text(f"{trap(tmp_path)}\n" + MINE.format(ONES.replace("1.0", "2.0")))
     with pytest.raises(JobError, match=r"mine\.py has changed since the run began"):
-        load_job(stored / "job.toml")
-    assert not (tmp_path / "sprung").exists(), "what a run did not begin with is not run"
-    load_job(stored / "job.toml", [f"job.trainer_plugins={tmp_path / 'mine.py'}"])
+        load_job(stored)
+    assert not (tmp_path / "sprung").exists()
+    load_job(stored, [f"job.trainer_plugins={tmp_path / 'mine.py'}"])
     assert estimator("mine").compute(EPISODES, AlgorithmTable(gamma=1.0)).per_episode[0] == [2.0] * 3
 
 
@@ -380,17 +368,18 @@ def test_a_name_is_taken_by_a_built_in_plug(mark, key, tmp_path):
     assert told == f"{key} is there already (built in); choose another name"
 
 
+SENTENCE = "algorithm.advantage = 'mine' is there already (of {}); choose another name"
+
+
 def test_a_name_is_taken_by_another_file_or_by_the_same_one(tmp_path):
-    sentence = "algorithm.advantage = 'mine' is there already (of {}); choose another name"
-    assert taken(TAKEN, TAKEN, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+    assert taken(TAKEN, TAKEN, folder=tmp_path) == SENTENCE.format(tmp_path / "a.py")
     load_plugins([])
     twice = TAKEN + "@estimator('mine')\ndef again(*_): return []\n"
-    assert taken(twice, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+    assert taken(twice, folder=tmp_path) == SENTENCE.format(tmp_path / "a.py")
 
 
 def test_a_name_is_taken_by_a_package(tmp_path, install):
     install("of_names", TAKEN, "[turnwise.estimators]\nmine = of_names:mine\n")
-    assert taken(TAKEN, folder=tmp_path) == (
-        "algorithm.advantage = 'mine' is there already (of of_names, entry point 'mine' of "
-        "'turnwise.estimators'); choose another name"
+    assert taken(TAKEN, folder=tmp_path) == SENTENCE.format(
+        "of_names, entry point 'mine' of 'turnwise.estimators'"
     )

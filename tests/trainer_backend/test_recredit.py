@@ -36,17 +36,25 @@ from trainer_backend.rundir.rollout_files import Credit, finished_rows, rollout_
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_rewards
 
 
+@pytest.fixture
+def directory(trained):
+    return trained[0]
+
+
 def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=(), truth=None):
     tables, folder = recredit_run(
         directory.path, names, iterations, checkpoint, out, overrides, truth=truth, reporter=ListReporter()
     )
-    console = Console(width=200, record=True)
-    console.print(tables)
-    return console.export_text(), json.loads((folder / "figures.json").read_text()), folder
+    return printed(tables), json.loads((folder / "figures.json").read_text()), folder
 
 
-def test_the_jobs_own_estimator_gives_what_training_stored(trained, tmp_path):
-    directory, _, _ = trained
+def printed(tables, width=200):
+    console = Console(width=width, record=True)
+    console.print(tables, crop=False)
+    return console.export_text()
+
+
+def test_the_jobs_own_estimator_gives_what_training_stored(directory, tmp_path):
     _, _, folder = recredit(directory, tmp_path / "two", names=["stepwise", "grpo"], iterations=[1])
     assert (folder / "agreement.html").exists(), "two are enough to compare"
     recredit(directory, tmp_path, names=["stepwise"], iterations=[1])
@@ -56,8 +64,7 @@ def test_the_jobs_own_estimator_gives_what_training_stored(trained, tmp_path):
     assert finished_rows(tmp_path / "stepwise.parquet", columns) == stored
 
 
-def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
-    directory, _, _ = trained
+def test_every_estimator_is_computed_or_refused_by_name(directory, tmp_path):
     shown, figures, folder = recredit(directory, tmp_path)
     assert figures["estimators"].keys() | figures["refused"].keys() == ESTIMATORS.keys()
     assert {"grpo", "rloo", "stepwise", "reinforce_pp"} <= figures["estimators"].keys()
@@ -68,16 +75,15 @@ def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
     (heads,) = re.findall("^correlation .*", shown, re.MULTILINE)
     assert heads.split() == ["correlation", *map(str, range(1, len(figures["estimators"])))]
     tables, _ = recredit_run(directory.path, (), (), None, tmp_path, (), reporter=ListReporter())
-    narrow = Console(width=60, record=True)
-    narrow.print(tables, crop=False)
-    assert not {*"…│┃━"} & {*narrow.export_text()}, "every number is whole, however narrow the terminal is"
+    assert not {*"…│┃━"} & {*printed(tables, width=60)}, (
+        "every number is whole, however narrow the terminal is"
+    )
 
 
 def test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own(
-    trained, tmp_path, monkeypatch
+    directory, tmp_path, monkeypatch
 ):
     """Their numbers are those of one process (`test_learner_ranks.py`), whose factory stands for theirs."""
-    directory, _, _ = trained
     asked = []
 
     @asynccontextmanager
@@ -86,36 +92,34 @@ def test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own(
         yield learner_parts.local_learners(job.model_copy(update={"learner": tiny_job().learner}))
 
     monkeypatch.setattr(job_parts, "learner_process", ranks)
-    one, two = [
-        recredit(
-            directory, tmp_path / name, names=["grpo_no_std", "rloo", "stepwise"], iterations=[1],
-            checkpoint=directory.checkpoints / "iteration_2", overrides=overrides,
-        )[1]["pairs"]
-        for name, overrides in (("one", ()), ("two", ("cluster.launcher=local", "learner.nproc_per_node=2")))
-    ]  # fmt: skip
+    _, found, _ = recredit(
+        directory, tmp_path, names=["grpo_no_std", "rloo", "stepwise"], iterations=[1],
+        checkpoint=directory.checkpoints / "iteration_2",
+        overrides=("cluster.launcher=local", "learner.nproc_per_node=2"),
+    )  # fmt: skip
     assert asked == [(2, f"{directory.run_id}.recredit")]
-    cosines, again = [
-        {tuple(pair["estimators"]): pair["gradient_cosine"] for pair in pairs} for pairs in (one, two)
-    ]
-    assert again == pytest.approx(cosines, abs=1e-5)
+    cosines = {tuple(pair["estimators"]): pair["gradient_cosine"] for pair in found["pairs"]}
     assert cosines["grpo_no_std", "rloo"] == pytest.approx(1.0, abs=1e-5), (
         "one is the other times G / (G - 1)"
     )
     assert -1.0 <= cosines["rloo", "stepwise"] < 1.0
 
 
-def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained, tmp_path):
-    directory, _, _ = trained
-    shown, figures, _ = recredit(directory, tmp_path, names=["stepwise", "gae", "gae_token"])
+def test_an_estimator_whose_critic_was_never_trained_or_that_lacks_its_states_is_refused_by_name(
+    directory, tmp_path
+):
+    shown, figures, _ = recredit(directory, tmp_path, names=["stepwise", "gae", "gae_token", "gigpo"])
     assert "0 values of a critic for 8 decisions" in figures["refused"]["gae"]
     assert "no values of its tokens" in figures["refused"]["gae_token"]
     assert "gae_token: rollout" in shown
+    assert "gigpo" in figures["refused"] and figures["met_after_start_frac"] == {}
+    assert "occurs twice" not in shown, "no estimator compares states"
     with pytest.raises(AdvantageError, match=r"no estimator can be computed\. gae: .*They are stored while"):
         recredit(directory, tmp_path, names=["gae"])
 
 
-def test_the_truth_of_an_iteration_is_compared_with_that_iteration_alone(trained, tmp_path):
-    directory, job = trained[0], trained[0].job()
+def test_the_truth_of_an_iteration_is_compared_with_that_iteration_alone(directory, tmp_path):
+    job = directory.job()
     setting = TruthSetting(
         run_id=directory.run_id, iteration=1, checkpoint="iteration_0", gamma=job.algorithm.gamma,
         continuations=2, horizon=None, fresh_draws=False, seed=0, play={},
@@ -168,53 +172,43 @@ def met_in(*keys_by_episode):
     return rollouts
 
 
-def of_states(rollouts):
-    names = ["stepwise", "gigpo", "gigpo_soft", "g2po"]
-    job = tiny_job(algorithm__advantage="gigpo", algorithm__context_depth=1)
-    found = recredited(job_parts.credit(job), [rollouts], names)
-    assert not found.refused
-    console = Console(width=400, record=True)
-    console.print(recredit_tables(found))
-    return figures(found)["met_after_start_frac"], console.export_text()
-
-
 MET = " of the decisions after the first of their episode have a {0} that occurs twice in their group"
 
 
-def test_how_often_states_and_texts_were_met_twice_is_said():
-    # Of four decisions after the first ones two were made in state a.
-    shares, shown = of_states(met_in("sab", "sac"))
-    assert shares == {"state": 0.5, "text": 0.5}
-    assert "\n\n50.0%" + MET.format("state") + "; states are compared by gigpo, g2po.\n" in shown
-    assert "50.0%" + MET.format("text") + "; texts are compared by gigpo_soft.\n" in shown
+@pytest.mark.parametrize(
+    ("second", "share", "of_states", "of_texts"),
+    [
+        # Of four decisions after the first ones two were made in state a, or none in a state of another one.
+        ("sac", 0.5, "; states are compared by gigpo, g2po.\n", "; texts are compared by gigpo_soft.\n"),
+        (
+            "scd",
+            0.0,
+            ", so gigpo, g2po can compare first decisions only; another "
+            "algorithm.state_hashing_function may distinguish fewer states.\n",
+            ", so gigpo_soft can only compare different texts",
+        ),
+    ],
+)
+def test_how_often_states_and_texts_were_met_twice_is_said_and_what_is_left_to_compare(
+    second, share, of_states, of_texts
+):
+    job = tiny_job(algorithm__advantage="gigpo", algorithm__context_depth=1)
+    names = ["stepwise", "gigpo", "gigpo_soft", "g2po"]
+    found = recredited(job_parts.credit(job), [met_in("sab", second)], names)
+    assert not found.refused
+    shown = printed(recredit_tables(found), width=400)
+    assert figures(found)["met_after_start_frac"] == {"state": share, "text": share}
+    assert f"\n\n{share:.1%}" + MET.format("state") + of_states in shown
+    assert f"{share:.1%}" + MET.format("text") + of_texts in shown
 
 
-def test_states_and_texts_that_never_repeat_are_told_with_what_is_left_to_compare():
-    shares, shown = of_states(met_in("sab", "scd"))
-    assert shares == {"state": 0.0, "text": 0.0}
-    assert (
-        "0.0%" + MET.format("state") + ", so gigpo, g2po can compare first decisions only; another "
-        "algorithm.state_hashing_function may distinguish fewer states.\n"
-    ) in shown
-    assert "0.0%" + MET.format("text") + ", so gigpo_soft can only compare different texts" in shown
-
-
-def test_where_no_estimator_compares_states_nothing_is_said_of_them(trained, tmp_path):
-    directory, _, _ = trained
-    shown, numbers, _ = recredit(directory, tmp_path, names=["stepwise", "gigpo"])
-    assert "gigpo" in numbers["refused"] and numbers["met_after_start_frac"] == {}
-    assert "occurs twice" not in shown
-
-
-def test_another_reward_mode_is_set_as_in_training(trained, tmp_path):
-    directory, _, _ = trained
+def test_another_reward_mode_is_set_as_in_training(directory, tmp_path):
     recredit(directory, tmp_path, names=["grpo"], overrides=["training.step_rewards_mode=env_sparse"])
     for row in finished_rows(tmp_path / "grpo.parquet", ["decisions"]):
         assert all(decision["reward"] == decision["env_reward"] for decision in row["decisions"])
 
 
-def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counters(trained):
-    directory, _, _ = trained
+def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counters(directory):
     job = directory.job()
     (first, *_), *_ = stored_iterations(directory, [1])
     bare_steps = tuple(
@@ -228,30 +222,19 @@ def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counte
     assert without == with_records
 
 
-def test_an_iteration_that_is_not_stored_is_refused_with_those_that_are(trained):
-    directory, _, _ = trained
-    with pytest.raises(RunDirectoryError, match="no rollouts of iteration 9; stored: 1, 2"):
-        stored_iterations(directory, [9])
-
-
-def test_an_episode_is_shown_decision_by_decision(trained):
-    directory, _, _ = trained
+def test_an_episode_is_shown_decision_by_decision(directory):
     rollout, credits = find_rollout([directory], "train/1/0/1")
-    console = Console(width=200, record=True)
-    console.print(episode_view(rollout, credits, full=False))
-    shown = console.export_text()
+    shown = printed(episode_view(rollout, credits, full=False))
     assert shown.count("decision ") == len(rollout.trajectory.steps)
     assert rollout.trajectory.steps[0].observation_data.messages[-1].content.split()[0] in shown
     assert f"{credits[0]['return_to_go']:+.3f}" in shown
     unique, every = (sum(row[name] for row in credits) for name in ("unique_delta", "ach_delta"))
     assert f"achievements over its decisions: unique {unique}, all {every}\n" in shown
-    console.print(episode_view(rollout, credits, full=True))
-    counts = shown.count("user: "), console.export_text().count("user: ")
+    counts = shown.count("user: "), printed(episode_view(rollout, credits, full=True)).count("user: ")
     assert counts == (0, len(rollout.trajectory.steps)), "whole prompts say who speaks"
 
 
-def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(trained, tmp_path):
-    directory, _, _ = trained
+def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(directory, tmp_path):
     run = open_run(copytree(directory.path, tmp_path / "run"))
     with pytest.raises(RunDirectoryError, match=r"turnwise recredit .*/run --advantage rloo` credits"):
         find_rollout([run], "train/1/0/1", "rloo")
@@ -259,27 +242,26 @@ def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(
         find_rollout([run], rollout_ids(run.rollouts_file("evaluation_0"))[0], "rloo")
     recredit_run(run.path, ["rloo"], [], None, None, (), reporter=ListReporter())
     rollout, credits = find_rollout([run], "train/1/0/1", "rloo")
-    console = Console(width=200, record=True)
-    console.print(episode_view(rollout, credits, full=False))
-    assert len(re.findall("advantage .* = .*mean of .* siblings", console.export_text())) == len(credits)
+    shown = printed(episode_view(rollout, credits, full=False))
+    assert len(re.findall("advantage .* = .*mean of .* siblings", shown)) == len(credits)
     assert credits[0]["estimator"] == "rloo" != find_rollout([run], "train/1/0/1")[1][0]["estimator"]
 
 
-def test_an_id_that_fits_several_rollouts_is_refused_with_some_of_them(trained):
-    directory, _, _ = trained
+def test_an_id_that_fits_several_rollouts_and_an_iteration_that_is_not_stored_are_refused(
+    directory, tmp_path
+):
     with pytest.raises(RunDirectoryError, match="stored rollouts are '/1'"):
         find_rollout([directory], "/1")
-
-
-def test_a_whole_id_is_found_even_if_another_one_ends_like_it(tmp_path):
+    with pytest.raises(RunDirectoryError, match="no rollouts of iteration 9; stored: 1, 2"):
+        stored_iterations(directory, [9])
+    # A whole id is no end of another one.
     run, found = RunDirectory(tmp_path, "r"), rollout(1, [WOOD])
     other = found.model_copy(update={"rollout_id": f"other-{found.rollout_id}"})
     write_rollouts(run.rollouts_file("iteration_1"), [other, found])
     assert find_rollout([run], found.rollout_id)[0] == found
 
 
-def test_the_commands_print_and_name_the_folder(trained, tmp_path):
-    directory, _, _ = trained
+def test_the_commands_print_and_name_the_folder(directory, tmp_path):
     done = CliRunner().invoke(
         app, ["recredit", str(directory.path), "--advantage", "grpo", "--out", str(tmp_path)]
     )
@@ -290,10 +272,9 @@ def test_the_commands_print_and_name_the_folder(trained, tmp_path):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "episode_equal", "constant"])
-def test_gradients_of_two_parts_of_the_decisions_lie_in_one_plane_with_that_of_all(trained, aggregation):
+def test_gradients_of_two_parts_of_the_decisions_lie_in_one_plane_with_that_of_all(directory, aggregation):
     """g = a g' + b g'' with a, b > 0, so the cosines' Gram determinant is 0; decisions without advantages are
     left out of a gradient, and change its length alone."""
-    directory, _, _ = trained
     job = directory.job_of_stored([f'training.aggregation="{aggregation}"']).config
     credit = job_parts.credit(job)
     (played,) = stored_iterations(directory, [1])

@@ -176,6 +176,24 @@ def all_failed(requests: Sequence[RolloutRequest]) -> Batch:
     return Batch((), tuple(failed(request) for request in requests), count)
 
 
+def earning(*unlocked: Sequence[Any]) -> Answer:
+    """All rollouts of a call unlock the same; the last one of these holds for all further calls."""
+    left = list(unlocked)
+
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
+        of_each = left.pop(0) if len(left) > 1 else left[0]
+        return Batch(tuple(finished(request, of_each) for request in requests))
+
+    return answer
+
+
+def losing(count: int) -> Answer:
+    """The first `count` rollouts are lost."""
+    return lambda requests: Batch(
+        tuple(map(finished, requests[count:])), tuple(map(failed, requests[:count]))
+    )
+
+
 def gone(requests: Sequence[RolloutRequest]) -> Batch:
     raise TaskAppError("no app answers")
 
@@ -218,7 +236,9 @@ def saved(run: Run) -> list[str]:
     return sorted(path.name for path in run.directory.checkpoints.glob("iteration_*"))
 
 
-async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked(tmp_path: Path):
+async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked_at_last_by_the_next_start(
+    tmp_path: Path,
+):
     seen: list[list[str]] = []
 
     class Watching(ListReporter):
@@ -226,49 +246,32 @@ async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked
             if row["kind"] == "evaluation":
                 seen.append(saved(run))
 
-    def evaluation(requests: Sequence[RolloutRequest]) -> Batch:
-        unlocked = [WOOD, COW] if len(seen) == 1 else [WOOD, ()]
-        return Batch(tuple(finished(request, unlocked) for request in requests))
-
-    run = replace(make_run(tmp_path, evaluation=evaluation), reporter=Watching())
+    answers = earning([WOOD, ()], [WOOD, COW], [WOOD, ()])
+    run = replace(make_run(tmp_path, evaluation=answers), reporter=Watching())
     progress = await train(run, Progress(), asyncio.Event())
     assert (progress.iteration, work_left(run, progress)) == (4, False)
     assert [names[-1] for names in seen] == ["iteration_0", "iteration_2", "iteration_4"]
     assert best_checkpoint(run.directory.checkpoints).name == "iteration_2"
-
-
-async def test_a_best_mark_that_a_kill_prevented_is_made_by_the_next_start(tmp_path: Path):
-    run = make_run(tmp_path)
-    progress = await train(run, Progress(), asyncio.Event())
-    for name in ("best", "best.json"):
+    for name in ("best", "best.json"):  # as if a kill had come before them
         (run.directory.checkpoints / name).unlink()
     await train(run, progress, asyncio.Event())
-    assert (run.directory.checkpoints / "best").resolve().name == "iteration_0"
-    assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"  # the first of equals
+    assert (run.directory.checkpoints / "best").resolve().name == "iteration_2"
+    assert best_mark(run.directory.checkpoints) is not None
 
 
 async def test_rows_that_are_lost_leave_the_best_where_it_is_until_an_evaluation_is_better(tmp_path: Path):
-    def scores(*unlocked: Sequence[Any]) -> Answer:
-        answers = iter(unlocked)
-
-        def evaluation(requests: Sequence[RolloutRequest]) -> Batch:
-            of_each = next(answers)
-            return Batch(tuple(finished(request, of_each) for request in requests))
-
-        return evaluation
-
-    run = make_run(tmp_path, evaluation=scores([WOOD, ()], [WOOD, COW], [WOOD, ()]))
+    run = make_run(tmp_path, evaluation=earning([WOOD, ()], [WOOD, COW], [WOOD, ()]))
     progress = await train(run, Progress(), asyncio.Event())
     assert run.directory.missing_rows(4) is None
     run.directory.metrics_file.write_text("")
     told = run.directory.missing_rows(4)
     assert told is not None and "has lost the rows of 4 of 4 iterations, the first of iteration 1" in told
-    again = replace(run, dispatcher=Dispatcher(run.dispatcher._train, scores([WOOD, ()])))
+    again = replace(run, dispatcher=Dispatcher(run.dispatcher._train, earning([WOOD, ()])))
     await train(again, progress, asyncio.Event())
     assert [row["iteration"] for row in rows_of(run.directory, "evaluation")] == [4]
     assert best_mark(run.directory.checkpoints) == BestMark(run.directory.checkpoints / "iteration_2", 2.0)
     run.directory.metrics_file.write_text("")
-    better = replace(run, dispatcher=Dispatcher(run.dispatcher._train, scores([WOOD, COW, TABLE])))
+    better = replace(run, dispatcher=Dispatcher(run.dispatcher._train, earning([WOOD, COW, TABLE])))
     await train(better, progress, asyncio.Event())
     assert best_checkpoint(run.directory.checkpoints).name == "iteration_4"
 
@@ -292,14 +295,8 @@ async def test_a_row_whose_checkpoint_is_gone_is_not_marked(tmp_path: Path):
 async def test_an_evaluation_that_lost_a_world_is_compared_by_the_others_or_says_that_it_is_not(
     tmp_path: Path, most: float, best: str, told: str
 ):
-    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
-        rich = tuple(finished(request) for request in requests[1:])
-        return Batch(rich, (failed(requests[0]),), Counter({"inference_unavailable": 2}))
-
-    def poor(requests: Sequence[RolloutRequest]) -> Batch:
-        return Batch(tuple(finished(request, [WOOD, ()]) for request in requests))
-
-    run = make_run(tmp_path, evaluation=from_call(2, lossy, before=poor), training__max_lost_share=most)
+    evaluation = from_call(2, losing(1), before=earning([WOOD, ()]))
+    run = make_run(tmp_path, evaluation=evaluation, training__max_lost_share=most)
     await train(run, Progress(), asyncio.Event())
     rows = rows_of(run.directory, "evaluation")
     assert [row["eval/outcome_reward"] for row in rows] == [1.0, 2.0, 2.0]
@@ -314,9 +311,7 @@ async def test_an_evaluation_that_lost_a_world_is_compared_by_the_others_or_says
     [({"train": from_call(4, gone)}, 3), ({"evaluation": from_call(3, gone)}, 4)],
     ids=["collecting", "evaluating"],
 )
-async def test_an_error_of_the_rollouts_loses_no_finished_iteration(
-    tmp_path: Path, answers: dict[str, Answer], iteration: int
-):
+async def test_an_error_of_the_rollouts_loses_no_finished_iteration(tmp_path, answers, iteration):
     run = make_run(tmp_path, **answers)
     with pytest.raises(TaskAppError, match="no app answers"):
         await train(run, Progress(), asyncio.Event())
@@ -364,9 +359,7 @@ async def test_rollouts_are_only_kept_for_a_start_that_would_have_their_weights_
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_the_servers_memory_is_free_for_the_learner_unless_it_collects_ahead(
-    tmp_path: Path, staleness: int
-):
+async def test_the_servers_memory_is_free_for_the_learner_unless_it_collects_ahead(tmp_path, staleness):
     run = make_run(tmp_path, training__iterations=2, training__max_staleness=staleness)
     await train(run, Progress(0, 0, 0), asyncio.Event())
     between = [] if staleness else ["release"]
@@ -492,18 +485,6 @@ async def test_spooled_rollouts_that_cannot_be_written_end_the_run(tmp_path: Pat
         await run.saving.settled()
 
 
-async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):
-    run = make_run(tmp_path, training__iterations=2)
-    await train(run, Progress(), asyncio.Event())
-    assert [(line.iteration, line.policy_version) for line in read_ledger(run.directory.path)] == [
-        (1, 1),
-        (2, 2),
-    ]
-    for line in read_ledger(run.directory.path):
-        planned = run.planner.training(line.iteration)
-        assert line.rollout_ids == tuple(item.rollout_id for item in planned)
-
-
 @pytest.mark.parametrize(
     ("stage", "name", "file", "count"),
     [
@@ -525,11 +506,8 @@ async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told
 async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_plays_the_lost_again(
     tmp_path: Path, stage: str
 ):
-    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
-        return Batch(all_finished(requests[2:]).rollouts, tuple(map(failed, requests[:2])))
-
     keys: dict[str, Any] = {"training__recovery_every": 1, "evaluation__instances": 8}
-    run = make_run(tmp_path, **{stage: from_call(2, lossy)}, **keys)
+    run = make_run(tmp_path, **{stage: from_call(2, losing(2))}, **keys)
     name = "iteration 2" if stage == "train" else "evaluation after iteration 2"
     told = f"{name}: 2 of 8 rollouts lost: connection refused"
     with pytest.raises(TooManyLost, match=told):
@@ -555,10 +533,7 @@ async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_p
 
 
 async def test_a_loss_within_the_share_is_told_and_stays_in_the_row(tmp_path: Path):
-    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
-        return Batch(all_finished(requests[1:]).rollouts, (failed(requests[0]),))
-
-    run = make_run(tmp_path, train=from_call(2, lossy), training__iterations=2)
+    run = make_run(tmp_path, train=from_call(2, losing(1)), training__iterations=2)
     await train(run, Progress(), asyncio.Event())
     assert "iteration 2: 1 of 8 rollouts lost: connection refused" in run.reporter.lines
     assert [losses_in(row).count for row in rows_of(run.directory, "iteration")] == ["0 of 8", "1 of 8"]
@@ -658,7 +633,7 @@ async def test_a_second_rejection_ends_the_run_and_poisons_no_resumed_one(tmp_pa
     assert asked == ["1/0/1", "1/1/0"], "the other six are in the spool"
 
 
-async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path):
+async def test_a_row_says_what_its_iteration_inferred_and_the_ledger_what_its_update_learned_from(tmp_path):
     run = make_run(tmp_path)
     await train(run, Progress(), asyncio.Event())
     inferred = {
@@ -672,11 +647,11 @@ async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path)
     assert len(rows) == 4
     for row in rows:
         assert {name: row[name] for name in row if name.startswith("inference/")} == inferred
-
-
-def test_an_iteration_in_which_no_model_was_asked_had_nothing_running():
-    totals = {"requests": 3, "prompt_tokens": 9, "sampled_tokens": 5, "steps": 2, **UNTRUNCATED}
-    assert set(inference_metrics(totals, totals).values()) == {0.0}
+    lines = read_ledger(run.directory.path)
+    assert [(line.iteration, line.policy_version) for line in lines] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    for line in lines:
+        planned = run.planner.training(line.iteration)
+        assert line.rollout_ids == tuple(item.rollout_id for item in planned)
 
 
 def test_the_mass_that_truncation_lost_is_told_as_the_mean_of_a_token_sampled_under_it():
@@ -688,6 +663,7 @@ def test_the_mass_that_truncation_lost_is_told_as_the_mean_of_a_token_sampled_un
         "inference/mean_running": 4.0,
         "inference/lost_mass": 0.25,  # 5 of 20
     }
+    assert set(inference_metrics(after, after).values()) == {0.0}, "no model was asked"
 
 
 async def test_a_stop_in_the_last_evaluation_leaves_work(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Agents as processes of the task app: how rollouts of them end, and what is left of them."""
 
-import asyncio
 import os
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ from task_app.captures.agents import Agent, agent_plugin
 from task_app.errors import ContextLengthExceeded
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
-from task_app.protocols import PolicyAnswer
 from tests.processes import runs, wait_until
 from tests.task_app.counting import PlannedPolicy, boards, rollout
 from tests.task_app.playing import post, refused, refused_at
@@ -42,28 +40,18 @@ def ask(text):
 """
 
 
-def build_board(tmp_path: Path, script: str, make_policy=None, **fields):
+def build_board(tmp_path: Path, script: str, make_policy=None, command=None, **fields):
     """Boards with the agent `a`, and the policy `mine`, which says one word."""
     file = tmp_path / "agent.py"
     file.write_text(PRELUDE + script)
-    agent = Agent([sys.executable, "-S", str(file)], **fields)
+    agent = Agent(command or [sys.executable, "-S", str(file)], **fields)
     policies = boards(mine=make_policy or (lambda: PlannedPolicy({"type": "text", "content": "Yes."})))
     return replace(policies, environments={**policies.environments, "agent:a": agent_plugin("a", agent)})
 
 
-async def played(
-    tmp_path,
-    script="",
-    *,
-    plug_boards=None,
-    make_policy=None,
-    config=None,
-    limits=None,
-    changes=None,
-    **fields,
-):
+async def played(tmp_path, script, *, make_policy=None, config=None, limits=None, changes=None, **fields):
     """The rollout of this agent as it ended."""
-    plug_boards = plug_boards or build_board(tmp_path, script, make_policy, **fields)
+    plug_boards = build_board(tmp_path, script, make_policy, **fields)
     async with served_app(plug_boards) as (client, _):
         request = rollout(
             "a1",
@@ -154,35 +142,6 @@ while True:
     wait_until(lambda: not any(runs(int(pid)) for pid in pids.read_text().split()))
 
 
-class PatientPolicy:
-    """Answers when two calls wait."""
-
-    name = "patient"
-
-    def __init__(self, two: asyncio.Barrier) -> None:
-        self._two = two
-
-    async def get_action(self, observation, available_tools_specs=None) -> PolicyAnswer:
-        await self._two.wait()
-        return {"type": "text", "content": f"to {observation[0].content}"}, None, None, None
-
-
-async def test_two_calls_at_once_are_both_recorded(tmp_path):
-    script = """
-replies = {}
-threads = [threading.Thread(target=lambda w=w: replies.update({w: ask(w)})) for w in ("a", "b")]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-for word, reply in replies.items():
-    assert reply["choices"][0]["message"]["content"] == f"to {word}"
-    post("/rewards", response_id=reply["id"], reward=1.0 if word == "a" else 2.0)
-"""
-    two = asyncio.Barrier(2)
-    result = await played(tmp_path, script, make_policy=lambda: PatientPolicy(two))
-    steps = {step.observation_data.messages[0].content: step for step in result.trajectory.steps}
-    assert {word: step.reward_parts[0].value for word, step in steps.items()} == {"a": 1.0, "b": 2.0}
-
-
 async def test_a_request_names_agents_and_never_commands_or_what_an_agent_cannot_have(tmp_path):
     async with served_app(build_board(tmp_path, "")) as (client, _):
         for change in (
@@ -221,17 +180,11 @@ async def test_a_program_with_a_path_is_looked_up_where_the_agent_runs(tmp_path)
     script = tmp_path / "run.py"
     script.write_text(f"#!{sys.executable} -S\n{PRELUDE}\nask('x')")
     script.chmod(0o700)
-    agent = Agent(["./run.py"], folder=tmp_path)
-    policies = boards(mine=lambda: PlannedPolicy({"type": "text", "content": "Yes."}))
-    result = await played(
-        tmp_path, plug_boards=replace(policies, environments={"agent:a": agent_plugin("a", agent)})
-    )
+    result = await played(tmp_path, "", command=["./run.py"], folder=tmp_path)
     assert len(result.trajectory.steps) == 1
 
 
 async def test_a_program_that_is_not_there_is_told_before_anything_runs(tmp_path):
-    plugin = agent_plugin("a", Agent([str(tmp_path / "nothing")]))
-    plug_boards = replace(boards(), environments={"agent:a": plugin})
-    async with served_app(plug_boards) as (client, _):
+    async with served_app(build_board(tmp_path, "", command=[str(tmp_path / "nothing")])) as (client, _):
         told = await refused(client, "/env/create", env_name="agent:a")
         assert told[0] == 422 and os.fspath(tmp_path / "nothing") in told[3]

@@ -121,7 +121,7 @@ async def test_a_wish_that_means_nothing_is_a_400_with_what_is_allowed(path, cha
         assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
 
 
-async def test_allowed_tools_leave_the_others_out():
+async def test_allowed_tools_leave_the_others_out_and_what_the_config_sets_or_leaves_out_is_without_effect():
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
     call = CALLS["chat/completions"] | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     async with asking(REPLY, ask_token_ids=False) as (client, server):
@@ -129,9 +129,6 @@ async def test_allowed_tools_leave_the_others_out():
         (body,) = server.bodies
         assert [tool["function"]["name"] for tool in body["tools"]] == ["other"]
         assert body["tool_choice"] == "auto"
-
-
-async def test_a_setting_that_the_config_has_or_leaves_out_is_told_as_without_effect():
     config = {"extra_body": {"response_format": {"type": "text"}}, "leave_out": ["tool_choice"]}
     async with asking(REPLY, ask_token_ids=False, **config) as (client, server):
         answer = await client.post("v1/chat/completions", json={"model": "any"} | CALLS["chat/completions"])
@@ -185,21 +182,21 @@ async def test_a_count_is_of_the_prompt_that_the_config_makes():
             assert expected.items() <= body.items() and ("temperature" in body) == (config is other)
 
 
-async def test_a_policy_that_counts_no_tokens_and_a_server_that_does_not_say_so():
+async def test_a_policy_or_server_that_counts_no_tokens_says_so_and_not_the_key_that_a_server_repeats():
+    async def counted(client):
+        return await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+
     async with captured(TEXT) as (client, _, _):
-        answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+        answer = await counted(client)
         assert answer.status_code == 400 and "'planned' counts no tokens" in answer.json()["error"]["message"]
     async with asking(status(404, {"error": {"message": "no route"}})) as (client, _):
-        answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+        answer = await counted(client)
         assert answer.status_code == 502 and answer.json()["type"] == "error"
         assert (await client.get(str(client.base_url)[:-1])).json()["status"] == "open"
-
-
-async def test_a_server_that_repeats_the_key_in_place_of_a_count_does_not_tell_it():
     key = "sk-of-the-server-0123456789"
     repeated = raw(json.dumps({"usage": {"prompt_tokens": key}}))
     async with asking(repeated, key=key, ask_token_ids=False) as (client, _):
-        answer = await client.post("v1/messages/count_tokens", json={"model": "m"} | CALLS["messages"])
+        answer = await counted(client)
         assert answer.status_code == 502 and key not in answer.text and "[key]" in answer.text
 
 

@@ -19,18 +19,22 @@ async def opened(client, policy="mine", **opening):
     return await post(client, "/captures", policy=spec, **opening)
 
 
+def path_of(capture):
+    return f"/captures/{capture['capture_id']}"
+
+
 async def ask(client, capture, *messages, status_code=200):
     """Ask with these messages: texts are the user's, and an answer of before stands as it came."""
     body = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
-    path = f"/captures/{capture['capture_id']}/v1/chat/completions"
+    path = f"{path_of(capture)}/v1/chat/completions"
     answer = await client.post(path, json={"model": "m", "messages": body})
     assert answer.status_code == status_code, answer.text
     return answer.json() if status_code != 200 else answer.json()["choices"][0]["message"]
 
 
 async def ended(client, capture) -> Trajectory:
-    answer = await client.post(f"/captures/{capture['capture_id']}/end")
-    assert (await client.get(f"/captures/{capture['capture_id']}")).json() == answer.json()
+    answer = await client.post(f"{path_of(capture)}/end")
+    assert (await client.get(path_of(capture))).json() == answer.json()
     return Trajectory.model_validate(answer.json()["trajectory"])
 
 
@@ -110,7 +114,7 @@ async def test_two_calls_at_once_are_two_decisions_in_the_order_of_their_answers
 async def test_rewards_go_to_the_call_that_is_named_and_the_episode_s_to_the_last():
     async with running_app(texts("A", "B", "C")) as client:
         capture = await opened(client)
-        path = f"/captures/{capture['capture_id']}"
+        path = path_of(capture)
         for word in ("x", "y", "z"):
             await ask(client, capture, word)
         response_id = f"chatcmpl-{capture['capture_id']}-2"
@@ -128,7 +132,7 @@ async def test_rewards_go_to_the_call_that_is_named_and_the_episode_s_to_the_las
 async def test_a_call_and_a_reward_repeated_with_their_keys_have_one_effect():
     async with running_app(texts("A", "B")) as client:
         capture = await opened(client)
-        path = f"/captures/{capture['capture_id']}"
+        path = path_of(capture)
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         for name, sent in (("v1/chat/completions", body), ("rewards", {"reward": 1.0, "turn": 1})):
             key = {"Idempotency-Key": name}
@@ -156,7 +160,7 @@ async def test_captures_count_as_held_and_calls_are_refused_at_the_limit_until_s
         ):
             assert (await refused(client, path, **body))[:2] == (429, "capacity_reached")
         assert len((await ended(client, capture)).steps) == 2, "what was answered can be read"
-        await client.delete(f"/captures/{capture['capture_id']}")
+        await client.delete(path_of(capture))
         assert services.captures.held.total == 0
         await ask(client, await opened(client), "x")
 
@@ -168,7 +172,7 @@ async def test_a_call_is_refused_whose_trajectory_would_exceed_a_reply_and_the_r
         refusal = await ask(client, capture, "y" * 5_000, status_code=400)
         assert "bytes, of max_reply_bytes = 8000" in refusal["error"]["message"]
         await ask(client, capture, "x" * 2_000, answer, "a short one fits")
-        await client.post(f"/captures/{capture['capture_id']}/rewards", json={"reward": 1.0})
+        await client.post(f"{path_of(capture)}/rewards", json={"reward": 1.0})
         trajectory = await ended(client, capture)
     shown = [prompt[-1].content[:1] for prompt in prompts(trajectory.steps)]
     assert (shown, len(trajectory.model_dump_json()) <= 8_000) == (["x", "a"], True)
@@ -191,7 +195,7 @@ async def test_nothing_is_left_of_a_capture_that_is_deleted_or_expires(way, live
     idle = {"session_idle_s": 1e-9} if way == "expired" else {}
     async with served_app(boards(mine=lambda: PlannedPolicy(move)), **idle) as (client, server):
         capture = await opened(client, limits={"max_decisions": 1})
-        path = f"/captures/{capture['capture_id']}"
+        path = path_of(capture)
         body = {"model": "m", "stream": way == "streamed", "messages": [{"role": "user", "content": "x"}]}
         await client.post(f"{path}/v1/chat/completions", json=body)
         if way == "refused":
@@ -216,7 +220,7 @@ async def test_a_call_whose_client_goes_away_is_no_decision_and_its_branch_goes_
         await waiting.asked.wait()
         first.cancel()
         # The next call takes the place of the lost one as soon as the service has seen its end.
-        while (await client.get(f"/captures/{capture['capture_id']}")).json()["calls"] == 0:
+        while (await client.get(path_of(capture))).json()["calls"] == 0:
             await ask(client, capture, "x")
         trajectory = await ended(client, capture)
     assert [step.turn for step in trajectory.steps] == [1] and len(after.seen) == 1
@@ -227,7 +231,7 @@ async def test_a_call_whose_client_went_away_is_asked_again_when_it_is_repeated_
     given = chain([PlannedPolicy(), waiting], repeat(PlannedPolicy({"type": "text", "content": "A"})))
     async with served_app(boards(mine=lambda: next(given))) as (client, _):
         capture = await opened(client)
-        path = f"/captures/{capture['capture_id']}/v1/chat/completions"
+        path = f"{path_of(capture)}/v1/chat/completions"
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         send = {"json": body, "headers": {"Idempotency-Key": "c1"}}
         first = asyncio.create_task(client.post(path, **send))
@@ -238,27 +242,20 @@ async def test_a_call_whose_client_went_away_is_asked_again_when_it_is_repeated_
         assert len((await ended(client, capture)).steps) == 1
 
 
-async def test_a_reward_for_an_unknown_call_is_a_404_with_those_that_are_there():
+async def test_a_reward_is_a_finite_number_for_a_call_that_is_there():
     async with running_app(texts("A")) as client:
         capture = await opened(client)
         await ask(client, capture, "x")
+        path = f"{path_of(capture)}/rewards"
         for named in ({"turn": 2}, {"response_id": "chatcmpl-other-1"}, {"response_id": "x"}):
-            path = f"/captures/{capture['capture_id']}/rewards"
             told = await refused(client, path, reward=1.0, **named)
             assert (told[0], told[2]) == (404, next(iter(named)))
             assert "turns 1 to 1" in told[3]
-
-
-async def test_a_reward_and_the_sum_of_rewards_are_finite_numbers():
-    async with running_app(texts("A")) as client:
-        capture = await opened(client)
-        await ask(client, capture, "x")
-        path = f"/captures/{capture['capture_id']}/rewards"
         for reward in ("NaN", "1e999", '"much"'):
             body, kind = f'{{"reward": {reward}}}', {"Content-Type": "application/json"}
             assert (await client.post(path, content=body, headers=kind)).status_code == 422
         await post(client, path, reward=1.5e308, turn=1)
-        assert await refused_at(client, path, reward=1.5e308) == (422, "reward")
+        assert await refused_at(client, path, reward=1.5e308) == (422, "reward"), "nor is their sum infinite"
         await post(client, path, reward=-1e308)
         assert (await ended(client, capture)).outcome_reward == 0.5e308
 
@@ -274,12 +271,19 @@ async def test_every_call_of_an_episode_has_an_id_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"),
-    [("termination_regex", "x"), ("max_invalid_decisions", 3), ("invalid_action_penalty", -0.5)],
+    ("changes", "where"),
+    [
+        ({"limits": {"termination_regex": "x"}}, "limits.termination_regex"),  # without effect on a capture
+        ({"limits": {"max_invalid_decisions": 3}}, "limits.max_invalid_decisions"),
+        ({"limits": {"invalid_action_penalty": -0.5}}, "limits.invalid_action_penalty"),
+        ({"policy": {"policy_name": "plannd"}}, "policy.policy_name"),
+        # Its config has no keys.
+        ({"policy": {"policy_name": "planned", "config": {"seed": 3}}}, "policy.config.seed"),
+    ],
 )
-async def test_a_limit_without_effect_on_a_capture_is_refused(client, limit, value):
-    spec = {"policy": {"policy_name": "planned"}, "limits": {limit: value}}
-    assert await refused_at(client, "/captures", **spec) == (422, f"limits.{limit}")
+async def test_what_is_wrong_is_told_when_the_capture_is_opened(client, changes, where):
+    spec = {"policy": {"policy_name": "planned"}} | changes
+    assert await refused_at(client, "/captures", **spec) == (422, where)
 
 
 async def test_a_capture_s_key_opens_it_alone():
@@ -312,25 +316,23 @@ async def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on():
     assert (trajectory.stop_reason, len(trajectory.steps)) == ("context_length", 2)
 
 
-async def test_what_the_server_of_the_model_refuses_is_the_agent_s_mistake_and_it_may_go_on():
+async def test_what_the_server_of_the_model_refuses_is_the_agent_s_mistake_but_for_a_key():
     body = {"error": {"code": "invalid_request", "message": "the template cannot render it"}}
     refusals = [status(code, body) for code in (400, 413, 422)]
-    async with fake_inference(*refusals, said("B", [1], 0, [3])) as fake, running_app(boards()) as client:
+    key = status(401, {"error": {"code": "unauthorized"}})
+    async with (
+        fake_inference(*refusals, said("B", [1], 0, [3]), key) as fake,
+        running_app(boards()) as client,
+    ):
         capture = await opened_at(client, fake)
         for _ in refusals:
             error = (await ask(client, capture, "x", status_code=400))["error"]
             assert error["code"] == "inference_refused" and "cannot render it" in error["message"]
         await ask(client, capture, "y")
-        assert len((await ended(client, capture)).steps) == 1
-
-
-async def test_a_key_that_the_server_of_the_model_refuses_fails_the_capture():
-    refusal = status(401, {"error": {"code": "unauthorized"}})
-    async with fake_inference(refusal) as fake, running_app(boards()) as client:
-        capture = await opened_at(client, fake)
-        await ask(client, capture, "x", status_code=502)
-        state = (await client.get(f"/captures/{capture['capture_id']}")).json()
-        assert (state["status"], state["failure"]["code"]) == ("failed", "inference_refused")
+        await ask(client, capture, "z", status_code=502)
+        state = (await client.get(path_of(capture))).json()
+        assert (state["status"], state["calls"]) == ("failed", 1)
+        assert state["failure"]["code"] == "inference_refused"
 
 
 async def test_a_policy_that_cannot_be_asked_fails_the_capture_and_not_the_reward():
@@ -339,18 +341,11 @@ async def test_a_policy_that_cannot_be_asked_fails_the_capture_and_not_the_rewar
         capture = await opened(client)
         await ask(client, capture, "x")
         await ask(client, capture, "y", status_code=502)
-        state = (await client.post(f"/captures/{capture['capture_id']}/end")).json()
+        state = (await client.post(f"{path_of(capture)}/end")).json()
         assert (state["status"], state["calls"], state["trajectory"]) == ("failed", 1, None)
         assert state["failure"] == {
             "code": "inference_unavailable", "detail": "the gateway is gone", "decisions_done": 1,
             "recurs": False,
         }  # fmt: skip
-        assert (await client.delete(f"/captures/{capture['capture_id']}")).json() == {"ok": True}
-        assert (await client.get(f"/captures/{capture['capture_id']}")).status_code == 404
-
-
-async def test_a_wrong_policy_is_told_when_the_capture_is_opened(client):
-    misspelt = {"policy_name": "plannd"}
-    assert await refused_at(client, "/captures", policy=misspelt) == (422, "policy.policy_name")
-    policy = {"policy_name": "planned", "config": {"seed": 3}}  # which takes none
-    assert await refused_at(client, "/captures", policy=policy) == (422, "policy.config.seed")
+        assert (await client.delete(path_of(capture))).json() == {"ok": True}
+        assert (await client.get(path_of(capture))).status_code == 404

@@ -154,10 +154,8 @@ def messages(reply):
         if block["type"] == "tool_use"
     ]
     answer = {"role": "assistant", "content": reply["content"]}
-    return {
-        "messages": [USER, answer, {"role": "user", "content": results} if results else USER],
-        "max_tokens": 9,
-    }
+    told = {"role": "user", "content": results} if results else USER
+    return {"messages": [USER, answer, told], "max_tokens": 9}
 
 
 def moves():

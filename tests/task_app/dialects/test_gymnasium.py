@@ -24,7 +24,7 @@ def test_gymnasiums_checker_finds_nothing_to_complain_about():
     assert complaints == []
 
 
-def test_a_decision_earns_what_the_service_says_it_earns():
+def test_a_decision_earns_what_the_service_says_it_earns_also_in_vectors():
     # seed 17: a tree stands four cells to the right (docs/http.md)
     env = gymnasium.make(CRAFTER)
     _, start = env.reset(seed=17)
@@ -36,50 +36,38 @@ def test_a_decision_earns_what_the_service_says_it_earns():
     assert info["executed_actions"] == WOOD
     assert (info["outcome_reward"], info["achievements_counts"]["collect_wood"]) == (1.0, 1)
     assert "wood:1" in observation["text"]
+    envs = gymnasium.make_vec(CRAFTER, num_envs=2, vectorization_mode="sync")
+    envs.reset(seed=[17, 17])
+    _, rewards, *_ = envs.step((WOOD, ["noop"]))
+    assert rewards.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        {"name": "interact_many", "arguments": {"actions": WOOD}},
-        {"tool": "interact_many", "args": {"actions": WOOD}},
-        [{"name": "interact_many", "arguments": {"actions": WOOD}}],
-        tuple(WOOD),
-    ],
-)
-def test_every_form_of_an_action_is_the_same_decision(action):
+def test_every_form_of_an_action_is_the_same_decision_and_what_is_none_is_refused_before_anything_runs():
     env = TurnwiseEnv("crafter")
+    call = {"name": "interact_many", "arguments": {"actions": WOOD}}
     env.reset(seed=17)
-    assert env.action_space.contains(action)
-    assert env.step(action)[4]["executed_actions"] == WOOD
+    for action in (3, "noop", [1], ["noop", {"name": "interact_many"}], {"arguments": {}}):
+        assert not env.action_space.contains(action)
+        with pytest.raises(ValueError):
+            env.step(action)
+    forms = (call, {"tool": "interact_many", "args": call["arguments"]}, [call], tuple(WOOD))
+    for turn, action in enumerate(forms, start=1):
+        assert env.action_space.contains(action)
+        info = env.step(action)[4]
+        assert (info["turn"], info["executed_actions"]) == (turn, WOOD)
 
 
-@pytest.mark.parametrize("action", [3, "noop", [1], ["noop", {"name": "interact_many"}], {"arguments": {}}])
-def test_what_is_no_action_is_refused_before_anything_runs(action):
+def test_a_reset_takes_the_seed_of_a_world_and_no_options_and_later_resets_draw_from_it():
     env = TurnwiseEnv("crafter")
-    env.reset(seed=17)
-    assert not env.action_space.contains(action)
-    with pytest.raises(ValueError):
-        env.step(action)
-    assert env.step(["noop"])[4]["turn"] == 1
-
-
-def test_a_seed_is_the_worlds_and_later_resets_draw_from_it():
-    env = TurnwiseEnv("crafter")
+    options = {"options": {"text": "compact"}}
+    for given, word in (({"seed": -1}, "seed"), ({"seed": 2**31 - 1}, "seed"), (options, "text")):
+        with pytest.raises(ValueError, match=word):
+            env.reset(**given)
     worlds = [env.reset(seed=5)[1]["seed"], env.reset()[1]["seed"], env.reset()[1]["seed"]]
     again = [env.reset(seed=5)[1]["seed"], env.reset()[1]["seed"], env.reset()[1]["seed"]]
     assert worlds == again
     assert worlds[0] == 5
     assert len(set(worlds)) == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "word"),
-    [({"seed": -1}, "seed"), ({"seed": 2**31 - 1}, "seed"), ({"options": {"text": "compact"}}, "text")],
-)
-def test_a_seed_that_no_world_has_and_options_are_refused(given, word):
-    with pytest.raises(ValueError, match=word):
-        TurnwiseEnv("crafter").reset(**given)
 
 
 def test_an_environment_of_ones_own_needs_no_plug_board():
@@ -104,10 +92,3 @@ def test_pictures_are_drawn_where_there_are_any():
         TurnwiseEnv(CountingEnvironment(), render_mode="rgb_array")
     with pytest.raises(UnknownName):
         TurnwiseEnv("craftr")
-
-
-def test_vectors_of_it_step_together():
-    envs = gymnasium.make_vec(CRAFTER, num_envs=2, vectorization_mode="sync")
-    envs.reset(seed=[17, 17])
-    _, rewards, *_ = envs.step((WOOD, ["noop"]))
-    assert rewards.tolist() == [1.0, 0.0]

@@ -12,15 +12,18 @@ import jsonschema
 import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from task_app.app import create_app
 from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
+from tests.task_app.served import served_app
 
 RECORDED = json.loads((Path(__file__).parent / "openenv_0_10.json").read_text(encoding="utf-8"))
 WOOD = {"actions": ["move_right", "move_right", "move_right", "do"]}
-STEP = {"names": ["a"]}
+CALL = {"tool_name": "add", "arguments": {"names": ["a"]}}
 
 
 @contextmanager
@@ -60,10 +63,7 @@ def fits(recorded, ours):
 def test_every_recorded_message_of_a_socket_is_answered_alike():
     with talking("/openenv/counting/ws", boards()) as (_, socket):
         for one in RECORDED["socket"]:
-            sent = one["sent"].replace(json.dumps(STEP), json.dumps({"tool_name": "add", "arguments": STEP}))
-            socket.send_text(
-                sent.replace('{"names":["a"]}', '{"tool_name":"add","arguments":{"names":["a"]}}')
-            )
+            socket.send_text(one["sent"].replace('{"names":["a"]}', json.dumps(CALL)))
             answer, recorded = socket.receive_json(), one["answer"]
             assert answer["type"] == recorded["type"]
             assert fits(shape(recorded), shape(answer)), (recorded, answer)
@@ -80,7 +80,7 @@ def test_every_recorded_request_is_answered_alike():
             if one["path"] == "/step":
                 # Its own server steps an environment that it made for this request; ours wants a session.
                 session_id = http.post("/openenv/counting/reset").json()["metadata"]["session_id"]
-                body = {"session_id": session_id, "action": {"tool_name": "add", "arguments": STEP}}
+                body = {"session_id": session_id, "action": CALL}
             answer = http.request(one["method"], f"/openenv/counting{one['path']}", json=body)
             assert answer.status_code == one["status"]
             recorded = one["answer"]
@@ -88,30 +88,31 @@ def test_every_recorded_request_is_answered_alike():
             assert recorded.get("error", {}).get("code") == answer.json().get("error", {}).get("code")
 
 
-def test_a_decision_earns_what_the_service_says_it_earns():
+def test_a_decision_earns_what_the_service_says_it_earns_in_answers_that_fit_the_published_schemas():
     # seed 17: a tree stands four cells to the right (docs/http.md)
     switches = {"enabled": True, "mode": "decision_stepwise"}
-    with talking() as (_, socket):
+    with talking() as (http, socket):
         start = asked(socket, "reset", {"seed": 17, "config": {"step_rewards": switches}})["data"]
+        listed = asked(socket, "step", {"type": "list_tools"})["data"]["observation"]["tools"]
+        untouched = asked(socket, "state")["data"]
         step = asked(socket, "step", WOOD)["data"]
-    assert step["metadata"]["decision_rewards"]["unique"] == ["collect_wood"]
+        state = asked(socket, "state")["data"]
+        schema = http.get("/openenv/crafter/schema").json()
+    assert [tool["name"] for tool in listed] == ["interact_many"]
+    assert "actions" in listed[0]["input_schema"]["properties"]
+    assert (untouched["step_count"], state["step_count"]) == (0, 1), "to list the tools is no decision"
     assert (start["reward"], start["done"], start["metadata"]["seed"]) == (None, False, 17)
     assert (step["reward"], step["done"]) == (1.0, False)
+    assert step["metadata"]["decision_rewards"]["unique"] == ["collect_wood"]
     assert step["metadata"]["achievements_added"] == ["collect_wood"]
     assert step["metadata"]["env_rewards"] == [0.0, 0.0, 0.0, 1.0]
     assert step["observation"]["metadata"] == step["metadata"]
-
-
-def test_answers_fit_the_schemas_that_the_service_publishes():
-    with talking() as (http, socket):
-        schema = http.get("/openenv/crafter/schema").json()
-        assert sorted(schema) == RECORDED["schema_keys"]
-        jsonschema.validate(WOOD, schema["action"])
-        for kind, data, name in (("reset", {"seed": 17}, "reset_observation"), ("step", WOOD, "observation")):
-            answer = asked(socket, kind, data)["data"]
-            seen = answer["observation"] | {"done": answer["done"], "reward": answer["reward"]}
-            jsonschema.validate(seen, schema[name])
-        jsonschema.validate(asked(socket, "state")["data"], schema["state"])
+    assert sorted(schema) == RECORDED["schema_keys"]
+    jsonschema.validate(WOOD, schema["action"])
+    jsonschema.validate(state, schema["state"])
+    for answer, name in ((start, "reset_observation"), (step, "observation")):
+        seen = answer["observation"] | {"done": answer["done"], "reward": answer["reward"]}
+        jsonschema.validate(seen, schema[name])
 
 
 def test_an_environment_describes_itself_as_a_server_of_its_own():
@@ -137,16 +138,6 @@ def test_every_form_of_an_action_is_the_same_decision():
             assert all(step["observation"][name].startswith(value) for name, value in shown.items())
 
 
-def test_the_tools_are_told_and_no_decision_is_taken():
-    with talking() as (_, socket):
-        asked(socket, "reset", {})
-        listed = asked(socket, "step", {"type": "list_tools"})["data"]
-        state = asked(socket, "state")["data"]
-    assert [tool["name"] for tool in listed["observation"]["tools"]] == ["interact_many"]
-    assert "actions" in listed["observation"]["tools"][0]["input_schema"]["properties"]
-    assert state["step_count"] == 0
-
-
 def test_unread_keys_are_named_and_misspelt_ones_refused():
     with talking() as (_, socket):
         answer = asked(socket, "reset", {"seed": 1, "difficulty": "hard"})["data"]
@@ -156,25 +147,16 @@ def test_unread_keys_are_named_and_misspelt_ones_refused():
     assert "Did you mean 'seed'?" in refused["message"]
 
 
-def test_a_session_ends_with_its_socket():
+def test_a_session_ends_with_its_socket_or_a_new_config_which_makes_a_new_environment():
     with client() as http:
         with http.websocket_connect("/openenv/crafter/ws") as socket:
-            env_id = asked(socket, "reset", {"seed": 1})["data"]["metadata"]["session_id"]
-            call = {
-                "env_id": env_id,
-                "tool_calls": [{"tool": "interact_many", "args": {"actions": ["noop"]}}],
-            }
-            assert http.post("/env/step", json=call).status_code == 200
-            assert asked(socket, "state")["data"]["step_count"] == 1
-        assert http.post("/env/step", json=call).status_code == 404
-
-
-def test_a_new_config_makes_a_new_environment_and_forgets_the_old_one():
-    with talking() as (http, socket):
-        first = asked(socket, "reset", {})["data"]["metadata"]["session_id"]
-        answer = asked(socket, "reset", {"config": {"text": "compact"}})["data"]
-        assert answer["metadata"]["session_id"] != first
-        assert http.get(f"/env/{first}/frame").status_code == 404
+            first = asked(socket, "reset", {"seed": 1})["data"]["metadata"]["session_id"]
+            assert http.get(f"/env/{first}/frame").status_code == 200
+            answer = asked(socket, "reset", {"config": {"text": "compact"}})["data"]
+            second = answer["metadata"]["session_id"]
+            assert http.get(f"/env/{first}/frame").status_code == 404
+            assert http.get(f"/env/{second}/frame").status_code == 200
+        assert http.get(f"/env/{second}/frame").status_code == 404
     assert len(answer["observation"]["text"].split()) < 80
 
 
@@ -243,22 +225,22 @@ def test_a_binary_frame_and_one_that_is_too_large_are_refused():
         assert socket.receive_json()["data"]["code"] == "VALIDATION_ERROR"
 
 
+def test_after_the_end_a_step_is_refused_and_a_reset_goes_on():
+    end = {"tool_name": "add", "arguments": {"names": ["end"]}}
+    with talking("/openenv/counting/ws", boards()) as (_, socket):
+        asked(socket, "reset", {})
+        assert asked(socket, "step", end)["data"]["done"] is True
+        assert asked(socket, "step", end)["data"]["problem"] == "episode_over"
+        assert asked(socket, "state")["data"]["done"] is True
+        assert asked(socket, "reset", {})["data"]["done"] is False
+
+
 def test_an_unknown_environment_is_told_where_the_client_reads_it():
     with talking("/openenv/craftr/ws") as (http, socket):
         error = socket.receive_json()["data"]
         assert http.get("/openenv/craftr/health").status_code == 422
     assert error["code"] == "FACTORY_ERROR"
     assert "Did you mean 'crafter'?" in error["message"]
-
-
-def test_after_the_end_a_step_is_refused_and_a_reset_goes_on():
-    with talking("/openenv/counting/ws", boards()) as (_, socket):
-        asked(socket, "reset", {})
-        end = {"tool_name": "add", "arguments": {"names": ["end"]}}
-        assert asked(socket, "step", end)["data"]["done"] is True
-        assert asked(socket, "step", end)["data"]["problem"] == "episode_over"
-        assert asked(socket, "state")["data"]["done"] is True
-        assert asked(socket, "reset", {})["data"]["done"] is False
 
 
 def test_mcp_calls_a_tool_in_a_session_of_its_own():
@@ -271,11 +253,10 @@ def test_mcp_calls_a_tool_in_a_session_of_its_own():
         with http.websocket_connect(f"/openenv/crafter/ws?session_id={session_id}") as socket:
             asked(socket, "reset", {"seed": 17})
         tools = rpc(http, "tools/list", session_id=session_id)["result"]["tools"]
-        called = rpc(http, "tools/call", session_id=session_id, name="interact_many", arguments=WOOD)[
-            "result"
-        ]
+        call = {"session_id": session_id, "name": "interact_many", "arguments": WOOD}
+        called = rpc(http, "tools/call", **call)["result"]
         closed = rpc(http, "openenv/session/close", session_id=session_id)["result"]
-        gone = rpc(http, "tools/call", session_id=session_id, name="interact_many", arguments=WOOD)["error"]
+        gone = rpc(http, "tools/call", **call)["error"]
     assert [tool["name"] for tool in tools] == ["interact_many"]
     assert (called["reward"], called["done"], called["error"]) == (1.0, False, None)
     assert called["result"].endswith("unlocked collect_wood")
@@ -283,15 +264,62 @@ def test_mcp_calls_a_tool_in_a_session_of_its_own():
     assert (gone["code"], gone["data"]["problem"]) == (-32602, "unknown_id")
 
 
-def test_a_request_needs_a_key_unless_the_operator_opened_the_route():
-    with client() as http:
-        http.headers.pop("X-API-Key")
-        assert http.get("/openenv/crafter/health").status_code == 401
-        with pytest.raises(WebSocketDisconnect), http.websocket_connect("/openenv/crafter/ws"):
-            pass
+def test_an_operator_may_open_these_routes_alone():
+    # Without a key a handshake is a 401, as a test below says.
     with client(open_routes=("openenv",)) as http:
         http.headers.pop("X-API-Key")
         with http.websocket_connect("/openenv/crafter/ws") as socket:
             assert asked(socket, "reset", {})["type"] == "observation"
         assert http.get("/info").status_code == 401
         assert http.get("/openenvious").status_code == 401
+
+
+# On a real port, with a client that knows nothing of OpenEnv.
+MAX_BYTES = 4_096
+
+
+@pytest.fixture
+async def http():
+    async with served_app(default_plug_boards(), max_body_bytes=MAX_BYTES) as (client, _):
+        yield client
+
+
+def opened(http, key=KEY):
+    address = f"ws://{http.base_url.host}:{http.base_url.port}/openenv/crafter/ws"
+    headers = {"X-API-Key": key} if key else {}
+    return connect(address, additional_headers=headers, proxy=None)
+
+
+async def told(client, kind, **data):
+    await client.send(json.dumps({"type": kind, "data": data}))
+    return json.loads(await client.recv())["data"]
+
+
+@pytest.mark.parametrize("key", ["wrong", None])
+async def test_a_handshake_without_a_good_key_is_a_problem_with_status_401(http, key):
+    with pytest.raises(InvalidStatus) as refused:
+        async with opened(http, key=key):
+            pass
+    response = refused.value.response
+    assert response.status_code == 401
+    assert json.loads(response.body)["code"] == "unauthorised"
+
+
+async def test_a_client_that_dies_leaves_no_session(http):
+    async with opened(http) as client:
+        env_id = (await told(client, "reset", seed=1))["metadata"]["session_id"]
+        assert (await http.get(f"/env/{env_id}/frame")).status_code == 200
+        client.transport.abort()  # no closing handshake: what a dying process leaves
+    while (await http.get(f"/env/{env_id}/frame")).status_code == 200:
+        pass
+    assert 'turnwise_sessions{kind="env"} 0.0' in (await http.get("/metrics")).text
+
+
+async def test_a_message_above_the_bound_closes_the_socket_and_forgets_its_session(http):
+    async with opened(http) as client:
+        env_id = (await told(client, "reset"))["metadata"]["session_id"]
+        with pytest.raises(ConnectionClosed) as closed:
+            await told(client, "step", actions=["x" * MAX_BYTES])
+        assert closed.value.rcvd.code == 1009
+    while (await http.get(f"/env/{env_id}/frame")).status_code == 200:
+        pass

@@ -15,12 +15,13 @@ from tests.task_app.counting import (
     CountingConfig,
     CountingEnvironment,
     PlannedPolicy,
+    WaitingPolicy,
     add,
     boards,
     rollout,
     running_app,
 )
-from tests.task_app.rollout_client import WAITING, accept, play, wait_for_all, waiting_boards
+from tests.task_app.rollout_client import accept, wait_for_all
 
 
 class Held(CountingEnvironment):
@@ -47,30 +48,24 @@ class Log:
         self.fails = fails
         self.loop, self.signal = asyncio.get_running_loop(), asyncio.Event()
 
-    def boards(self, given=None):
-        given = given or boards(broken=lambda: PlannedPolicy(add("a"), EpisodeFailed("gone")))
+    def boards(self, waiting=None):
+        broken = PlannedPolicy(add("a"), EpisodeFailed("gone"))
         held = EnvironmentPlugin(CountingConfig, lambda config: Held(config, self))
-        return PlugBoards({"counting": held}, given.policies)
+        return PlugBoards({"counting": held}, boards(broken=lambda: broken, waiting=lambda: waiting).policies)
 
 
-@pytest.mark.parametrize(("policy", "status"), [("planned", "finished"), ("broken", "failed")])
+@pytest.mark.parametrize(
+    ("policy", "status"), [("planned", "finished"), ("broken", "failed"), ("waiting", "cancelled")]
+)
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_rollout_closes_its_environment_however_it_ends(policy, status, fails):
-    log = Log(fails=fails)
-    async with running_app(log.boards()) as client:
-        assert (await play(client, rollout("one", policy={"policy_name": policy})))["one"].status == status
-        await log.signal.wait()
-    assert (log.resets, log.closed) == (1, 1)
-
-
-async def test_a_cancelled_rollout_closes_its_environment():
-    (policy,), given = waiting_boards(1)
-    log = Log()
-    async with running_app(log.boards(given)) as client:
-        await accept(client, rollout("one", **WAITING))
-        await policy.asked.wait()
-        await client.delete("/rollouts/one")
-        assert (await wait_for_all(client, 1))["one"].status == "cancelled"
+    log, waiting = Log(fails=fails), WaitingPolicy()
+    async with running_app(log.boards(waiting)) as client:
+        await accept(client, rollout("one", policy={"policy_name": policy}))
+        if policy == "waiting":
+            await waiting.asked.wait()
+            await client.delete("/rollouts/one")
+        assert (await wait_for_all(client, 1))["one"].status == status
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 

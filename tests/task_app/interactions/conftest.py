@@ -1,6 +1,3 @@
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.task_app.interactions import users
@@ -13,10 +10,3 @@ def clean_book():
     users.LET_GO.clear()
     yield
     users.LET_GO.set()  # no thread stays blocked
-
-
-@pytest.fixture
-def path_of_this_folder(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    yield
-    sys.modules.pop("published_gsm8k", None)

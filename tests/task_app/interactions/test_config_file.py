@@ -51,16 +51,6 @@ def test_the_published_file_names_our_class_where_theirs_is_not_installed(tmp_pa
     assert {name: entry.kind for name, entry in entries.items()} == {"gsm8k": gsm8k.Gsm8kInteraction}
 
 
-def test_a_published_class_in_the_folder_of_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "theirs_5.py").write_text(texts.PUBLISHED_CLASS, encoding="utf-8")
-    file = 'interaction:\n  - class_name: "theirs_5.Gsm8kInteraction"\n    config: {}\n'
-    entry = load(tmp_path / "a.yaml", file)["gsm8k"]
-    assert issubclass(entry.kind, BaseInteraction)
-    assert entry.kind.__module__ == "theirs_5"
-    assert sys.modules["theirs_5"].gsm8k.compute_score is compute_score
-
-
 LATE = """
     class LateInteraction:
         def __init__(self, config):
@@ -95,19 +85,13 @@ async def test_a_class_that_imports_within_a_method_finds_ours_when_it_is_called
 
 
 async def test_the_base_class_answers_as_the_published_one_does_and_the_log_says_that_it_is_no_user(tmp_path):
+    file = "interaction: [{class_name: verl.interactions.base.BaseInteraction}]"
     with capture_logs() as lines:
-        entry = load(
-            tmp_path / "a.yaml", 'interaction: [{class_name: "verl.interactions.base.BaseInteraction"}]'
-        )
-    stub = entry["base"].build()
-    instance_id = await stub.start_interaction()
-    assert await stub.generate_response(instance_id, []) == (
-        False, "Your current result seems acceptable.", 0.8, {},
-    )  # fmt: skip
-    assert (await stub.calculate_score(instance_id), await stub.finalize_interaction(instance_id)) == (
-        0.0,
-        None,
-    )
+        stub = load(tmp_path / "a.yaml", file)["base"].build()
+    one = await stub.start_interaction()
+    answer = await stub.generate_response(one, [])
+    assert answer == (False, "Your current result seems acceptable.", 0.8, {})
+    assert (await stub.calculate_score(one), await stub.finalize_interaction(one)) == (0.0, None)
     (line,) = [line for line in lines if line["log_level"] == "warning"]
     assert line["event"] == "interaction_without_an_answer_of_its_own"
     assert "scores every answer 0.8" in line["detail"]
@@ -168,12 +152,16 @@ def test_two_objects_of_an_entry_share_no_config(tmp_path):
         (f"class_name: {USERS}.a_function", "is no class but function"),
         (f"class_name: {USERS}.NoMethods", "has no start_interaction; derive it from BaseInteraction"),
         (f"class_name: {USERS}.NoObject", "NoObject(config) raised KeyError: 'thing'"),
+        ("class_name: a.Interaction", "FILE: interaction.0: class 'a.Interaction' gives no default name; set "
+         "name for this entry"),
         ("class_name: Alone", "FILE: interaction.0.class_name: String should match pattern"),
         ("config: {}", "FILE: interaction.0.class_name: Field required"),
         (f"{{class_name: {USERS}.Noted, nam: 1}}", "unknown key 'nam'. Did you mean 'name'?"),
         (f"{{class_name: {USERS}.Noted, config: 7}}", "interaction.0.config: Input should be a valid dict"),
         (f"{{class_name: {USERS}.Noted, name: ''}}", "interaction.0.name: String should have at least 1"),
         (f"{{class_name: {USERS}.Noted, name: a, name: b}}", "'name' is given twice"),
+        (f"{{class_name: {USERS}.Noted}}\n  - {{class_name: {USERS}.Waits, name: noted}}",
+         "FILE: interaction.1: the name 'noted' is taken; give each entry a name of its own"),
         (f"{{class_name: {USERS}.Noted, config: {{key: '${{oc.env:X}}'}}}}",
          "interaction.0.config.key is '${oc.env:X}'; write the value itself"),
         ("{class_name: task_app.interactions.gsm8k.Gsm8kInteraction, config: {method: strikt}}",
@@ -198,47 +186,17 @@ def test_what_is_wrong_with_an_entry_is_one_sentence_with_its_place(tmp_path, ro
 )
 def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path, name, text, told):
     assert told in refused(tmp_path / name, text)
-
-
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(SettingsError, match=r"No such file or directory$"):
         load_interactions(tmp_path / "none.yaml", Settings())
 
 
-def test_a_name_given_twice_is_refused(tmp_path):
-    twice = f"interaction: [{{class_name: {USERS}.Noted}}, {{class_name: {USERS}.Waits, name: noted}}]"
-    assert refused(tmp_path / "a.yaml", twice) == (
-        "FILE: interaction.1: the name 'noted' is taken; give each entry a name of its own"
-    )
-
-
-HALF = "from verl.interactions.base import BaseInteraction\n1 / 0\n"
-BARE = "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "told"),
-    [
-        (
-            "half.Half",
-            HALF,
-            "0.class_name 'half.Half' raised ZeroDivisionError: division by zero (half.py:2)",
-        ),
-        (
-            "bare.Interaction",
-            BARE,
-            "0: class 'bare.Interaction' gives no default name; set name for this entry",
-        ),
-    ],
-)
-def test_a_module_that_fails_or_gives_no_name_is_told(tmp_path, monkeypatch, name, code, told):
+def test_a_module_that_fails_is_told_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    module = name.partition(".")[0]
-    (tmp_path / f"{module}.py").write_text(code)
-    assert (
-        refused(tmp_path / "a.yaml", f"interaction: [{{class_name: {name}}}]") == f"FILE: interaction.{told}"
-    )
-    assert "half" not in sys.modules, "it is forgotten, so that a mended file is imported"
+    (tmp_path / "half.py").write_text("import math\n1 / 0\n")
+    told = "'half.Half' raised ZeroDivisionError: division by zero (half.py:2)"
+    found = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
+    assert found == f"FILE: interaction.0.class_name {told}"
+    assert "half" not in sys.modules, "a mended file is imported"
 
 
 @pytest.mark.parametrize(
@@ -303,10 +261,11 @@ async def test_the_last_assistant_message_is_scored_and_a_right_one_ends_the_epi
         wrong = await live.respond(said("#### 41"))
         right = await live.respond(said("#### 41", "#### 42"))
         # the question holds 6 and 7, and the last user message is no answer
-        none = await live.respond([*said("#### 42"), *said()])
+        again = await live.respond([*said("#### 42"), *said()])
+        none = [(await live.respond(messages)).score for messages in ([], said(), said(""))]
     assert (wrong.should_terminate, wrong.response, wrong.score) == (False, WRONG, 0.0)
     assert (right.should_terminate, right.response, right.score) == (True, RIGHT, 1.0)
-    assert none.score == 1.0
+    assert (again.score, none) == (1.0, [0.0] * 3)
 
 
 @pytest.mark.parametrize(
@@ -323,12 +282,8 @@ async def test_an_empty_config_scores_as_source_5_publishes_it(method, answer, s
     interaction = Gsm8kInteraction({} if method == "flexible" else {"method": method})
     instance_id = await interaction.start_interaction(ground_truth="4")
     messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": answer}]
-    assert await interaction.generate_response(instance_id, messages) == (
-        score == 1.0,
-        RIGHT if score else WRONG,
-        score,
-        {},
-    )
+    reply = await interaction.generate_response(instance_id, messages)
+    assert reply == (score == 1.0, RIGHT if score else WRONG, score, {})
     assert interaction._instance_dict[instance_id]["response"] == kept
     await interaction.finalize_interaction(instance_id)
 
@@ -339,12 +294,6 @@ async def test_the_config_says_what_answers_are_worth():
         wrong, right = await live.respond(said("41")), await live.respond(said("it is 42"))
         assert await live.score() == 0.5
     assert [(one.should_terminate, one.score) for one in (wrong, right)] == [(False, 0.25), (True, 0.5)]
-
-
-@pytest.mark.parametrize("messages", [[], said(), said("")])
-async def test_no_answer_is_worth_nothing(messages):
-    async with interactions(Gsm8kInteraction).open(None, {"ground_truth": "42"}, rollout_id="r") as live:
-        assert (await live.respond(messages)).score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -397,4 +346,7 @@ def published_class(tmp_path, monkeypatch):
     (tmp_path / "theirs_corrected.py").write_text(corrected, encoding="utf-8")
     file = tmp_path / "file.yaml"
     file.write_text("interaction: [{class_name: theirs_corrected.Gsm8kInteraction}]", encoding="utf-8")
-    return load_interactions(file, Settings())["gsm8k"].kind
+    kind = load_interactions(file, Settings())["gsm8k"].kind
+    assert issubclass(kind, BaseInteraction) and kind.__module__ == "theirs_corrected"
+    assert sys.modules["theirs_corrected"].gsm8k.compute_score is compute_score
+    return kind

@@ -107,11 +107,6 @@ async def test_its_context_length_is_a_failure_and_never_the_end_of_the_policys(
     assert failed.value.code == "interaction_failed"
 
 
-async def test_a_server_that_is_away_for_a_moment_is_asked_again():
-    found, server = await answers(status(503, {}), says("x"))
-    assert found[0].response == "x" and len(server.bodies) == 2
-
-
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -100,28 +100,40 @@ threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
 """
 
 
+async def spans_of_an_agent(folder, script, *answers):
+    """The ended spans of a rollout whose agent is this script, and the rollout."""
+    memory, tracer = memory_and_tracer()
+    async with (
+        fake_inference(*answers) as server,
+        served_app(build_board(folder, script), spans=Spans(tracer)) as (client, _),
+    ):
+        ended = await play(
+            client, asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
+        )
+    return memory.get_finished_spans(), ended["a"]
+
+
 @needs_sdk
 async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
-    memory, tracer = memory_and_tracer()
-    agents = build_board(tmp_path, TWO_CALLS)
-    async with (
-        fake_inference(*[says("Yes.")] * 2) as server,
-        served_app(agents, spans=Spans(tracer)) as (client, _),
-    ):
-        request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
-        ended = await play(client, request)
-    *calls, episode = memory.get_finished_spans()
+    (*calls, episode), ended = await spans_of_an_agent(tmp_path, TWO_CALLS, says("Yes."))
     assert [span.name for span in (*calls, episode)] == ["chat tiny", "chat tiny", "invoke_agent openai"]
     assert {span.parent.span_id for span in calls} == {episode.context.span_id} and episode.parent is None
     assert [span.attributes["turnwise.turn"] for span in calls] == [1, 2]
-    assert episode.attributes["turnwise.decisions"] == 2 == len(ended["a"].trajectory.steps)
+    assert episode.attributes["turnwise.decisions"] == 2 == len(ended.trajectory.steps)
+
+
+@needs_sdk
+async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
+    (call, *_), _ = await spans_of_an_agent(tmp_path, 'ask("Go.")', status(500, {}))
+    assert call.name == "chat tiny" and call.attributes["error.type"]
+    assert "turnwise.turn" not in call.attributes
 
 
 @needs_sdk
 async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_together():
     memory, tracer = memory_and_tracer()
     async with (
-        fake_inference(*[says("Yes.")] * 2) as server,
+        fake_inference(says("Yes.")) as server,
         served_app(boards(), spans=Spans(tracer)) as (client, _),
     ):
         policy = {"policy_name": "openai", "config": {"inference_url": server.url, "model": "tiny"}}
@@ -135,21 +147,6 @@ async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_to
     assert [span.attributes["turnwise.turn"] for span in calls] == [1, 2]
     assert {span.attributes["gen_ai.conversation.id"] for span in calls} == {capture["capture_id"]}
     assert len({span.context.trace_id for span in calls}) == 2
-
-
-@needs_sdk
-async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
-    memory, tracer = memory_and_tracer()
-    agents = build_board(tmp_path, 'ask("Go.")')
-    async with (
-        fake_inference(status(500, {})) as server,
-        served_app(agents, spans=Spans(tracer)) as (client, _),
-    ):
-        request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
-        await play(client, request)
-    call, *_ = memory.get_finished_spans()
-    assert call.name == "chat tiny" and call.attributes["error.type"]
-    assert "turnwise.turn" not in call.attributes
 
 
 @needs_sdk

@@ -36,15 +36,11 @@ async def test_every_request_asks_for_all_of_it_and_leaves_nothing_to_the_server
         assert "max_model_length" not in body and ROLLOUT_HEADER.lower() not in headers
 
 
-async def test_what_is_drawn_from_is_asked_for_by_name():
-    async with asking(whole([1], [7]), top_k=5, processed_logprobs=True, **VLLM) as (fake, policy):
-        await policy.get_action(SEEN, TOOLS)
-    assert (fake.bodies[0]["top_k"], fake.bodies[0]["processed_logprobs"]) == (5, True)
-
-
-async def test_its_tokens_are_recorded():
-    async with asking(whole([1, 2, 3], [7, 8]), **VLLM) as (_, policy):
+async def test_what_is_drawn_from_is_asked_for_by_name_and_its_tokens_are_recorded():
+    config = {"top_k": 5, "processed_logprobs": True, **VLLM}
+    async with asking(whole([1, 2, 3], [7, 8]), **config) as (fake, policy):
         *_, log_probs, _ = await policy.get_action(SEEN, TOOLS)
+    assert (fake.bodies[0]["top_k"], fake.bodies[0]["processed_logprobs"]) == (5, True)
     exact = ("prompt_ids_reused", "prompt_token_ids", "token_ids", "logprobs", "versions")
     assert [log_probs[name] for name in exact] == [0, (1, 2, 3), (7, 8), (-0.5, -0.5), ((0, 0),)]
 

@@ -1,13 +1,10 @@
 """`@reward_function`, and its step_outputs as base_reward and reward parts of the decisions, by hand."""
 
-import asyncio
-
 import pytest
 from pydantic import ValidationError
 
 from shared_schemas.trajectory import ObservationData, RewardPart, StepData, StopReason, Trajectory
 from task_app.errors import RewardFunctionFailed
-from task_app.protocols import RewardFunction
 from task_app.reward_functions import EvaluateResult, Message, MetricResult, StepOutput, reward_function
 from task_app.reward_functions.alignment import (
     align_data_for_rl_processing,
@@ -52,10 +49,6 @@ def test_each_base_reward_is_added_to_what_its_decision_had():
     assert warnings == []
 
 
-def test_an_index_counts_as_the_steps_do_that_it_is_joined_to():
-    assert [step.assistant_turn_index for step in steps(3)] == [0, 1, 2]
-
-
 def test_a_function_that_says_nothing_of_steps_changes_none():
     before = steps(3)
     assert align_data_for_rl_processing(EvaluateResult(score=1.0), before, "r") == (before, [])
@@ -72,6 +65,9 @@ def test_what_does_not_fit_is_told_once_for_each_kind():
         "4, -1, 'last'",
         "run/7: steps have no step_output, and no base_reward: 1, 2",
     ]
+    digits, long = align_data_for_rl_processing(said(("1" * 200, 1.0)), steps(100), "r")[1]
+    assert "are not used: '111" in digits
+    assert long.endswith("0, 1, 2, 3, 4 and 95 more")
 
 
 @pytest.mark.parametrize("index", [True, 2.0, "1" * 4_301])
@@ -80,25 +76,17 @@ def test_an_index_that_is_no_whole_number_or_too_long_is_refused_where_it_is_mad
         StepOutput(step_index=index, base_reward=1.0)
 
 
-def test_digits_that_no_episode_has_are_a_misfit():
-    _, warnings = align_data_for_rl_processing(said(("1" * 200, 1.0)), steps(1), "r")
-    assert "are not used: '111" in warnings[0]
-
-
-def test_a_long_list_of_misfits_stays_a_sentence():
-    (told,) = align_data_for_rl_processing(said(), steps(100), "r")[1]
-    assert told.endswith("0, 1, 2, 3, 4 and 95 more")
-
-
 def test_the_score_becomes_the_outcome_and_the_environments_own_is_kept():
-    judged = with_user_reward(episode(2), said((0, 1.0), (1, 0.0)), name="mine", rollout_id="r")
+    result = said((0, 1.0), (1, 0.0), reason="half \ud83d")
+    judged = with_user_reward(episode(2), result, name="mine", rollout_id="r")
     assert (judged.outcome_reward, judged.outcome_definition) == (0.5, "score of the reward function 'mine'")
     told = judged.user_reward
     assert told is not None
     assert (told.environment_outcome_reward, told.environment_outcome_definition) == (7.0, "seven")
-    assert told.reward_function == "mine"
+    assert (told.reward_function, told.result.reason) == ("mine", "half ?")
     assert judged.warnings == ("old",)
     assert [step.env_rewards for step in judged.steps] == [(0.0,), (1.0,)]
+    judged.model_dump_json()
 
 
 @pytest.mark.parametrize(
@@ -116,15 +104,6 @@ def test_a_score_that_its_own_function_disowns_is_a_failure_and_no_reward(fields
     with pytest.raises(RewardFunctionFailed) as caught:
         with_user_reward(episode(1), EvaluateResult(score=0.0, **fields), name="mine", rollout_id="r")
     assert told in caught.value.detail
-
-
-def test_half_a_character_of_a_reason_does_not_break_the_record():
-    judged = with_user_reward(
-        episode(1), EvaluateResult(score=0.0, reason="\ud83d"), name="mine", rollout_id="r"
-    )
-    assert judged.user_reward is not None
-    assert judged.user_reward.result.reason == "?"
-    judged.model_dump_json()
 
 
 def test_a_function_is_given_facts_that_json_can_hold():
@@ -153,21 +132,7 @@ def right(messages, ground_truth=None, **kwargs):
 def test_messages_may_be_given_as_json_and_arrive_as_messages():
     assert right(messages=TALK, ground_truth="4").score == 1.0
     assert right(messages=[Message(role="assistant", content="5")], ground_truth="4").score == 0.0
-
-
-def test_a_decorated_function_is_what_the_plug_board_takes_and_keeps_its_name():
-    assert isinstance(right, RewardFunction)
-    assert (right.__name__, right.mode) == ("right", "pointwise")
-    assert right.__doc__ == "Is the last word the truth?"
-
-
-def test_an_async_batch_answers_once_it_is_awaited():
-    @reward_function(mode="batch")
-    async def lengths(rollouts_messages, **kwargs):
-        return [{"score": len(messages)} for messages in rollouts_messages]
-
-    found = asyncio.run(lengths(rollouts_messages=[TALK, TALK[:1]]))
-    assert [result.score for result in found] == [2.0, 1.0]
+    assert (right.__name__, right.__doc__) == ("right", "Is the last word the truth?")
 
 
 def test_the_published_fields_are_there():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from task_app.errors import CapacityReached, CriticalError
+from task_app.errors import CapacityReached
 from task_app.threads import Threads
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.playing import new_policy, post, refused
@@ -102,11 +102,6 @@ async def test_a_call_that_is_awaited_no_more_loses_its_place():
         while threads.stuck_count:
             await asyncio.sleep(0)
         assert await threads.run("next", int, "7") == 7
-
-
-async def test_what_a_call_in_a_thread_raises_is_raised():
-    with pytest.raises(CriticalError, match=r"int raised ValueError: invalid literal"):
-        await Threads(most=1, stuck_after_s=1.0).run("int", int, "seven")
 
 
 HEAD = f"POST /env/create HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n".encode()

@@ -24,9 +24,9 @@ def opened(data: bytes) -> Contents:
     return open_envelope("environment", data, at_most_bytes=MOST)
 
 
-def forged(inside: bytes, *, version: int = 1) -> bytes:
+def forged(inside: bytes, *, version: int = 1, behind: bytes = b"") -> bytes:
     """An envelope with a valid checksum around any body; an attacker can compute one too."""
-    body = zlib.compress(inside)
+    body = zlib.compress(inside) + behind
     rest = b"TWSN" + struct.pack("<HI", version, len(body))
     return rest + sha256(rest + body).digest() + body
 
@@ -39,11 +39,6 @@ def forged(inside: bytes, *, version: int = 1) -> bytes:
 )
 def test_what_is_sealed_is_opened(head: dict[str, object], state: bytes):
     assert opened(sealed((head, state))) == (head, state)
-
-
-def test_a_forged_envelope_is_laid_out_as_the_docstring_says():
-    head = b'{"kind": "environment"}'
-    assert opened(forged(struct.pack("<I", len(head)) + head + b"state")) == ({}, b"state")
 
 
 @given(st.integers(min_value=0, max_value=8 * len(sealed()) - 1))
@@ -68,6 +63,7 @@ BAD = {
     "checksum does not match": sealed()[:-1] + bytes([sealed()[-1] ^ 1]),
     # A thousand times its own size: no more than the bound of it is ever unpacked.
     "holds more than 10000 bytes": forged(bytes(10_000_000)),
+    "does not end where it says": forged(struct.pack("<I", 23) + b'{"kind": "environment"}', behind=b"more"),
     "head is no JSON": forged(struct.pack("<I", 3) + b"abc"),
     "does not name its kind": forged(struct.pack("<I", 2) + b"{}"),
     "of the kind 'policy', expected 'environment'": seal("policy", *CONTENTS, at_most_bytes=MOST),
@@ -79,13 +75,6 @@ def test_each_kind_of_damage_is_told(told: str):
     with pytest.raises(SnapshotRefused) as caught:
         opened(BAD[told])
     assert told in caught.value.detail
-
-
-def test_a_compressed_part_with_something_behind_it_is_refused():
-    body = zlib.compress(struct.pack("<I", 23) + b'{"kind": "environment"}') + b"more"
-    rest = b"TWSN" + struct.pack("<HI", 1, len(body))
-    with pytest.raises(SnapshotRefused, match="does not end where it says"):
-        opened(rest + sha256(rest + body).digest() + body)
 
 
 def test_what_could_not_be_opened_again_is_not_sealed():

@@ -39,19 +39,9 @@ async def test_an_episode_from_such_a_snapshot_begins_in_what_its_parent_saw_the
     [branch] = await played(real, rollout("branch", start, limits={"max_decisions": 2}))
     before, seen = find_step(parent, 4)["observation_data"], find_step(branch, 1)["observation_data"]
     assert seen == before, "its messages too, with the history of three decisions"
-    # The parent's own calls bring the parent's own future, by hand.
     restored = await post(real, "/env/restore", snapshot=find_step(parent, 4)["snapshot"])
-    assert (restored["step_idx"], restored["info"]["seed"]) == (
-        sum(len(step["env_rewards"]) for step in parent["trajectory"]["steps"][:3]), 17,
-    )  # fmt: skip
-    for turn in (4, 5):
-        decided = find_step(parent, turn)
-        told = await post(real, "/env/step", env_id=restored["env_id"], tool_calls=decided["tool_calls"])
-        assert told["env_rewards"] == decided["env_rewards"]
-        assert (
-            told["metadata"]["decision_rewards"]["unique"]
-            == decided["metadata"]["decision_rewards"]["unique"]
-        )
+    env_steps = sum(len(step["env_rewards"]) for step in parent["trajectory"]["steps"][:3])
+    assert (restored["step_idx"], restored["info"]["seed"]) == (env_steps, 17)
 
 
 async def test_an_environment_that_cannot_be_kept_refuses_with_the_place(client):

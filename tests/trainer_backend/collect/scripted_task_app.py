@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared_schemas.trajectory import StopReason, Trajectory
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.dispatcher import Dispatcher
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -75,6 +76,9 @@ class ScriptedTaskApp:
     """Speaks the rollout routes. `fails` says how often rollout ids fail before they finish; while it is
     `down`, every answer is an error of its own."""
 
+    max_body_bytes = 1 << 20
+    forgets = False
+
     def __init__(self, fails: dict[str, int] | None = None, *, instance: str = "i") -> None:
         self.instance = instance
         self.down = False
@@ -82,15 +86,13 @@ class ScriptedTaskApp:
         self.ended: list[Rollout] = []
         self.acked: list[str] = []
         self.cancelled: list[str] = []
-        self.keys: list[str | None] = []
         self.answer_first_with: list[int] = []
-        self.max_body_bytes = 1 << 20
 
     def app(self) -> web.Application:
         @web.middleware
         async def unless_down(request: web.Request, handler: Handler) -> web.StreamResponse:
             if self.down:
-                return web.json_response({"detail": "out of order"}, status=500)
+                return out_of_order()
             return await handler(request)
 
         app = web.Application(middlewares=[unless_down], client_max_size=self.max_body_bytes)
@@ -107,11 +109,13 @@ class ScriptedTaskApp:
         return web.json_response({"service": {"instance_id": self.instance}, "limits": limits})
 
     async def accept(self, request: web.Request) -> web.Response:
-        if self.answer_first_with:
-            return web.json_response({"detail": "not now"}, status=self.answer_first_with.pop(0))
+        status = self.answer_first_with.pop(0) if self.answer_first_with else None
+        if status == 502:  # of a proxy
+            return web.Response(text="<html>Bad Gateway</html>", status=status, content_type="text/html")
+        if status is not None:
+            return web.json_response({"detail": "not now"}, status=status)
         body = await request.json()
         for item in body["rollouts"]:
-            self.keys.append(item["policy"]["inference_key"])
             self.ended.append(self._ended(RolloutRequest.model_validate(item)))
         ids = [item["rollout_id"] for item in body["rollouts"]]
         return web.json_response({"accepted": ids, "known": [], "instance_id": self.instance}, status=202)
@@ -124,12 +128,15 @@ class ScriptedTaskApp:
         return answer_to(item, status="failed" if failed else "finished", instance=self.instance)
 
     async def page(self, request: web.Request) -> web.Response:
+        gone = {*self.acked, *self.cancelled} if self.forgets else ()
         first = int(request.query.get("cursor") or 0)
-        found = [json.loads(item.model_dump_json()) for item in self.ended[first : first + 3]]
-        cursor = str(first + len(found))
-        return web.json_response(
-            {"rollouts": found, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
-        )
+        page = self.ended[first : first + 3]
+        return self.page_of([item for item in page if item.rollout_id not in gone], first + len(page))
+
+    def page_of(self, rollouts: Iterable[Rollout], cursor: int, unfinished: int = 0) -> web.Response:
+        found = [json.loads(item.model_dump_json()) for item in rollouts]
+        body = {"rollouts": found, "cursor": str(cursor), "unfinished": unfinished}
+        return web.json_response(body | {"instance_id": self.instance})
 
     async def ack(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -145,7 +152,9 @@ class ScriptedTaskApp:
 
 
 class Gated(ScriptedTaskApp):
-    """Ends nothing before its gate is opened, and forgets what is acknowledged, as a real one does."""
+    """Tells of nothing before its gate is opened, and forgets what is acknowledged, as a real one does."""
+
+    forgets = True
 
     def __init__(self, *, instance: str = "i") -> None:
         super().__init__(instance=instance)
@@ -172,13 +181,11 @@ class Gated(ScriptedTaskApp):
 
     async def page(self, request: web.Request) -> web.Response:
         await self.gate.wait()
-        gone = {*self.acked, *self.cancelled}
-        first = int(request.query.get("cursor") or 0)
-        page = self.ended[first : first + 3]
-        results = [json.loads(item.model_dump_json()) for item in page if item.rollout_id not in gone]
-        cursor = str(first + len(page))
-        answer = {"rollouts": results, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
-        return web.json_response(answer)
+        return await super().page(request)
+
+
+def out_of_order() -> web.Response:
+    return web.json_response({"detail": "out of order"}, status=500)
 
 
 def wrap(clients: Iterable[TaskAppClient], **keys: Any) -> TaskApps:
@@ -211,3 +218,17 @@ async def served(
             yield client
     finally:
         await runner.cleanup()
+
+
+async def collected(
+    requests: Sequence[RolloutRequest],
+    *task_apps: ScriptedTaskApp,
+    max_running: int | None = None,
+    lost_wait_s: float = 0.0,
+    **calls: Any,
+) -> Batch:
+    """What a dispatcher gets from task apps that are served in the meantime; `calls` are of its `collect`."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(served(task_app)) for task_app in task_apps]
+        apps = wrap(clients, lost_wait_s=lost_wait_s)
+        return await Dispatcher(apps, timeout_s=60, max_running=max_running).collect(requests, **calls)

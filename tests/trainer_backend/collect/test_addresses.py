@@ -7,19 +7,18 @@ from collections.abc import Sequence
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import tiny_job
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
+from tests.trainer_backend.collect.scripted_task_app import Gated, ScriptedTaskApp, plan, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.errors import TaskAppError
 from trainer_backend.job.addresses import Address, resolve_addresses
 
 KEY = SecretStr("k")
 
 
 class Names:
-    """A resolver: what it answers can be changed, and `asked` is set whenever it answers."""
+    """A resolver: what it answers can be changed."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: Sequence[str] | OSError = addresses
@@ -56,30 +55,6 @@ async def test_an_unknown_name_is_a_sentence():
             raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
-        ("task-app:8001", "is 'task-app:8001', which is no address of a task app: write http://host:port"),
-        ("dns:http://apps:8001", "is 'dns:http://apps:8001', which is no address of a task app"),
-        ("http://", "is 'http://', which is no address of a task app"),
-        ("http://[::1:8001", "is 'http://[::1:8001', which is no address of a task app"),
-        (" http://a:1", "is ' http://a:1', which is no address of a task app"),
-        ("http://me:secret@a:1", "holds a user name or password; the key belongs in the environment"),
-        ("dns+http://a:1/behind", "is 'dns+http://a:1/behind': the addresses of a name have no path"),
-    ],
-)
-def test_an_address_that_is_none_is_told_when_the_job_is_read(url, told):
-    with pytest.raises(JobError) as caught:
-        tiny_job(services__task_url=["http://fine:1", url])
-    assert f"task_url {told}" in str(caught.value)
-    assert "secret" not in str(caught.value)
-
-
-def test_an_address_that_comes_twice_is_told():
-    with pytest.raises(JobError, match="task_url names http://a:1 twice"):
-        tiny_job(services__task_url=["http://a:1", "http://a:1/"])
-
-
 async def test_a_task_app_that_has_two_addresses_is_asked_once():
     told: list[str] = []
     async with served(ScriptedTaskApp(instance="same")) as client:
@@ -89,40 +64,33 @@ async def test_a_task_app_that_has_two_addresses_is_asked_once():
     assert told == [f"{other} is the task app at {client.url}; it is asked once"]
 
 
-class Waiting(ScriptedTaskApp):
-    """Ends nothing before its gate is opened."""
-
-    def __init__(self, *, instance: str) -> None:
-        super().__init__(instance=instance)
-        self.gate = asyncio.Event()
-
-    async def page(self, request):
-        await self.gate.wait()
-        return await super().page(request)
-
-
-async def test_an_address_that_a_name_gets_later_takes_work_and_one_that_it_loses_takes_none():
-    first, second = Waiting(instance="first"), ScriptedTaskApp(instance="second")
-    names, joined = Names("127.0.0.1"), asyncio.Event()
+async def test_a_name_is_several_task_apps_and_those_that_it_loses_take_no_more_work():
+    first, second, later = (
+        Gated(instance="first"),
+        Gated(instance="second"),
+        ScriptedTaskApp(instance="later"),
+    )
+    names, joined = Names("127.0.0.1", "127.0.0.2"), asyncio.Event()
 
     def tell(sentence: str) -> None:
-        if sentence.startswith("task app answers: http://127.0.0.2:"):
+        if sentence.startswith("task app answers: http://127.0.0.3:"):
             joined.set()
 
     async with served(first) as client:
         port = int(client.url.rpartition(":")[2])
         async with (
             served(second, host="127.0.0.2", port=port),
+            served(later, host="127.0.0.3", port=port),
             TaskApps(
                 [f"dns+http://apps:{port}"], KEY,
                 timeout_s=5, resolve=names, look_up_every_s=0.01, tell=tell,
             ) as apps,
         ):  # fmt: skip
-            plan = [make_request(number, group=number) for number in range(6)]
             dispatcher = Dispatcher(apps, timeout_s=30, max_running=2)
-            collecting = asyncio.ensure_future(dispatcher.collect(plan))
-            names.addresses = ["127.0.0.2"]
+            collecting = asyncio.ensure_future(dispatcher.collect(plan(0, 6)))
+            names.addresses = ["127.0.0.3"]
             await joined.wait()
             first.gate.set()
+            second.gate.set()
             found = await collecting
-    assert [item.instance_id for item in found.rollouts] == ["first"] * 2 + ["second"] * 4
+    assert [item.instance_id for item in found.rollouts] == ["first", "second", *["later"] * 4]

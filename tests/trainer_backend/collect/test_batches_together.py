@@ -1,7 +1,6 @@
 """Several batches of one run at the same time: each gets its own, and none ends with another."""
 
 import asyncio
-import json
 
 import pytest
 from aiohttp import web
@@ -12,6 +11,7 @@ from tests.trainer_backend.collect.scripted_task_app import (
     ScriptedTaskApp,
     answer_to,
     ids,
+    out_of_order,
     plan,
     served,
     siblings,
@@ -57,9 +57,7 @@ async def test_a_batch_goes_on_although_what_its_app_is_to_play_next_is_cancelle
                 return await super().page(request)
             self.is_polled.set()
             await self.is_asked.wait()
-            rollout = json.loads(self.ended[0].model_dump_json())
-            answer = {"rollouts": [rollout], "cursor": "1", "unfinished": 2, "instance_id": self.instance}
-            return web.json_response(answer)
+            return self.page_of(self.ended[:1], 1, unfinished=2)
 
     task_app, has_ended = Slow(), asyncio.Event()
     async with served(task_app) as client:
@@ -161,7 +159,7 @@ async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_that_is
         async def ack(self, request: web.Request) -> web.Response:
             if self.lost_acks:
                 self.lost_acks -= 1
-                return web.json_response({"detail": "out of order"}, status=500)
+                return out_of_order()
             return await super().ack(request)
 
     task_app = LosesAcks()

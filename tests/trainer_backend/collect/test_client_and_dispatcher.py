@@ -13,7 +13,10 @@ from shared_schemas.trajectory import ObservationData, StepData, UserReward
 from tests.trainer_backend.collect.scripted_task_app import (
     ScriptedTaskApp,
     answer_to,
+    collected,
+    ids,
     make_request,
+    plan,
     served,
     wrap,
 )
@@ -39,42 +42,28 @@ PROBLEM = {
 }
 
 
-async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
-    async with served(ScriptedTaskApp()) as client:
-        seen: list[tuple[int, int]] = []
-        found = await Dispatcher(wrap([client]), timeout_s=30).collect(
-            [make_request(number) for number in (4, 0, 3, 1, 2)],
-            lambda done, total: seen.append((done, total)),
+async def test_task_apps_share_the_work_and_all_comes_back_sorted_whatever_the_order_of_arrival():
+    first, second = ScriptedTaskApp(), ScriptedTaskApp()
+    seen: list[tuple[int, int]] = []
+    async with served(first) as a, served(second) as b:
+        dispatcher = Dispatcher(wrap([a, b]), timeout_s=30)
+        found = await dispatcher.collect(
+            [make_request(number) for number in (4, 0, 3, 1, 2)], lambda *counts: seen.append(counts)
         )
+        await dispatcher.ack("run", found.rollouts)
     assert [rollout.sibling for rollout in found.rollouts] == [0, 1, 2, 3, 4]
     assert seen == [(number, 5) for number in range(1, 6)]
+    assert (len(first.ended), len(second.ended)) == (3, 2)
+    assert len(first.acked) == len(second.acked) == 5
 
 
-async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
+async def test_an_infrastructure_failure_is_planned_once_more_and_counted_and_its_first_attempt_is_let_go():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
-    async with served(task_app) as client:
-        found = await Dispatcher(wrap([client]), timeout_s=30).collect(
-            [make_request(number) for number in range(3)]
-        )
+    found = await collected(plan(0, 3), task_app)
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
     assert [rollout.rollout_id for rollout in found.failed] == ["run/train/1/0/2:1"]
     assert found.failures == {"inference_unavailable": 3}
-
-
-async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_what_failed_is_not():
-    task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
-    kept: list[str] = []
-
-    def keep(rollout: Rollout) -> None:
-        assert rollout.rollout_id not in task_app.acked
-        kept.append(rollout.rollout_id)
-
-    async with served(task_app) as client:
-        dispatcher = Dispatcher(wrap([client]), timeout_s=30)
-        found = await dispatcher.collect([make_request(number) for number in range(300)], keep=keep)
-    assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
-    assert (len(kept), len(found.failed)) == (299, 1)
-    assert len(task_app.acked) > 200, "long before the end it was told to forget some"
+    assert sorted(task_app.acked) == ids(1, 2)
 
 
 async def test_what_a_killed_start_left_is_ended_at_each_app_that_answers():
@@ -90,41 +79,20 @@ async def test_what_a_killed_start_left_is_ended_at_each_app_that_answers():
     assert told == ["run.1"]
 
 
-async def test_two_task_apps_share_the_work():
-    first, second = ScriptedTaskApp(), ScriptedTaskApp()
-    async with served(first) as a, served(second) as b:
-        dispatcher = Dispatcher(wrap([a, b]), timeout_s=30)
-        found = await dispatcher.collect([make_request(number) for number in range(5)])
-        await dispatcher.ack("run", found.rollouts)
-    assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
-    assert len(first.acked) == len(second.acked) == 5
+def test_the_gateway_key_reaches_the_task_app_although_the_request_hides_it():
+    request = make_request(0)
+    ((sent,),) = slices([request], max_body_bytes=DEFAULT_BODY_BYTES, url="http://a")
+    assert sent["policy"]["inference_key"] == "the-gateway-key"
+    assert "the-gateway-key" not in repr(request) + request.model_dump_json()
 
 
-async def test_the_gateway_key_reaches_the_task_app_although_the_request_hides_it():
+@pytest.mark.parametrize("statuses", [[503, 429], [502]])
+async def test_a_task_app_that_says_later_is_asked_again(statuses: list[int]):
     task_app = ScriptedTaskApp()
-    async with served(task_app) as client:
-        await client.submit([make_request(0)])
-    assert task_app.keys == ["the-gateway-key"]
-    assert "the-gateway-key" not in repr(make_request(0)) + make_request(0).model_dump_json()
-
-
-class BehindProxy(ScriptedTaskApp):
-    """Its first answers are a proxy's pages."""
-
-    async def accept(self, request: web.Request) -> web.Response:
-        if self.answer_first_with:
-            status = self.answer_first_with.pop()
-            return web.Response(text="<html>Bad Gateway</html>", status=status, content_type="text/html")
-        return await super().accept(request)
-
-
-@pytest.mark.parametrize(("kind", "statuses"), [(ScriptedTaskApp, [503, 429]), (BehindProxy, [502])])
-async def test_a_task_app_that_says_later_is_asked_again(kind: type[ScriptedTaskApp], statuses: list[int]):
-    task_app = kind()
     task_app.answer_first_with = [*statuses]
     async with served(task_app) as client:
         await client.submit([make_request(0)])
-    assert len(task_app.ended) == 1
+    assert (len(task_app.ended), task_app.answer_first_with) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -152,40 +120,17 @@ async def test_what_a_plug_in_or_a_server_behind_a_task_app_says_is_no_loss_of_t
     assert str(body.get("detail") or body["message"]) in str(caught.value)
 
 
-class OtherService(ScriptedTaskApp):
-    """Answers every route with the same JSON."""
+async def test_a_malformed_answer_is_told_with_its_route_and_what_may_listen_there():
+    class OtherService(ScriptedTaskApp):
+        async def accept(self, request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
 
-    def __init__(self, answer: object) -> None:
-        super().__init__()
-        self.answer = answer
-
-    async def same(self, request: web.Request) -> web.Response:
-        return web.json_response(self.answer)
-
-    accept = page = ack = create = same
-
-
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        ({"status": "ok"}, "accepted is missing; the reader needs it"),
-        (
-            {"accepted": [], "known": [], "instance_id": "i", "new": 1},
-            "new is 1 (int); no such field is known",
-        ),
-    ],
-)
-async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_it(answer: object, told: str):
-    async with served(OtherService(answer)) as client:
+    async with served(OtherService()) as client:
         with pytest.raises(TaskAppError) as caught:
             await client.submit([make_request(0)])
-        with pytest.raises(TaskAppError, match=f"^{client.url}: GET /rollouts: "):
-            await client.poll("run", None, wait_s=0)
-    lines = str(caught.value).splitlines()
-    place = f"{client.url}: POST /rollouts: "
-    assert lines == [
-        f"{place}{told}. Another service may listen at this address, or a task app of another version."
-    ]
+    hint = "Another service may listen at this address, or a task app of another version."
+    told = f"{client.url}: POST /rollouts: accepted is missing; the reader needs it. {hint}"
+    assert str(caught.value) == told
 
 
 async def test_an_empty_plan_asks_no_app():
@@ -195,7 +140,7 @@ async def test_an_empty_plan_asks_no_app():
         Dispatcher(wrap([]), timeout_s=1)
 
 
-async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():
+async def test_requests_with_large_documents_are_sent_in_bodies_that_this_task_app_takes():
     def about(size: int, number: int) -> RolloutRequest:
         env = EnvSpec(env_name="documents", config={"document_content": "\u00e9" * size})
         return make_request(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
@@ -203,23 +148,21 @@ async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_
     sizes: list[int] = []
 
     class Counting(ScriptedTaskApp):
+        max_body_bytes = 200_000
+
         async def accept(self, request: web.Request) -> web.Response:
             sizes.append(len(await request.read()))
             return await super().accept(request)
 
-    task_app = Counting()
-    async with served(task_app) as client:
-        # Six bytes a letter, as JSON in ASCII: 240 kB each, two to a slice of half a MiB.
-        await client.submit([about(40_000, number) for number in range(5)])
-        assert [size // 10_000 for size in sizes] == [48, 48, 24]
-        task_app.max_body_bytes = 200_000
+    async with served(Counting()) as client:
         await client.about()
+        # Six bytes a letter, as JSON in ASCII.
         with pytest.raises(
             JobError, match=r"data.path, row 'row/7': its request has 24\d,\d+ bytes, and the "
         ):
             await client.submit([about(40_000, 7)])
         await client.submit([about(30_000, number) for number in (8, 9)])
-    assert [size // 10_000 for size in sizes[3:]] == [18, 18]
+    assert [size // 10_000 for size in sizes] == [18, 18]
 
 
 def test_a_body_holds_64_requests_and_half_a_mib_at_most():

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import ObservationData, StepData, StepInfo
+from tests.trainer_backend.collect.scripted_task_app import answer_to
 from trainer_backend import job_parts
 from trainer_backend.collect import plan as plan_module
 from trainer_backend.collect.plan import Inference, Planner, digest_tasks, retried
@@ -26,7 +28,6 @@ from trainer_backend.core.seeds import (
     training_world,
 )
 from trainer_backend.data.rows import Row
-from trainer_backend.errors import JobError
 from trainer_backend.job.load import parse_job
 
 
@@ -65,9 +66,7 @@ def test_the_first_requests_are_the_same_whether_made_alone_or_with_their_stage(
     assert plan.warmup(most=1) == plan.warmup()[:1]
 
 
-async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_one(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_one(monkeypatch):
     made: list[str] = []
 
     def counted(**fields: Any) -> RolloutRequest:
@@ -101,39 +100,26 @@ def test_explicit_evaluation_worlds_are_avoided_by_training():
     assert first not in {request.start.seed for request in plan.training(1)}
 
 
-def test_the_teacher_gets_no_key_and_the_model_gets_it():
-    assert all(request.policy.inference_key is None for request in planner().warmup())
-    assert all(request.policy.inference_key == SecretStr("key") for request in planner().training(1))
-
-
-def test_a_key_never_goes_to_another_url():
+def test_the_key_goes_with_the_model_and_neither_to_the_teacher_nor_to_another_url():
     plan = planner()
+    assert {request.policy.inference_key for request in plan.training(1)} == {SecretStr("key")}
+    assert {request.policy.inference_key for request in plan.warmup()} == {None}
     config = {"inference_url": "http://other:1"}  # a job file with it is refused
     rollout = plan.players.rollout.model_copy(update={"policy_config": config})
     plan = replace(plan, players=replace(plan.players, rollout=rollout))
-    assert all(request.policy.inference_key is None for request in plan.training(1))
+    assert {request.policy.inference_key for request in plan.training(1)} == {None}
 
 
-def test_the_switches_travel_with_the_request():
-    plan = planner(
-        training={"group_size": 3, "step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-    )
-    assert all(request.step_rewards.emits_decision_rewards for request in plan.training(1))
-    assert not any(request.step_rewards.emits_decision_rewards for request in planner().training(1))
-
-
-def test_the_pattern_that_ends_an_episode_travels_with_every_stage():
+def test_reward_switches_and_the_pattern_that_ends_an_episode_travel_with_every_stage():
     rollout = {"episodes_per_batch": 6, "termination_regex": r"done\.$", "termination_target": "text"}
-    plan = planner(rollout=rollout)
-    asked = {(r.limits.termination_regex, r.limits.termination_target) for r in plan.training(1)}
-    assert asked == {(r"done\.$", "text")}
-    assert plan.evaluation("0")[0].limits == plan.warmup()[0].limits == plan.training(1)[0].limits
-    assert planner().training(1)[0].limits.termination_regex is None
-
-
-def test_a_job_with_a_pattern_that_cannot_be_searched_is_refused_with_its_place():
-    with pytest.raises(JobError, match=r"rollout\.termination_regex .*look-ahead.* is not supported"):
-        planner(rollout={"termination_regex": "(?=done)"})
+    rewards = {"group_size": 3, "step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+    plan = planner(rollout=rollout, training=rewards)
+    played = [*plan.training(1), plan.evaluation("0")[0]]
+    assert all(request.step_rewards.emits_decision_rewards for request in played)
+    for limits in (request.limits for request in (*played, plan.warmup()[0])):
+        assert (limits.termination_regex, limits.termination_target) == (r"done\.$", "text")
+    without = planner().training(1)[0]
+    assert not without.step_rewards.emits_decision_rewards and without.limits.termination_regex is None
 
 
 def test_a_retry_keeps_every_seed_and_takes_another_id():
@@ -216,21 +202,15 @@ def test_evaluations_set_the_same_tasks_for_any_player_and_in_any_order():
 
 def parent(request: RolloutRequest, turns: int, *, invalid: int = 0) -> Rollout:
     """What comes back of a request: `turns` decisions, the first `invalid` of them refused."""
-    steps = [
-        {
-            "turn": turn, "observation_data": {}, "action_taken": {},
-            "snapshot": f"world {turn}" if turn in request.snapshot_turns else None,
-            "step_info": {"invalid_reason": "no" if turn <= invalid else None},
-        }
+    steps = tuple(
+        StepData(
+            turn=turn, observation_data=ObservationData(), action_taken={},
+            snapshot=f"world {turn}" if turn in request.snapshot_turns else None,
+            step_info=StepInfo(invalid_reason="no" if turn <= invalid else None),
+        )
         for turn in range(1, turns + 1)
-    ]  # fmt: skip
-    trajectory = {
-        "env_name": "crafter", "policy_name": "openai", "seed": 1, "steps": steps, "outcome_reward": 0,
-        "outcome_definition": "", "env_steps": 0, "terminated": False, "truncated": True,
-        "stop_reason": "max_decisions", "wall_s": 0,
-    }  # fmt: skip
-    ids = request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
-    return Rollout.model_validate({**ids, "instance_id": "i", "status": "finished", "trajectory": trajectory})
+    )  # fmt: skip
+    return answer_to(request, steps=steps)
 
 
 BRANCH = {"algorithm": {"advantage": "branch", "branches_per_episode": 3, "branch_rollouts": 2}}
@@ -257,9 +237,12 @@ def test_branches_have_what_is_left_of_their_parents_limits_and_draws_of_their_o
     assert len({retried(request).rollout_id for request in requests}) == 6
 
 
-def test_an_episode_without_siblings_may_be_branched_at_its_first_decision_too():
+def test_only_what_is_branched_has_snapshots_without_siblings_also_of_its_first_decision():
     alone = planner(rollout={"episodes_per_batch": 1, "max_turns": 3}, training={"group_size": 1}, **BRANCH)
     assert [request.snapshot_turns for request in alone.training(1)] == [(1, 2, 3)]
+    requests = planner().training(1)
+    assert {request.snapshot_turns for request in requests} == {()}
+    assert planner().branches([parent(requests[0], 3)]) == []
 
 
 def test_a_rule_that_reads_no_sample_has_its_snapshots_taken_while_an_episode_is_played():
@@ -274,12 +257,6 @@ def test_a_rule_that_reads_no_sample_has_its_snapshots_taken_while_an_episode_is
     assert turns == [uniform.fork_turns(item) for item in played]
     assert uniform.branches(played) == [], "`forks` makes what is trained"
     assert {request.snapshot_turns for request in of("surprise").training(1)} == {()}
-
-
-def test_other_estimators_ask_for_no_branches():
-    requests = planner().training(1)
-    assert {request.snapshot_turns for request in requests} == {()}
-    assert planner().branches([parent(requests[0], 3)]) == []
 
 
 def test_a_branch_has_what_its_parent_had_left_of_its_time():
@@ -356,8 +333,4 @@ def test_golden_seeds_of_a_plan():
 
 def test_a_digest_of_tasks_is_the_one_that_stored_runs_have():
     # of 04b0d1a; another one would call every stored evaluation one of other tasks
-    job = parse_job(
-        {"model": {"preset": "tiny-0.3m"}, "evaluation": {"instances": 2}}, where="job.toml"
-    ).config
-    plan = job_parts.planner(job, "run", Inference("http://127.0.0.1:1", "m", None))
-    assert digest_tasks(plan.evaluation("0")) == "28c486649709e40d"
+    assert digest_tasks(planner(evaluation={"instances": 2}).evaluation("0")) == "28c486649709e40d"

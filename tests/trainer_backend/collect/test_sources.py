@@ -1,7 +1,6 @@
 """Rows of a data set in place of worlds: each once before any again, the same after a resume."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import InteractionSpec, Rollout
-from tests.trainer_backend.data.folders import jsonl, parquet, saved_dict
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner
@@ -22,11 +20,11 @@ from trainer_backend.job.schema import JobConfig
 MODEL = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
 
 
-def job_with(path: Path | str = "rows.jsonl", **tables: dict[str, object]) -> JobConfig:
+def job_with(**tables: dict[str, object]) -> JobConfig:
     """Two groups of three an iteration, unless it is said otherwise."""
     document = {
         "model": {"preset": "tiny-0.3m"},
-        "data": {"path": str(path), "held_out_share": 0.5},
+        "data": {"path": "rows.jsonl", "held_out_share": 0.5},
         "rollout": {"env_name": "dialogue", "episodes_per_batch": 6},
         "training": {"group_size": 3},
         **tables,
@@ -101,29 +99,12 @@ def test_the_model_is_told_the_lower_of_the_lengths_that_bound_its_prompt():
     assert told(ours) is None
 
 
-def test_what_is_played_does_not_depend_on_the_format_of_the_file(tmp_path):
-    records = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(30)]
-    paths = [
-        jsonl(tmp_path / "a.jsonl", records),
-        parquet(tmp_path / "b.parquet", records),
-        saved_dict(tmp_path / "c", {"train": records}),
+def test_a_row_keeps_its_place_when_others_are_listed_before_it():
+    plans = [
+        job_parts.planner(job_with(), "run", MODEL, DataSet(order, ()))
+        for order in (rows(30), rows(30)[::-1])
     ]
-    jobs = [job_with(path) for path in paths]
-    plans = [job_parts.planner(job, "run", MODEL, job_parts.data(job)) for job in jobs]
-    for later in plans[1:]:
-        assert later.training(3) == plans[0].training(3)
-        assert later.evaluation("0") == plans[0].evaluation("0")
-
-
-def test_a_row_keeps_its_place_when_others_are_listed_before_it(tmp_path):
-    records = [{"id": f"sum-{n}", "question": f"{n}+1?"} for n in range(30)]
-    jobs = [
-        job_with(jsonl(tmp_path / name, part))
-        for name, part in (("a.jsonl", records), ("b.jsonl", records[::-1]))
-    ]
-    plans = [job_parts.planner(job, "run", MODEL, job_parts.data(job)) for job in jobs]
     assert plans[0].training(2) == plans[1].training(2)
-    assert plans[0].evaluation("0") == plans[1].evaluation("0")
 
 
 def test_refills_take_rows_that_the_iteration_has_not_played_first():
@@ -157,16 +138,10 @@ def test_a_branch_is_played_on_the_row_of_its_parent():
         assert branch.ground_truth == request.ground_truth
 
 
-def test_a_document_is_held_by_the_environment_with_its_question_and_answers():
+def test_a_document_is_held_by_the_environment_and_messages_open_the_dialogue_as_they_are():
     row = Row("a-1", "Who?", document="Ada did.", ground_truth=["Ada"])
-    assert make_origin(row).env_config == {
-        "document_content": "Ada did.",
-        "question": "Who?",
-        "ground_truth": ["Ada"],
-    }
-
-
-def test_messages_open_the_dialogue_as_they_are():
+    held = {"document_content": "Ada did.", "question": "Who?", "ground_truth": ["Ada"]}
+    assert make_origin(row).env_config == held
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
     assert make_origin(Row("a", messages)).env_config == {"prompt": [dict(message) for message in messages]}
 
@@ -174,16 +149,15 @@ def test_messages_open_the_dialogue_as_they_are():
 def test_who_answers_as_the_user_is_the_rows_choice_and_else_that_of_the_job():
     own = InteractionSpec(name="weather", kwargs={"city": "Oslo"})
     nameless = InteractionSpec(kwargs={"query": "q", "ground_truth": "a"})
-    plain = Row("a", "2+2?", ground_truth="4")
-    assert make_origin(plain).interaction is None
-    assert make_origin(plain, interaction="gsm8k").interaction == InteractionSpec(
-        name="gsm8k", kwargs={"query": "2+2?", "ground_truth": "4"}
-    )
-    for row, default, expected in (
-        (Row("a", "?", interaction=own), "gsm8k", own),
-        (Row("a", "?", interaction=nameless), None, nameless),
-        (Row("a", "?", interaction=nameless), "gsm8k", nameless.model_copy(update={"name": "gsm8k"})),
+    of_the_job = InteractionSpec(name="gsm8k", kwargs={"query": "?", "ground_truth": "4"})
+    for rows_own, default, expected in (
+        (None, None, None),
+        (None, "gsm8k", of_the_job),
+        (own, "gsm8k", own),
+        (nameless, None, nameless),
+        (nameless, "gsm8k", nameless.model_copy(update={"name": "gsm8k"})),
     ):
+        row = Row("a", "?", ground_truth="4", interaction=rows_own)
         assert make_origin(row, interaction=default).interaction == expected
 
 

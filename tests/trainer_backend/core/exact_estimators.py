@@ -70,20 +70,19 @@ def of_episode(batch: Batch, i: int, fnorm: str, baseline: str) -> Fraction:
 
 
 def exact_gigpo(
-    batch: Batch, *, gamma: Fraction, fnorm: str, baseline: str
-) -> list[tuple[Fraction, list[Fraction]]]:
-    """A_E and [T] A_S of each episode."""
-
+    batch: Batch, *, gamma: Fraction, fnorm: str, baseline: str, omega: Fraction
+) -> list[list[Fraction]]:
     def of_step(i: int, t: int, key: str) -> Fraction:
         same = [(j, u) for j, u in decisions(batch, i) if batch[j][2][u] == key]
         return normed(
-            return_to_go(batch[i][1], t, gamma),
-            [return_to_go(batch[j][1], u, gamma) for j, u in same],
-            fnorm,
+            return_to_go(batch[i][1], t, gamma), [return_to_go(batch[j][1], u, gamma) for j, u in same], fnorm
         )
 
     return [
-        (of_episode(batch, i, fnorm, baseline), [of_step(i, t, key) for t, key in enumerate(keys)])
+        [
+            omega * of_episode(batch, i, fnorm, baseline) + (1 - omega) * of_step(i, t, key)
+            for t, key in enumerate(keys)
+        ]
         for i, (_, _, keys) in enumerate(batch)
     ]
 

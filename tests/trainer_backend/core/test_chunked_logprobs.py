@@ -41,11 +41,7 @@ def test_chunks_give_the_plain_log_probs_and_entropies(chunk):
 def test_a_scale_a_cap_and_a_bias_stand_before_the_temperature(chunk):
     # Products 0 and 2, with the bias 1 and 2, by a scale of 1/2: 1/2 and 2; the cap 4 makes 4 tanh(1/8) and
     # 4 tanh(1/2); a temperature of 2 halves them.
-    hidden, head, bias = (
-        torch.ones(3, 1),
-        torch.tensor([[0.0], [2.0]]),
-        torch.tensor([1.0, 2.0]),
-    )
+    hidden, head, bias = torch.ones(3, 1), torch.tensor([[0.0], [2.0]]), torch.tensor([1.0, 2.0])
     told = {"chunk": chunk, "bias_V": bias, "logits": LogitMap(scale=0.5, cap=4.0)}
     logprobs, _ = chunked_logprobs(hidden, head, torch.tensor([0, 1, 1]), torch.full((3,), 2.0), **told)
     low, high = 2 * math.tanh(1 / 8), 2 * math.tanh(1 / 2)
@@ -89,9 +85,7 @@ class Alive(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         given = [argument for argument in args if isinstance(argument, torch.Tensor)]
         # a view of an argument is not counted
-        made = isinstance(out, torch.Tensor) and find_memory(out) not in map(
-            find_memory, given
-        )  # no view of one
+        made = isinstance(out, torch.Tensor) and find_memory(out) not in map(find_memory, given)
         if made and self._counts(out):
             self._add(len(out))
             weakref.finalize(out, self._add, -len(out))

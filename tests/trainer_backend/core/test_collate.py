@@ -208,9 +208,8 @@ def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows)
         assert (packed.segment_ids_BL[:, -1] > 0).any()
         after = packed.token_ids_BL[packed.predict_row_N, packed.predict_position_N + 1]
         assert torch.equal(after, packed.target_N)
-    assert [len(cut.target_N) for cut in cut_packed(batch.packed, max_rows)] == [
-        len(cut.weight_N) for cut in cuts
-    ]
+    lengths = [len(cut.target_N) for cut in cut_packed(batch.packed, max_rows)]
+    assert lengths == [len(cut.weight_N) for cut in cuts]
 
 
 @st.composite
@@ -276,10 +275,7 @@ def test_nothing_to_pack_and_cuts_of_no_rows_are_refused():
 def test_each_sequence_goes_longest_first_to_the_fullest_row_with_room():
     # 6 and 5 open rows of 8; 3 fits only with 5; 2 with 6; 1 opens a row
     assert pack([3, 6, 1, 5, 2], row_tokens=8) == [[1, 4], [3, 0], [2]]
-
-
-def test_equal_lengths_keep_their_order():
-    assert pack([2, 2, 2, 2], row_tokens=4) == [[0, 1], [2, 3]]
+    assert pack([2, 2, 2, 2], row_tokens=4) == [[0, 1], [2, 3]], "equal lengths keep their order"
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))

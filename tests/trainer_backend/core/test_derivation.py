@@ -47,7 +47,7 @@ def test_an_equation_without_all_its_numbers_is_left_out():
         (
             "advantage 1 = td_error 0.25 + later 0.75",
             "later: what later decisions changed, discounted by gamma and lambda",
-        ),
+        )
     ]
     assert lines(STEPWISE, advantage=1.0) == []
 

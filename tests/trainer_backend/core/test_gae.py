@@ -2,10 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gae import foretold, gae, gae_token
 from trainer_backend.core.critic import ByToken
@@ -13,15 +9,6 @@ from trainer_backend.job.training_table import AlgorithmTable
 
 HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
 BOOTSTRAP = HALF.model_copy(update=dict(bootstrap_truncated=True))
-NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
-
-
-def test_it_sums_discounted_surprises():
-    # values 1, 2; rewards 0, 3; gamma = lambda = 1/2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 1 - 1 = 0.
-    # Advantages are not standardised, so they keep the unit of the rewards.
-    found = gae([EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0])], HALF)
-    assert found.per_episode == [[0.25, 1.0]]
-    assert found.parts["value"] == [[1.0, 2.0]]
 
 
 def test_tokens_of_two_decisions_by_hand():
@@ -42,31 +29,18 @@ def test_tokens_of_two_decisions_by_hand():
 
 def test_a_truncated_episode_continues_with_the_value_of_its_last_state():
     # Values 1, 2 and then 6; rewards 0, 3: delta_1 = 3 + 6/2 - 2 = 4, delta_0 = 0 + 2/2 - 1 = 0; A_0 = 4/4.
+    # Where it ended, delta_1 = 1. Advantages are not standardised, so they keep the unit of the rewards.
     cut = EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0], truncated=True, value_after=6.0)
     ended = replace(cut, rollout_id="e", truncated=False)  # its value_after says nothing
     unknown = replace(cut, rollout_id="u", value_after=None)
     result = gae([cut, ended, unknown], BOOTSTRAP)
     assert result.per_episode == [[1.0, 4.0], [0.25, 1.0], [0.25, 1.0]]
+    assert result.parts["value"] == [[1.0, 2.0]] * 3
     counted = {key: value for key, value in result.diagnostics.items() if "truncated" in key or "boot" in key}
     assert counted == {"advantages/truncated": 2.0, "advantages/bootstrapped": 1.0}
     off = gae([cut, ended, unknown], HALF)
     assert off.per_episode == [[0.25, 1.0]] * 3
     assert off.diagnostics.keys() == result.diagnostics.keys() - counted.keys()
-
-
-@pytest.mark.parametrize("estimator", [gae, gae_token])
-@given(st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=6), NUMBER)
-def test_the_value_after_the_end_counts_like_a_last_reward_of_it(estimator, pairs, after):
-    # delta_{T-1} = r + gamma * V(s_T) - V(s_{T-1}): nothing else reads V(s_T)
-    rewards, values = map(list, zip(*pairs, strict=True))
-    tokens = ByToken([[value, value - 1.0] for value in values])
-    cut = EpisodeRewards(
-        "r", "g", rewards, values_T=values, token_values=tokens, truncated=True, value_after=after
-    )
-    paid = replace(cut, rewards_T=[*rewards[:-1], rewards[-1] + 0.5 * after], truncated=False)
-    found, expected = (estimator([item], BOOTSTRAP) for item in (cut, paid))
-    assert found.per_episode == expected.per_episode  # in quarters nothing is rounded
-    assert found.per_token == expected.per_token
 
 
 def test_predictions_are_compared_with_returns_before_the_critic_learns_from_them():

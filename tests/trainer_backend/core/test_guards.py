@@ -5,14 +5,8 @@ import itertools
 import pytest
 
 from shared_schemas.rewards import StepRewards, decision_rewards, reward_vector
-from shared_schemas.trajectory import (
-    ObservationData,
-    RewardPart,
-    StepData,
-    StepMetadata,
-    StopReason,
-    Trajectory,
-)
+from shared_schemas.trajectory import ObservationData, RewardPart, StepData, StepMetadata
+from tests.trainer_backend.dialogues import trajectory
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.errors import RewardError
 
@@ -37,16 +31,12 @@ def episode(counts=COUNTS, *, records=None, parts=()):
                 metadata=StepMetadata(decision_rewards=record),
             )
         )
-    return Trajectory(
-        env_name="e", policy_name="p", seed=0, steps=tuple(steps), outcome_reward=2.0, outcome_definition="d",
-        achievements_counts=counts[-1], env_steps=4, terminated=True, truncated=False,
-        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
-    )  # fmt: skip
+    return trajectory(steps, (), outcome_reward=2.0, achievements_counts=counts[-1])
 
 
-def checked(trajectory, keys, rewards=None, horizon=None):
-    rewards = rewards or reward_vector(trajectory.steps, trajectory.outcome_reward, keys, horizon=horizon)
-    refuse_lost_reward(trajectory, rewards, keys, horizon=horizon, rollout_id="r")
+def checked(item, keys, rewards=None, horizon=None):
+    rewards = rewards or reward_vector(item.steps, item.outcome_reward, keys, horizon=horizon)
+    refuse_lost_reward(item, rewards, keys, horizon=horizon, rollout_id="r")
 
 
 @pytest.mark.parametrize("keys", [STEPWISE, SPARSE, OFF])

@@ -34,15 +34,15 @@ def test_the_estimates_of_rewards_are_those_of_the_loss(kind):
     assert found == pytest.approx(ESTIMATORS[kind](d).tolist(), rel=1e-5)
 
 
-def make_policies(distance: float = 1.0):
-    """Logits of a policy over four tokens, at this distance from the reference, and its log-probs."""
+def make_policies():
+    """Logits of a policy over four tokens, and the log-probs of its reference."""
     reference = torch.tensor([0.0, 0.5, -0.2, 0.4], dtype=torch.float64)
     step = torch.tensor([0.3, -1.5, 0.7, -0.3], dtype=torch.float64)
-    return (reference + distance * step).requires_grad_(), reference.log_softmax(-1)
+    return (reference + step).requires_grad_(), reference.log_softmax(-1)
 
 
-def differentiate(of_policy, distance: float = 1.0) -> torch.Tensor:
-    logits, reference = make_policies(distance)
+def differentiate(of_policy) -> torch.Tensor:
+    logits, reference = make_policies()
     of_policy(logits.log_softmax(-1), reference).backward()
     return logits.grad
 
@@ -62,7 +62,7 @@ def as_a_loss(kind: str) -> torch.Tensor:
     )
 
 
-def as_a_reward(kind: str, distance: float = 1.0) -> torch.Tensor:
+def as_a_reward(kind: str) -> torch.Tensor:
     """E over the policy's samples of reward * grad log policy: what REINFORCE follows, coefficient 1."""
 
     def surrogate(logp, reference):
@@ -72,7 +72,7 @@ def as_a_reward(kind: str, distance: float = 1.0) -> torch.Tensor:
         ]
         return (logp.exp().detach() * torch.tensor(rewards, dtype=torch.float64) * logp).sum()
 
-    return differentiate(surrogate, distance)
+    return differentiate(surrogate)
 
 
 def test_k1_and_k3_are_unbiased_estimates_of_the_kl():
@@ -94,18 +94,8 @@ def test_as_a_reward_k1_descends_the_kl_and_k3_climbs_the_other_one_too():
     torch.testing.assert_close(as_a_reward("k3"), differentiate(forward_kl) - differentiate(reverse_kl))
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_near_the_reference_k2_and_k3_as_rewards_hardly_pull(kind):
-    def strength(distance):
-        return (as_a_reward(kind, distance).norm() / as_a_reward("k1", distance).norm()).item()
-
-    assert strength(0.01) < 0.02
-    assert strength(0.001) == pytest.approx(strength(0.01) / 10, rel=0.1)  # one order less than k1
-
-
 @pytest.mark.parametrize(
-    ("kind", "expected", "slope"),
-    [("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
+    ("kind", "expected", "slope"), [("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))]
 )
 def test_the_loss_is_a_weighted_sum_that_ignores_padding(kind, expected, slope):
     logprobs, reference = torch.tensor([-1.0, math.nan, -1.0]), torch.tensor([-1.5, -1.0, -1.5])

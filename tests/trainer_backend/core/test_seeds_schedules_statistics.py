@@ -18,6 +18,7 @@ from shared_schemas.trajectory import (
     Trajectory,
     UserReward,
 )
+from tests.trainer_backend.dialogues import trajectory
 from trainer_backend.core.schedules import (
     DesiredKlKeys,
     FallKeys,
@@ -40,9 +41,9 @@ from trainer_backend.core.statistics import (
 )
 
 
-def trajectory(counters: list[dict[str, int]], *, invalid: tuple[int, ...] = ()) -> Trajectory:
+def episode(counters: list[dict[str, int]], *, invalid: tuple[int, ...] = ()) -> Trajectory:
     """An episode whose counters after each decision are given; before the first they are all 0."""
-    before: dict[str, int] = {name: 0 for name in counters[-1]}
+    before = dict.fromkeys(counters[-1], 0)
     steps = []
     for turn, after in enumerate(counters, start=1):
         steps.append(
@@ -56,15 +57,12 @@ def trajectory(counters: list[dict[str, int]], *, invalid: tuple[int, ...] = ())
             )
         )
         before = after
-    return Trajectory(
-        env_name="e", policy_name="p", seed=0, steps=tuple(steps), outcome_reward=1.0, outcome_definition="d",
-        achievements_counts=before, env_steps=len(steps), terminated=False, truncated=True,
-        stop_reason=StopReason.MAX_DECISIONS, wall_s=0.0,
-    )  # fmt: skip
+    ending = {"terminated": False, "truncated": True, "stop_reason": StopReason.MAX_DECISIONS}
+    return trajectory(steps, (), outcome_reward=1.0, achievements_counts=before, **ending)
 
 
-WOOD_TWICE = trajectory([{"wood": 1, "cow": 0}, {"wood": 2, "cow": 1}, {"wood": 2, "cow": 1}], invalid=(3,))
-NOTHING = trajectory([{"wood": 0, "cow": 0}])
+WOOD_TWICE = episode([{"wood": 1, "cow": 0}, {"wood": 2, "cow": 1}, {"wood": 2, "cow": 1}], invalid=(3,))
+NOTHING = episode([{"wood": 0, "cow": 0}])
 
 
 def test_the_logs_of_a_batch_by_hand():
@@ -166,22 +164,30 @@ def test_19_of_20_lie_within_the_quantile_of_student_s_t(freedom: int, error: fl
     )
 
 
-def test_student_s_t_needs_a_degree_of_freedom():
-    with pytest.raises(ValueError, match="at least one degree"):
-        t_quantile_975(0)
-
-
 def test_one_value_has_no_interval_and_none_has_no_mean():
     assert (mean_interval([4.0]).mean, mean_interval([4.0]).low) == (4.0, None)
     with pytest.raises(ValueError, match="at least one"):
         mean_interval([])
+    with pytest.raises(ValueError, match="at least one degree"):
+        t_quantile_975(0)
 
 
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_share():
-    def rate(progress: float) -> float:
-        return learning_rate(2.0, progress=progress, rise=0.5, final=0.1)
+@pytest.mark.parametrize(
+    ("fall", "falling"),
+    [
+        (linear, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        # 1 - 0.8 * (1 - cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1; cos(pi / 4) = 0.7071068
+        (cosine, [1.0, 0.8828427, 0.6, 0.3171573, 0.2]),
+        (constant, [1.0] * 5),
+    ],
+)
+def test_every_schedule_rises_the_same_and_falls_to_its_share_at_the_end_or_not_at_all(fall, falling):
+    def rates(rise, *progress):
+        return [learning_rate(2.0, progress=p, rise=rise, final=0.2, fall=fall) for p in progress]
 
-    assert [rate(p) for p in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([0.0, 1.0, 2.0, 1.1, 0.2])
+    assert rates(0.4, 0.0, 0.1, 0.4) == [0.0, 0.5, 2.0]
+    assert rates(0.0, 0.0, 0.25, 0.5, 0.75, 1.0) == pytest.approx([2 * rate for rate in falling])
+    assert rates(0.5, 0.5, 0.625, 0.75, 0.875, 1.0) == pytest.approx([2 * rate for rate in falling])
 
 
 @given(st.floats(0, 1), st.floats(0, 0.99), st.floats(0, 1))
@@ -194,45 +200,11 @@ def test_the_learning_rate_never_passes_its_peak_and_never_its_share(
         assert progress < rise or rate >= final - 1e-12
 
 
-def test_a_cosine_falls_slowly_at_both_ends_and_a_constant_not_at_all():
-    def rates(fall):
-        return [learning_rate(1.0, progress=n / 4, rise=0.0, final=0.2, fall=fall) for n in range(5)]
-
-    # 1 - 0.8 * (1 - cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1; cos(pi / 4) = 0.7071068
-    assert rates(cosine) == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573, 0.2])
-    assert rates(linear) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rates(constant) == [1.0] * 5
-
-
-@pytest.mark.parametrize("fall", [linear, cosine, constant])
-def test_every_schedule_rises_the_same(fall):
-    assert learning_rate(2.0, progress=0.1, rise=0.4, final=0.5, fall=fall) == 0.5
-    assert learning_rate(2.0, progress=0.4, rise=0.4, final=0.5, fall=fall) == 2.0
-
-
 def test_the_rate_moves_by_a_bounded_factor_towards_the_desired_kl():
     moves = {kl: followed_rate(3.0, kl, desired=0.1, begin=3.0) for kl in (0.0, 0.04, 0.06, 0.2, 0.21)}
     assert moves == {0.0: 3.0, 0.04: 4.5, 0.06: 3.0, 0.2: 3.0, 0.21: 2.0}
     assert followed_rate(29.0, 0.01, desired=0.1, begin=3.0) == 30.0
     assert followed_rate(0.031, 1.0, desired=0.1, begin=3.0) == 0.03
-
-
-@pytest.mark.parametrize("begin", [0.1, 0.4, 4.0, 20.0])
-def test_a_bandit_gets_the_rate_whose_steps_have_the_desired_size(begin: float):
-    """Two arms, each with probability 1/2, and a step of rate * 0.1 on the difference of their logits.
-
-    A step by x has KL = ln((1 + cosh x) / 2) / 2, about x^2 / 8: the right rate is 10 * sqrt(8 * desired).
-    """
-    desired = 0.002
-    right = 10 * math.sqrt(8 * desired)
-    rate, rates = begin, []
-    for _ in range(20):
-        step = 0.1 * rate
-        kl = math.log((1 + math.cosh(step)) / 2) / 2
-        rate = followed_rate(rate, kl, desired=desired, begin=begin)
-        rates.append(rate)
-    reachable = min(right, begin * 10)
-    assert rates[-1] == rates[-2] and reachable / 1.45 < rates[-1] < right * 1.45
 
 
 def test_shares_outside_their_range_are_refused():

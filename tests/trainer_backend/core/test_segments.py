@@ -1,4 +1,4 @@
-"""Segments of an episode, the experts of their tokens, and the views that answers were sampled from."""
+"""Segments of an episode, their experts and bytes, and the views that answers were sampled from."""
 
 import math
 from base64 import b64encode
@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
+from trainer_backend.core.columns import decoded, encoded
+from trainer_backend.core.emission_views import assistant_turn_boundaries, emission_views
 from trainer_backend.core.experts import UNKNOWN, ExpertColumns, write_experts
-from trainer_backend.core.segments import build_segments
+from trainer_backend.core.segments import SPAN, Segment, build_segments
 from trainer_backend.errors import SegmentError
 
 
@@ -67,14 +68,19 @@ def test_a_completion_that_spans_a_weight_swap_keeps_the_version_of_each_token()
     assert segment.versions.tolist() == [5, 5, 6]
 
 
-def test_a_segment_in_which_nothing_was_sampled_is_left_out():
-    segments = build_segments([step(1, 0, [1], []), step(2, 0, [2], [3])], rollout_id="r")
-    assert [segment.token_ids.tolist() for segment in segments] == [[2, 3]]
-
-
-def test_a_decision_without_tokens_can_be_continued():
-    [segment] = build_segments([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r")
-    assert segment.token_ids.tolist() == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("steps", "token_ids"),
+    [
+        ([step(1, 0, [1], []), step(2, 0, [2], [3])], [[2, 3]]),
+        ([step(1, 0, [1], []), step(2, 1, [2], [3])], [[1, 2, 3]]),
+        ([step(1, 0, [1], [], versions=((0, 3),))], []),  # the version that gave none
+    ],
+)
+def test_without_a_sampled_token_there_is_no_segment_and_a_decision_without_can_be_continued(
+    steps, token_ids
+):
+    segments = build_segments(steps, rollout_id="r")
+    assert [segment.token_ids.tolist() for segment in segments] == token_ids
 
 
 @st.composite
@@ -97,6 +103,7 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
     segments = build_segments(steps, rollout_id="r")
     views = emission_views(segments)
     assert [(list(view.prompt_ids), list(view.answer_ids)) for view in views] == expected
+    assert [view.turn for view in views] == [step.turn for step in steps]
     for number, segment in enumerate(segments):
         trained = [i for view in views if view.segment == number for i in range(view.start, view.end)]
         assert trained == segment.sampled_positions.tolist()
@@ -127,10 +134,6 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
 def test_tokens_that_do_not_fit_together_are_refused_with_rollout_and_turn(second, message):
     with pytest.raises(SegmentError, match=f"^rollout r-1, {message}"):
         build_segments([step(1, 0, [1, 2], [3]), second], rollout_id="r-1")
-
-
-def test_an_answer_without_tokens_may_name_the_version_that_gave_none():
-    assert build_segments([step(1, 0, [1], [], versions=((0, 3),))], rollout_id="r") == []
 
 
 def experts(first: int, *tokens: list[int]) -> dict[str, object]:
@@ -180,22 +183,12 @@ def test_experts_that_fit_no_token_are_refused(change, reason):
         build_segments(steps, rollout_id="r")
 
 
-def test_every_answer_has_the_ids_that_it_was_sampled_from():
-    # 1 2 | 3 4 and 5 | 6 continue each other; a delete keeps 1 2, and 9 | 8 follows
-    steps = [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6]), step(3, 2, [9], [8])]
-    assert emission_views(build_segments(steps, rollout_id="r")) == [
-        EmissionView(1, 0, (1, 2), (3, 4), 2, 4),
-        EmissionView(2, 0, (1, 2, 3, 4, 5), (6,), 5, 6),
-        EmissionView(3, 1, (1, 2, 9), (8,), 3, 4),
-    ]
-
-
 def test_answers_that_follow_without_a_token_between_them_stay_two():
     [segment] = build_segments([step(1, 0, [1], [2]), step(2, 2, [], [3])], rollout_id="r")
     assert list(assistant_turn_boundaries(segment)) == [(0, 1, 2), (1, 2, 3)]
 
 
-COLUMNS = TypeAdapter(ExpertColumns)
+COLUMNS, SEGMENTS = TypeAdapter(ExpertColumns), TypeAdapter(list[Segment])
 
 
 @pytest.mark.parametrize("ids", [[[0, 3], [254, 1]], [[0, 300], [UNKNOWN, 2]]], ids=["a byte each", "two"])
@@ -210,3 +203,35 @@ def test_columns_come_out_of_json_as_they_went_in(ids: list[list[int]]):
 def test_columns_that_are_no_whole_tokens_are_a_wrong_field(data: str):
     with pytest.raises(ValidationError, match="base64 of 3 numbers a token"):
         COLUMNS.validate_python({"first": 0, "per_token": 3, "number_bytes": 1, "data": data})
+
+
+def test_segments_come_back_bit_for_bit_and_cost_their_arrays_and_a_line():
+    logprobs = [-0.1, -math.inf, math.nan, -5e-324]
+    parts = [
+        Segment.of("a/1", [2**31 - 1, -1, 3, 4, 5, 6, 7], logprobs, [(1, 3, 0, 7, 0.1), (4, 6, 1, 8, 1.0)]),
+        Segment.of("b", [1], [], []),
+    ]
+    body = encoded(SEGMENTS, parts)
+    again = decoded(SEGMENTS, body)
+    for name in ("token_ids", "logprobs", "spans"):
+        for part, other in zip(parts, again, strict=True):
+            column, found = getattr(part, name), getattr(other, name)
+            assert (found.dtype, found.tobytes()) == (column.dtype, column.tobytes())
+            assert found.flags.aligned and not found.flags.writeable
+    assert [part.rollout_id for part in again] == ["a/1", "b"]
+    # 7 and 1 ids, 4 log-probs and 2 spans, each array filled up to 8 bytes
+    assert len(body) - (body.index(b"\n") + 1) == 32 + 8 + 4 * 8 + 2 * SPAN.itemsize
+    assert encoded(SEGMENTS, again) == body
+
+
+@pytest.mark.parametrize("place", ["[8, 1]", "[-4, 1]", "[0, -1]", "[0, 3]", "[0]", "7"])
+def test_an_array_that_does_not_lie_in_the_bytes_is_refused(place):
+    body = b'[{"rollout_id": "r", "token_ids": %s, "logprobs": [0, 0], "spans": [0, 0]}]\n' % place.encode()
+    with pytest.raises(ValidationError, match="token_ids"):
+        decoded(SEGMENTS, body + bytes(8))
+
+
+def test_an_array_of_another_kind_is_not_sent():
+    part = Segment("r", np.array([1, 2]), np.array([-1.0]), np.array([(1, 2, 0, 0, 1.0)], SPAN))
+    with pytest.raises(Exception, match="int64; expected 1, int32"):
+        encoded(SEGMENTS, [part])

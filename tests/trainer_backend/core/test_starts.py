@@ -133,10 +133,6 @@ def test_of_many_candidates_every_cell_gets_its_turn():
 def test_of_a_cell_every_turn_of_the_whole_game_comes_before_a_second_moment_of_any():
     many = [Candidate(f"train/1/0/{n}", 1, 1, WOOD) for n in range(50)]
     far = Candidate("train/1/1/0", 1, 8, WOOD)
-    assert [one.turn for one in sorted(kept([*many, far], seed=1, most=3), key=lambda one: one.turn)] == [
-        1,
-        1,
-        8,
-    ]
+    assert sorted(one.turn for one in kept([*many, far], seed=1, most=3)) == [1, 1, 8]
     found = candidates("train/1/0/0", [(), WOOD], seed=1, done=7)
     assert found == [Candidate("train/1/0/0", 1, 8, WOOD)]

@@ -80,12 +80,6 @@ def test_a_decision_is_compared_with_others_made_in_the_same_state():
     assert of_lost == pytest.approx([-0.602458, 0.0], abs=1e-6)
 
 
-def test_a_state_that_is_met_again_in_one_episode_is_an_anchor_too():
-    # G: 0.857375, 0.9025, 0.95 at a, their mean 0.903292
-    (of_steps,) = step_parts([episode("r", [0, 0, 0, 1.0], "aaab")])
-    assert of_steps == pytest.approx([-0.045917, -0.000792, 0.046708, 0.0], abs=1e-6)
-
-
 def test_scores_are_averaged_over_trajectories_or_over_steps():
     # a success of one step and a failure of nine
     short, long = episode("short", [1.0], "a"), episode("long", [0.0] * 9, "bcdefghij")
@@ -325,9 +319,8 @@ def exactly(estimator, episodes, config):
     if estimator is g2po:
         return exact_g2po(batch, gamma=gamma, fnorm=config.fnorm, **levels)
     if estimator is gigpo:
-        omega = Fraction(config.omega)
-        parts = exact_gigpo(batch, gamma=gamma, fnorm=config.fnorm, baseline=config.episode_baseline)
-        return [[omega * own + (1 - omega) * step for step in of_steps] for own, of_steps in parts]
+        weighed = {"baseline": config.episode_baseline, "omega": Fraction(config.omega)}
+        return exact_gigpo(batch, gamma=gamma, fnorm=config.fnorm, **weighed)
     if estimator is gagpo:
         return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
     if estimator is gigpo_soft:

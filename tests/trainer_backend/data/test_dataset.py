@@ -211,36 +211,31 @@ def test_the_truth_that_the_interaction_gets_and_the_name_of_the_row_s_own_inter
     assert "the interaction 'maths' needs" in refused(with_interaction(path), numbers=frozenset({"maths"}))
 
 
+OURS = "turnwise.Gsm8kInteraction"
+
+
 @pytest.mark.parametrize(
-    ("file", "is_refused"),
+    ("file", "numbers"),
     [
+        # None: rows that name none get the only one
+        (f'interaction:\n# - class_name: "mine.Gsm8kInteraction"\n- class_name: {OURS}', {"gsm8k", None}),
+        (f'interaction:\n# - class_name: "{OURS}"\n- class_name: mine.OtherInteraction', set()),
+        (f"interaction: [{{class_name: {OURS}, name: maths}}, {{class_name: mine.Gsm8k}}]", {"maths"}),
+        (f"interaction: [{{class_name: {OURS}, name: gsm8k}}, {{class_name: mine.Own}}]", {"gsm8k"}),
+        ("interaction: [", set()),
+        ("- 1", set()),
+        ("[" * 10_000, set()),
         (
-            'interaction:\n# - class_name: "mine.Gsm8kInteraction"\n- class_name: turnwise.Gsm8kInteraction',
-            True,
+            "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}]",
+            {"gsm8k", None},
         ),
-        (
-            'interaction:\n# - class_name: "turnwise.Gsm8kInteraction"\n- class_name: mine.OtherInteraction',
-            False,
-        ),
-        (
-            "interaction: [{class_name: turnwise.Gsm8kInteraction, name: maths}, {class_name: mine.Gsm8k}]",
-            False,
-        ),
-        ("interaction: [{class_name: turnwise.Gsm8kInteraction, name: gsm8k}, {class_name: mine.Own}]", True),
-        ("interaction: [", False),
-        ("- 1", False),
-        ("[" * 10_000, False),
-        ('interaction: [{class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}]', True),
-        ('[[interaction]]\nclass_name = "turnwise.Gsm8kInteraction"', True),
-        ('interaction: [{class_name: "mine.Gsm8kInteraction"}]', False),
+        (f'[[interaction]]\nclass_name = "{OURS}"', {"gsm8k", None}),
+        ("interaction: [{class_name: mine.Gsm8kInteraction}]", set()),
     ],
 )
-def test_a_class_of_the_user_s_own_may_take_any_truth(tmp_path, file, is_refused):
-    table = with_interaction(jsonl(tmp_path / "a.jsonl", [{"prompt": "?", "ground_truth": "Paris"}]))
+def test_a_file_names_the_interactions_that_need_a_number_and_a_class_of_the_user_s_own_needs_none(
+    tmp_path, file, numbers
+):
     interactions = tmp_path / ("interactions.toml" if file.startswith("[[") else "interactions.yaml")
     interactions.write_text(file)
-    numbers = number_interactions(interactions)
-    if is_refused:
-        assert "line 1: the row has no ground truth" in refused(table, numbers=numbers)
-    else:
-        assert len(read_data(table, instances=2, numbers=numbers).training) == 1
+    assert number_interactions(interactions) == numbers

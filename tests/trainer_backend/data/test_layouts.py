@@ -55,18 +55,14 @@ def test_the_rows_do_not_depend_on_what_holds_them(layout, tmp_path):
     expected = read_split(jsonl(tmp_path / "as-lines.jsonl", TRAIN), "train")
     found = read_split(layout(tmp_path / "set"), "train")
     assert found.rows == expected.rows
-    assert [row.id for row in found.rows] == [row.id for row in expected.rows]
     assert found.used == expected.used
 
 
 @pytest.mark.parametrize("name", ["save_to_disk of all", "hub", "the hub's conversion"])
 def test_another_split_has_its_own_rows_and_one_that_is_not_there_is_told_with_those_that_are(name, tmp_path):
     folder = LAYOUTS[name](tmp_path / "set")
-    assert [row.id for row in read_split(folder, "test", by_position=True).rows] == [
-        "test/0",
-        "test/1",
-        "test/2",
-    ]
+    found = read_split(folder, "test", by_position=True)
+    assert [row.id for row in found.rows] == ["test/0", "test/1", "test/2"]
     with pytest.raises(DataError, match=r"has no split 'trian'\. Did you mean 'train'\? Known: test, train"):
         read_split(folder, "trian")
 

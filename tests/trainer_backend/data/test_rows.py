@@ -53,7 +53,9 @@ def test_a_row_of_source_5_asks_the_query_of_its_interaction():
     for columns in (kwargs, {"interaction_kwargs": kwargs}, {"extra_info": {"interaction_kwargs": kwargs}}):
         found = row(**columns)
         assert (found.prompt, found.ground_truth) == ("What is 2+2?", "4")
-    assert found.interaction.kwargs == kwargs
+    assert (found.interaction.name, found.interaction.kwargs) == (None, kwargs)
+    found = parsed(raw_prompt="2+2?", interaction_kwargs=kwargs)
+    assert found.used["ground_truth"] == "interaction_kwargs.ground_truth"
     assert row(question="Two and two?", interaction_kwargs=kwargs).prompt == "Two and two?"
 
 
@@ -92,13 +94,6 @@ def test_a_row_in_the_layout_of_skyrl():
     )
     assert (found.row.question, found.row.ground_truth) == ("What is 2+2?", "4")
     assert found.used == {"prompt": "prompt", "ground_truth": "reward_spec.ground_truth"}
-
-
-def test_the_published_row_has_its_truth_in_the_arguments_of_its_interaction():
-    found = parsed(raw_prompt="2+2?", interaction_kwargs={"query": "2+2?", "ground_truth": "4"})
-    assert found.row.ground_truth == "4"
-    assert found.row.interaction.name is None
-    assert found.used["ground_truth"] == "interaction_kwargs.ground_truth"
 
 
 def test_a_document_goes_with_a_question_and_the_answers_that_count():

@@ -18,10 +18,7 @@ from trainer_backend.evaluation.result import evaluation_result
 from trainer_backend.run.iteration_metrics import outcome_bounds
 from trainer_backend.terminal.evaluation_tables import tables
 
-RIGHT_AND_WRONG = [
-    finished(dialogue(0.0, 1.0), 1, group="g1"),
-    finished(dialogue(0.0), 2, group="g2"),
-]
+RIGHT_AND_WRONG = [finished(dialogue(0.0, 1.0), 1, group="g1"), finished(dialogue(0.0), 2, group="g2")]
 
 
 def test_a_dialogue_is_told_by_its_outcome_and_has_no_achievements():

@@ -40,9 +40,9 @@ SETTING = TruthSetting(
 Answer = Callable[[RolloutRequest], Rollout | None]
 
 
-def played(*decisions: tuple[str, float], sibling: int = 0) -> Rollout:
+def played(*decisions: tuple[str, float]) -> Rollout:
     """An episode of these words and rewards."""
-    episode = rollout(1, [()] * len(decisions), group="train/1/0", sibling=sibling)
+    episode = rollout(1, [()] * len(decisions), group="train/1/0")
     steps = tuple(
         step.model_copy(update={"action_taken": {"type": "text", "content": word}, "env_rewards": (reward,)})
         for step, (word, reward) in zip(episode.trajectory.steps, decisions, strict=True)
@@ -53,6 +53,9 @@ def played(*decisions: tuple[str, float], sibling: int = 0) -> Rollout:
     return episode.model_copy(update={"trajectory": trajectory})
 
 
+LOST = played(("", 0.0))
+
+
 class Desk:
     """Stands in for a dispatcher: answers each request by a function of it."""
 
@@ -61,21 +64,17 @@ class Desk:
         self.acked: list[int] = []
 
     async def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
-        answers = [(request, self._answer(request)) for request in requests]
+        answers = {request.sibling: self._answer(request) for request in requests}
         failure = RolloutFailure(code="inference_unavailable", detail="connection refused")
-        finished = tuple(
-            item.model_copy(update={"sibling": request.sibling})
-            for request, item in answers
-            if item is not None
+        failed = {"status": "failed", "trajectory": None, "failure": failure}
+        return Batch(
+            tuple(item.model_copy(update={"sibling": n}) for n, item in answers.items() if item is not None),
+            tuple(
+                LOST.model_copy(update={"sibling": n, **failed})
+                for n, item in answers.items()
+                if item is None
+            ),
         )
-        failed = tuple(
-            played(("", 0.0), sibling=request.sibling).model_copy(
-                update={"status": "failed", "trajectory": None, "failure": failure}
-            )
-            for request, item in answers
-            if item is None
-        )
-        return Batch(finished, failed)
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
         self.acked += [item.sibling for item in rollouts]

@@ -31,71 +31,58 @@ PROBES = ([1], list(range(1, 17)))
 
 
 class FakeVllm:
-    """The server's state, and its faults.
+    """The server's state, and its faults: what a keyword sets and what a test changes meanwhile."""
 
-    Attributes:
-        down: it answers 500 to every sample; `/health` stays 200.
-        down_after: so does it after that many samples.
-        wedged: samples get no answer; `/health` stays 200.
-        fails_once: the sample that is held, or the next, is answered with 500.
-        busy: so many requests are answered with 429.
-        full: requests for one token get no answer, as behind a queue.
-        goes_on: its metrics count further tokens whenever they are read.
-        holds: samples of rollouts wait for it, those of `slow_prompt` where there is one.
-        may_load: a load waits for it.
-        may_pause: a pause waits for it, as for requests that run.
-        forgets_head: it answers 200 to a load and keeps the output head of before.
-        loads_at_most: later loads fail.
-        lacks: routes that it was not started with.
-        has_worker: it was started with our worker class.
-        receives: it was started to receive weights from a learner.
-        raw: its log-probs are those before the temperature.
-        streams_wait: it sends the last token of a stream after the request was aborted.
-        rpc_status: of calls to its workers.
-        sleeps: it was started to give memory back; `asleep` has the kinds that it has given back.
-        may_sleep: a sleep fails without it.
-        sees_folders: it runs on a machine that has the trainer's disk.
-        die: ends the process that it serves for.
-        deadly_file: the process that finds and removes this file at its third sample dies of it, or is down
-            from then on where the file says so.
-        loads, served, probes: versions that it was told, and (prompt ids, version) of every sample.
-    """
+    release = "0.32.0"
+    max_model_len = 256
+    lacks: tuple[str, ...] = ()  # routes that it was not started with
+    has_worker = True  # it was started with our worker class
+    receives = True  # it was started to receive weights from a learner
+    sleeps = True  # it was started to give memory back
+    may_sleep = True  # a sleep fails without it
+    sees_folders = True  # it runs on a machine that has the trainer's disk
+    rpc_status = 200  # of calls to its workers
+    down = False  # it answers 500 to every sample; `/health` stays 200
+    down_after = 1 << 60  # so does it after that many samples
+    wedged = False  # samples get no answer; `/health` stays 200
+    fails_once = False  # the sample that is held, or the next, is answered with 500
+    busy = 0  # so many requests are answered with 429
+    full = False  # requests for one token get no answer, as behind a queue
+    goes_on = False  # its metrics count further tokens whenever they are read
+    slow_prompt: list[int] | None = None  # the samples that `holds` are of it, where there is one
+    loads_at_most = 1 << 60  # later loads fail
+    forgets_head = False  # it answers 200 to a load and keeps the output head of before
+    raw = False  # its log-probs are those before the temperature
+    streams_wait = False  # it sends the last token of a stream after the request was aborted
+    # The process that finds and removes this file at its third sample dies of it, or is down from then on
+    # where the file says so.
+    deadly_file: Path | None = None
+    version = "default"
+    counted = probes = 0
 
-    def __init__(
-        self, folder: Path, *, max_model_len: int = 256, release: str = "0.32.0", lacks: tuple[str, ...] = ()
-    ) -> None:
-        self._lacks = lacks
+    def __init__(self, folder: Path) -> None:
         model, tokenizer = load_model_folder(folder)
         self.model = model.eval()
         keys = EngineKeys(max_running=8)
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], keys=keys)
-        self.version, self.release, self.max_model_len = "default", release, max_model_len
-        self.has_worker = self.receives = self.sees_folders = self.sleeps = self.may_sleep = True
-        self.asleep = set[str]()
-        self.turns = list[str]()
+        # Samples of rollouts, a load, and a pause (as for requests that run) wait for them.
+        self.holds, self.may_load, self.may_pause = threading.Event(), threading.Event(), threading.Event()
+        self.let_all_go_on()
+        self.asleep = set[str]()  # the kinds of memory that it has given back
+        self.turns, self.paused = list[str](), list[str]()
+        # Versions that it was told, and (prompt ids, version) of every sample.
+        self.loads, self.served = list[str](), list[tuple[list[int], str]]()
+        self.die: Callable[[], object] = lambda: os._exit(9)  # ends the process that it serves for
         self._updates = False
-        self.loads_at_most = 1 << 60
-        self.down = self.forgets_head = self.raw = False
-        self.down_after = 1 << 60
-        self.may_load = threading.Event()
-        self.may_load.set()
-        self.may_pause = threading.Event()
-        self.may_pause.set()
-        self.streams_wait = self.wedged = self.fails_once = self.full = self.goes_on = False
-        self.counted = 0
-        self.slow_prompt: list[int] | None = None
-        self.rpc_status, self.busy, self.probes = 200, 0, 0
-        self.holds = threading.Event()
-        self.holds.set()
         self._names = count()
         self._streams: dict[str, asyncio.Event] = {}
-        self.paused: list[str] = []
-        self.loads: list[str] = []
-        self.served: list[tuple[list[int], str]] = []
-        self.deadly_file: Path | None = None
-        self.die: Callable[[], object] = lambda: os._exit(9)
         self._running = asyncio.Event()
         self._running.set()
+
+    def let_all_go_on(self) -> None:
+        self.wedged = self.full = False
+        for event in (self.holds, self.may_load, self.may_pause):
+            event.set()
 
     def app(self) -> Starlette:
         routes = {
@@ -121,7 +108,7 @@ class FakeVllm:
             routes=[
                 Route(path, call, methods=[verb])
                 for path, (verb, call) in routes.items()
-                if path not in self._lacks
+                if path not in self.lacks
             ]
         )
 
@@ -179,15 +166,18 @@ class FakeVllm:
         body = await request.json()
         if self.rpc_status != 200:
             return Response("try later", status_code=self.rpc_status)
-        if body["method"] == "turnwise_ready":
-            error = "'CPUWorker' object has no attribute 'turnwise_ready'"
-            return Response(status_code=200) if self.has_worker else Response(error, status_code=500)
-        if body["method"] == "turnwise_receives":
-            error = "turnwise_receives: --weight-transfer-config names no backend of Turnwise"
-            return Response(status_code=200) if self.receives else Response(error, status_code=500)
-        if body["method"] == "turnwise_sleeps":
-            error = "turnwise_sleeps: it was started without --enable-sleep-mode"
-            return Response(status_code=200) if self.sleeps else Response(error, status_code=500)
+        checks = {
+            "turnwise_ready": (self.has_worker, "'CPUWorker' object has no attribute 'turnwise_ready'"),
+            "turnwise_receives": (
+                self.receives, "turnwise_receives: --weight-transfer-config names no backend of Turnwise",
+            ),
+            "turnwise_sleeps": (
+                self.sleeps, "turnwise_sleeps: it was started without --enable-sleep-mode",
+            ),
+        }  # fmt: skip
+        if body["method"] in checks:
+            passes, error = checks[body["method"]]
+            return Response() if passes else Response(error, status_code=500)
         if "weights" in self.asleep:
             return Response("EngineCore died", status_code=500)
         folder, files, *adapters = body["args"]
@@ -344,14 +334,12 @@ class FakeVllm:
 @contextmanager
 def fake_vllm(folder: Path, *, port: int = 0, **settings: Any) -> Iterator[tuple[FakeVllm, str]]:
     """A fake that serves a model folder, and its base URL."""
-    fake = FakeVllm(folder, **settings)
+    fake = FakeVllm(folder)
+    vars(fake).update(settings)
     fake.engine.start()
     with ServerThread(fake.app(), Listener("127.0.0.1", port)) as url:
         try:
             yield fake, url
         finally:
-            fake.wedged = fake.full = False
-            fake.may_load.set()
-            fake.may_pause.set()
-            fake.holds.set()
+            fake.let_all_go_on()
     fake.engine.stop()

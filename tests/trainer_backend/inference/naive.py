@@ -1,7 +1,9 @@
 """The reference: one request at a time, no cache, no batch, no padding."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +47,38 @@ def naive_generation(
         tokens.append(int(token))
         logprobs.append(float(logprob))
     return tokens, logprobs
+
+
+_NUMBERS = count()
+
+
+async def ask(
+    engine: LocalEngine, prompt: Sequence[int], *, seed: int | None = 1, tokens: int = 5, name: str = ""
+) -> Generation:
+    sampling = Sampling(seed=seed, max_tokens=tokens)
+    return await engine.generate(prompt, sampling, request_id=name or f"r{next(_NUMBERS)}")
+
+
+async def running(
+    engine: LocalEngine, prompt: Sequence[int], *, seed: int | None = 1, tokens: int = 800
+) -> "asyncio.Task[Generation]":
+    """A long request, "running", that has sampled some tokens."""
+    task = asyncio.create_task(ask(engine, prompt, seed=seed, tokens=tokens, name="running"))
+    await asyncio.sleep(0)  # it stands in the line before the next one
+    await ask(engine, prompt[:2], tokens=3)  # when this one is done, the other has run for some steps
+    return task
+
+
+async def together(
+    engine: LocalEngine, *calls: Coroutine[Any, Any, Generation]
+) -> "list[asyncio.Task[Generation]]":
+    """All of them join at the same turn, and have ended."""
+    await engine.pause()
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0)  # all stand in the line
+    await engine.resume()
+    await asyncio.wait(tasks)
+    return tasks
 
 
 async def staggered(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[Generation]:

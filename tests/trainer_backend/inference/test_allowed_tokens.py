@@ -1,8 +1,5 @@
 """A model that may sample only some tokens: engine, learner and a saved folder have one distribution."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -13,7 +10,6 @@ from tests.trainer_backend.inference.conftest import ACTIONS
 from tests.trainer_backend.inference.naive import assert_equal_to_naive, staggered
 from tests.trainer_backend.learner.hand_made import SIZE, segment
 from trainer_backend import learner_parts
-from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.sharding import gathered_copy
 from trainer_backend.models import build_preset, load_model_folder, save_model_folder
@@ -35,10 +31,7 @@ def restricted(tokenizer: PreTrainedTokenizerFast, allowed: list[int]) -> PreTra
 
 
 async def test_the_engine_samples_the_allowed_tokens_by_a_softmax_over_them_alone(
-    start_engine: Callable[..., LocalEngine],
-    model: PreTrainedModel,
-    restricted: PreTrainedModel,
-    allowed: list[int],
+    start_engine, model, restricted, allowed
 ):
     kinds = ({}, {"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 5})
     requests = [(PROMPT, Sampling(max_tokens=4, seed=seed, **kinds[seed % 4])) for seed in range(12)]
@@ -63,9 +56,7 @@ def test_the_learner_scores_a_token_by_a_softmax_over_the_allowed_ones_and_train
     assert "lm_head.bias" not in dict(restricted.named_parameters())
 
 
-def test_a_saved_folder_and_the_copy_of_a_sharded_model_keep_the_restriction(
-    tokenizer: PreTrainedTokenizerFast, restricted: PreTrainedModel, tmp_path: Path
-):
+def test_a_saved_folder_and_the_copy_of_a_sharded_model_keep_the_restriction(tokenizer, restricted, tmp_path):
     save_model_folder(tmp_path, restricted, tokenizer)
     loaded, _ = load_model_folder(tmp_path)
     ids = torch.tensor([PROMPT])

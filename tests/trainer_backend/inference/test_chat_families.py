@@ -1,7 +1,5 @@
 """Three families behind the gateway: their templates, their calls, and conversations that go on."""
 
-import asyncio
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from service_kit.server import Listener, ServerThread
 from shared_schemas.chat import ROLLOUT_HEADER
-from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
-from tests.trainer_backend.inference.naive import logprobs_under
+from tests.trainer_backend.inference.naive import ask, logprobs_under
+from tests.trainer_backend.inference.served import StandInEngine
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
+from trainer_backend.inference.actor import FrozenEngine
 from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
-from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.gateway_app import create_gateway
-from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy, find_opening
 from trainer_backend.inference.tool_format import detect_tool_format
@@ -39,24 +36,10 @@ USER = {"role": "user", "content": "wood2 tree"}
 ARGUMENTS = '{"actions": ["do", "sleep"]}'
 
 
-class WrittenEngine:
-    """Gives what it was told to write, one text a request, as if the model had sampled it."""
-
-    version, max_model_len = 0, 4096
-
-    async def close(self) -> None:
-        """It holds nothing."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], stop: str) -> None:
-        self._renderer = ChatRenderer(tokenizer)
-        self._texts = iter(texts)
-        self._stop = stop
-
-    async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
-    ) -> Generation:
-        sampled = self._renderer.encode(next(self._texts)) + self._renderer.encode(self._stop)
-        return Generation(tuple(sampled), (-0.5,) * len(sampled), "stop", ((0, 0),))
+def written_by(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], stop: str) -> StandInEngine:
+    """An engine that writes these texts, each ended by `stop`, as if the model had sampled them."""
+    renderer = ChatRenderer(tokenizer)
+    return StandInEngine([renderer.encode(text) + renderer.encode(stop) for text in texts])
 
 
 @contextmanager
@@ -84,9 +67,7 @@ def tokenizer(family: Family, model_folders: Mapping[str, Path]) -> PreTrainedTo
     return load_tokenizer(model_folders[family.name])
 
 
-def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
-    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
-):
+def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(family, tokenizer, tools):
     renderer = ChatRenderer(tokenizer)
     text = renderer.prompt_text([SYSTEM, USER], tools)
     assert "interact_many" in text and "You play." in text and "wood2 tree" in text
@@ -96,92 +77,64 @@ def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
     assert first is None or (ids[0] == first and first not in ids[1:])
 
 
-def test_the_format_is_found_and_a_call_is_read_as_the_model_or_the_template_writes_it(
-    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_the_openai_client_gets_a_call_and_goes_on_from_the_exact_ids_also_where_it_is_forced(
+    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]], choice: str
 ):
-    assert detect_tool_format(tokenizer) == family.tool_format
-    answer = ChatRenderer(tokenizer).answer_text([SYSTEM, USER], called(), tools)
-    assert answer.endswith(family.stop), "and nothing behind it"
-    for text in (family.written, answer.removesuffix(family.stop)):
-        (call,) = TOOL_FORMATS[family.tool_format].parse(text, tools).tool_calls
-        assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
-
-
-def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
-    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
-):
-    with open_client(WrittenEngine(tokenizer, [family.written, "tree"], family.stop), tokenizer) as client:
-        ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
-        first = client.chat.completions.create(messages=[SYSTEM, USER], **ask)
+    """A forced call begins in the prompt; the sampled ids are what follows; the next prompt holds both."""
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "interact_many"}}
+    renderer = ChatRenderer(tokenizer)
+    before, name, after = family.written.partition("interact_many")
+    # The model writes the name itself where several tools are allowed.
+    opening = {
+        "auto": "",
+        "required": before.removesuffix('"').rstrip(" "),
+        "named": before + name + after[: after.index("{")].rstrip(" "),
+    }[choice]
+    rest = family.written.removeprefix(opening)
+    ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
+    with open_client(written_by(tokenizer, [rest, "tree"], family.stop), tokenizer) as client:
+        first = client.chat.completions.create(
+            messages=[SYSTEM, USER], tool_choice=named if choice == "named" else choice, **ask
+        )
         message = first.choices[0].message
         (call,) = message.tool_calls
         assert (call.function.name, call.function.arguments) == ("interact_many", ARGUMENTS)
+        # What the template writes before a call is not the model's.
         assert (message.content, first.choices[0].finish_reason) == (None, "tool_calls")
+        prompt = renderer.decode(first.prompt_token_ids)
+        assert prompt.endswith(opening) and renderer.decode(first.choices[0].token_ids) == rest + family.stop
+        assert ("other" in prompt.removesuffix(opening)) == (choice != "named"), "the forced tool alone"
         result = {"role": "tool", "tool_call_id": call.id, "content": "wood3"}
         messages = [SYSTEM, USER, message.model_dump(exclude_none=True), result]
+        if choice == "named":
+            ask["tools"] = tools
         second = client.chat.completions.create(messages=messages, **ask)
     assert second.choices[0].message.content.strip() == "tree"
     seen = first.prompt_token_ids + first.choices[0].token_ids
     # Mistral's templates write a call with its id and a text with a space before it: neither is what was
     # sampled, so the conversation is rendered anew.
     assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
-    text = ChatRenderer(tokenizer).decode(second.prompt_token_ids)
-    assert text.count("wood3") == 1
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_exact_ids(
-    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]], several: bool
-):
-    """The caller gets a call; the sampled ids are what follows its opening; the next prompt holds both."""
-    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
-    named = {"type": "function", "function": {"name": "interact_many"}}
-    renderer = ChatRenderer(tokenizer)
-    before, name, after = family.written.partition("interact_many")
-    # The model writes the name itself where several tools are allowed.
-    named_opening = before + name + after[: after.index("{")].rstrip(" ")
-    opening = before.removesuffix('"').rstrip(" ") if several else named_opening
-    rest = family.written.removeprefix(opening)
-    ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
-    with open_client(WrittenEngine(tokenizer, [rest, "tree"], family.stop), tokenizer) as client:
-        first = client.chat.completions.create(
-            messages=[SYSTEM, USER], tool_choice="required" if several else named, **ask
-        )
-        message = first.choices[0].message
-        (call,) = message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("interact_many", ARGUMENTS)
-        assert message.content is None, "what the template writes before a call is not the model's"
-        prompt = renderer.decode(first.prompt_token_ids)
-        assert prompt.endswith(opening) and renderer.decode(first.choices[0].token_ids) == rest + family.stop
-        assert ("other" in prompt.removesuffix(opening)) == several, "only the forced tool is shown"
-        result = {"role": "tool", "tool_call_id": call.id, "content": "wood3"}
-        messages = [SYSTEM, USER, message.model_dump(exclude_none=True), result]
-        if not several:
-            ask["tools"] = tools
-        second = client.chat.completions.create(messages=messages, **ask)
-    seen = first.prompt_token_ids + first.choices[0].token_ids
-    # Mistral's templates write another call than the one that was sampled, as above.
-    assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
+    assert renderer.decode(second.prompt_token_ids).count("wood3") == 1
 
 
 def test_the_model_writes_a_name_that_would_break_the_call_and_no_call_begins_that_none_would_read(
     model_folders: Mapping[str, Path],
 ):
     tokenizer = load_tokenizer(model_folders["qwen3"])
-    policy = ServedPolicy(WrittenEngine(tokenizer, [], ""), tokenizer)
+    policy = ServedPolicy(StandInEngine(), tokenizer)
     names = ("act", "", "Σ-é.x/y", 'a"b', "a\\b", "a\nb")
     written = [policy.name_to_write([{"function": {"name": name}}]) for name in names]
     assert written == ["act", "", "Σ-é.x/y", None, None, None]
     tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = "mistral"
-    assert ServedPolicy(WrittenEngine(tokenizer, [], ""), tokenizer).call_opening is None
+    assert ServedPolicy(StandInEngine(), tokenizer).call_opening is None
 
 
-def test_a_forced_call_is_streamed_as_a_call_alone(
-    family: Family, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
-):
+def test_a_forced_call_is_streamed_as_a_call_alone(family, tokenizer, tools):
     rest = family.written.partition("interact_many")[2]
     rest = rest[rest.index("{") - 1 :]
-    with open_client(WrittenEngine(tokenizer, [rest], family.stop), tokenizer) as client:
+    with open_client(written_by(tokenizer, [rest], family.stop), tokenizer) as client:
         chunks = list(
             client.chat.completions.create(
                 model="job/actor", messages=[USER], tools=tools, tool_choice="required", stream=True
@@ -201,131 +154,75 @@ def test_the_bytes_of_single_tokens_are_those_of_the_text(tokenizer: PreTrainedT
     assert bytes(found).decode().lstrip() == f"x{text}"
 
 
-def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
-):
+def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(family, model_folders, tools, start_engine):
     model, tokenizer = load_named(ModelTable(path=model_folders[family.name]))
     stops = stop_token_ids(model.generation_config, tokenizer)
-    engine = LocalEngine(model, stop_ids=stops, keys=EngineKeys(max_model_len=512))
-    engine.start()
-    try:
-        with open_client(engine, tokenizer) as client:
-            reply = client.chat.completions.create(
-                model="job/actor", messages=[SYSTEM, USER], tools=tools, max_tokens=12, seed=3, logprobs=True,
-                extra_body={"return_token_ids": True},
-            )  # fmt: skip
-    finally:
-        engine.stop()
+    with open_client(start_engine(model, stop_ids=stops, max_model_len=512), tokenizer) as client:
+        reply = client.chat.completions.create(
+            model="job/actor", messages=[SYSTEM, USER], tools=tools, max_tokens=12, seed=3, logprobs=True,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
     (choice,) = reply.choices
     own = logprobs_under(model, reply.prompt_token_ids, choice.token_ids)
     assert choice.token_logprobs == pytest.approx(own, abs=1e-5)
     assert (choice.token_ids[-1] in stops) == (choice.sampling_finish_reason == "stop")
 
 
-def test_an_id_without_text_can_be_sampled_and_is_shown(model_folders: Mapping[str, Path]):
+async def test_an_id_without_text_can_be_sampled_and_is_shown(model_folders, start_engine):
     model, tokenizer = load_named(ModelTable(path=model_folders["qwen3"]))
     with torch.no_grad():
         model.model.norm.weight.zero_()  # all logits are 0: every id is as likely
-    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=512))
-    engine.start()
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=5, max_tokens=200)
-    try:
-        ids = ChatRenderer(tokenizer).encode("wood")
-        generation = asyncio.run(engine.generate(ids, sampling, request_id="r"))
-    finally:
-        engine.stop()
+    generation = await ask(start_engine(model, max_model_len=512), [5], seed=5, tokens=200)
     strange = [token for token in generation.token_ids if token >= len(tokenizer)]
     assert strange, "37 of 646 ids are unknown, and 200 were drawn"
-    text = ChatRenderer(tokenizer).decode(generation.token_ids)
-    assert text.count("\ufffd") >= len(strange)
+    assert ChatRenderer(tokenizer).decode(strange) == "\ufffd" * len(strange)
 
 
-def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
-    model_folders: Mapping[str, Path], tools: list[dict[str, object]]
-):
-    tokenizer = load_tokenizer(model_folders["qwen3"])
-    thought = "<think>\nmaybe <tool_call> later\n</think>"
-    family = FAMILIES[0]
-    texts = [f"{thought}\n\n{family.written}", "tree"]
-    with open_client(WrittenEngine(tokenizer, texts, family.stop), tokenizer) as client:
-        ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
-        first = client.chat.completions.create(messages=[USER], **ask)
-        message = first.choices[0].message
-        assert [call.function.arguments for call in message.tool_calls] == [ARGUMENTS]
-        assert message.content == thought
-        result = {"role": "tool", "tool_call_id": "x", "content": "wood3"}
-        messages = [USER, message.model_dump(exclude_none=True), result]
-        second = client.chat.completions.create(messages=messages, **ask)
-    assert second.prompt_ids_reused == len(first.prompt_token_ids) + len(first.choices[0].token_ids)
+# By template: whose tokenizer it is tried with, its format, how a forced call begins, and what becomes of
+# earlier reasoning.
+BEHIND_QUESTION = "is dropped behind the user's next question"
+BEHIND_ANSWERS, STAYS = "is dropped behind every answer", "stays in later prompts"
+TEMPLATES = {
+    "llama": ("llama", "llama", '{"name": "turnwise_probe", "parameters":', BEHIND_ANSWERS),
+    "mistral": (
+        "mistral", "mistral", '[TOOL_CALLS] [{"name": "turnwise_probe", "arguments":', BEHIND_ANSWERS,
+    ),
+    "mistral_args": ("mistral", "mistral", "[TOOL_CALLS]turnwise_probe[ARGS]", BEHIND_ANSWERS),
+    "qwen3": ("qwen3", "hermes", '<tool_call>\n{"name": "turnwise_probe", "arguments":', BEHIND_QUESTION),
+    "qwen3_coder": (
+        "qwen3", "qwen3_coder", "<tool_call>\n<function=turnwise_probe>\n", STAYS,
+    ),
+    "qwen3_5": (
+        "qwen3", "qwen3_coder", "</think>\n\n<tool_call>\n<function=turnwise_probe>\n", BEHIND_QUESTION,
+    ),
+    "harmony": (
+        "qwen3", "harmony", " to=functions.turnwise_probe<|channel|>commentary json<|message|>",
+        BEHIND_QUESTION,
+    ),
+    "gemma4": ("qwen3", "gemma4", "<|tool_call>call:turnwise_probe{", BEHIND_QUESTION),
+    "glm": ("qwen3", "glm", "<tool_call>turnwise_probe\n", BEHIND_QUESTION),
+    "lfm2": ("qwen3", "lfm2", "<|tool_call_start|>[turnwise_probe(", BEHIND_QUESTION),
+    "deepseek": (
+        "qwen3", "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>turnwise_probe<｜tool▁sep｜>",  # noqa: RUF001
+        BEHIND_ANSWERS,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "template", "tool_format"),
-    [
-        ("mistral", "mistral_args", "mistral"),
-        ("qwen3", "qwen3_coder", "qwen3_coder"),
-        ("qwen3", "qwen3_5", "qwen3_coder"),
-        ("qwen3", "harmony", "harmony"),
-        ("qwen3", "gemma4", "gemma4"),
-        ("qwen3", "glm", "glm"),
-        ("qwen3", "lfm2", "lfm2"),
-        ("qwen3", "deepseek", "deepseek"),
-    ],
-)
-def test_a_format_is_told_by_its_template_and_reads_the_call_that_the_template_writes(
-    family: str,
-    template: str,
-    tool_format: str,
-    model_folders: Mapping[str, Path],
-    tools: list[dict[str, object]],
-):
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_tells_its_format_and_what_becomes_of_reasoning(template, model_folders, tools):
+    family, tool_format, opening, kept = TEMPLATES[template]
     tokenizer = load_tokenizer(model_folders[family])
     tokenizer.chat_template = chat_template(template)
     assert detect_tool_format(tokenizer) == tool_format
     refuse_without_tools(tokenizer)
-    renderer = ChatRenderer(tokenizer)
-    answer = renderer.answer_text([SYSTEM, USER], called(), tools)
-    (call,) = TOOL_FORMATS[tool_format].parse(answer, tools).tool_calls
+    renderer, known = ChatRenderer(tokenizer), TOOL_FORMATS[tool_format]
+    (call,) = known.parse(renderer.answer_text([SYSTEM, USER], called(), tools), tools).tool_calls
     assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
-
-
-@pytest.mark.parametrize(
-    ("template", "tool_format", "opening"),
-    [
-        ("qwen3_5", "qwen3_coder", "</think>\n\n<tool_call>\n<function=turnwise_probe>\n"),
-        ("harmony", "harmony", " to=functions.turnwise_probe<|channel|>commentary json<|message|>"),
-        ("gemma4", "gemma4", "<|tool_call>call:turnwise_probe{"),
-        ("glm", "glm", "<tool_call>turnwise_probe\n"),
-        ("lfm2", "lfm2", "<|tool_call_start|>[turnwise_probe("),
-        ("deepseek", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>turnwise_probe<｜tool▁sep｜>"),  # noqa: RUF001
-    ],
-)
-def test_a_forced_call_begins_as_its_format_does(
-    template: str, tool_format: str, opening: str, model_folders: Mapping[str, Path]
-):
-    tokenizer = load_tokenizer(model_folders["qwen3"])
-    tokenizer.chat_template = chat_template(template)
-    found = find_opening(ChatRenderer(tokenizer), TOOL_FORMATS[tool_format])
+    found = find_opening(renderer, known)
     assert (found.lead + found.text("turnwise_probe")).lstrip("\n") == opening
-
-
-@pytest.mark.parametrize(
-    ("template", "kept"),
-    [
-        ("harmony", "tool calls: harmony; reasoning is dropped behind the user's next question"),
-        ("gemma4", "tool calls: gemma4; reasoning is dropped behind the user's next question"),
-        ("qwen3_5", "tool calls: qwen3_coder; reasoning is dropped behind the user's next question"),
-        ("qwen3", "tool calls: hermes; reasoning is dropped behind the user's next question"),
-        ("deepseek", "tool calls: deepseek; reasoning is dropped behind every answer"),
-        ("qwen3_coder", "tool calls: qwen3_coder; reasoning stays in later prompts"),
-    ],
-)
-def test_what_becomes_of_earlier_reasoning_is_told_before_a_run(
-    template: str, kept: str, model_folders: Mapping[str, Path]
-):
-    tokenizer = load_tokenizer(model_folders["qwen3"])
-    tokenizer.chat_template = chat_template(template)
-    assert describe_chat(tokenizer).startswith(kept)
+    assert describe_chat(tokenizer).startswith(f"tool calls: {tool_format}; reasoning {kept}")
 
 
 # The shape of SmolLM3's and LFM2's templates: they print no calls of earlier answers.
@@ -357,15 +254,13 @@ def test_calls_that_a_template_leaves_out_are_written_as_its_format_writes_them(
     assert f"assistant\nGo.\n{written}<|im_end|>" in text
 
 
-def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
-    model_folders: Mapping[str, Path], tools: list[dict[str, object]]
-):
+def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(model_folders, tools):
     tokenizer = load_tokenizer(model_folders["qwen3"])
     tokenizer.chat_template = chat_template("harmony")
     thought = "<|channel|>analysis<|message|>a tree?<|end|><|start|>assistant<|channel|>"
     call = f"{thought}commentary to=functions.interact_many <|constrain|>json<|message|>{ARGUMENTS}"
     texts = [call, f"{thought}final<|message|>tree"]
-    with open_client(WrittenEngine(tokenizer, texts, "<|im_end|>"), tokenizer) as client:
+    with open_client(written_by(tokenizer, texts, "<|im_end|>"), tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "messages": [USER]}
         message = client.chat.completions.create(**ask).choices[0].message
         assert [part.function.arguments for part in message.tool_calls] == [ARGUMENTS]
@@ -390,11 +285,7 @@ def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
     ],
 )
 def test_what_a_family_does_not_take_is_told_in_the_words_of_its_template(
-    family: str,
-    messages: list[dict[str, object]],
-    says: str,
-    model_folders: Mapping[str, Path],
-    tools: list[dict[str, object]],
+    family, messages, says, model_folders, tools
 ):
     renderer = ChatRenderer(load_tokenizer(model_folders[family]))
     with pytest.raises(BadChatRequest, match=says) as caught:
@@ -402,23 +293,22 @@ def test_what_a_family_does_not_take_is_told_in_the_words_of_its_template(
     assert caught.value.where == "messages"
 
 
-@pytest.mark.parametrize("given", ["call_0", "call_8f3a_1", "a1B2c3D4e", "x" * 9, "\N{SNOWMAN}" * 9, ""])
-def test_any_call_id_becomes_one_of_nine_letters_and_digits_in_call_and_result(
-    given: str, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+def test_call_ids_become_nine_letters_and_digits_alike_in_call_and_result_and_stay_different(
+    model_folders, tools
 ):
     renderer = ChatRenderer(load_tokenizer(model_folders["mistral"]))
-    result = {"role": "tool", "tool_call_id": given, "content": "wood3"}
-    text = renderer.prompt_text([USER, called(given), result], tools)
-    in_call = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("</s>")[0])[0]["id"]
-    in_result = json.loads(text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0])["call_id"]
-    assert in_call == in_result and len(in_call) == 9 and in_call.isascii() and in_call.isalnum()
-    assert given != "a1B2c3D4e" or in_call == given
-
-
-def test_different_call_ids_stay_different(model_folders: Mapping[str, Path], tools: list[dict[str, object]]):
-    renderer = ChatRenderer(load_tokenizer(model_folders["mistral"]))
-    texts = [renderer.prompt_text([USER, called(f"call_{i}")], tools) for i in range(20)]
-    assert all(one != other for one, other in itertools.combinations(texts, 2))
+    own = "a1B2c3D4e"
+    given = [own, "call_8f3a_1", "x" * 9, "\N{SNOWMAN}" * 9, "", *(f"call_{i}" for i in range(20))]
+    written = []
+    for call_id in given:
+        result = {"role": "tool", "tool_call_id": call_id, "content": "wood3"}
+        text = renderer.prompt_text([USER, called(call_id), result], tools)
+        in_call = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("</s>")[0])[0]["id"]
+        in_result = json.loads(text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0])
+        assert in_result["call_id"] == in_call
+        written.append(in_call)
+    assert all(len(call_id) == 9 and call_id.isascii() and call_id.isalnum() for call_id in written)
+    assert written[0] == own and len(set(written)) == len(given)
 
 
 def test_an_empty_list_of_calls_is_no_call(model_folders: Mapping[str, Path], tools: list[dict[str, object]]):

@@ -1,15 +1,19 @@
-"""`n`, `seed`, `logprobs`, `usage`, `stop`: what the official `openai` client asks for with an answer."""
+"""What the official `openai` client asks for with an answer, and keys of ours."""
 
+import asyncio
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.chains import chain_model
-from tests.trainer_backend.inference.naive import logprobs_under
+from tests.trainer_backend.inference.naive import logprobs_under, naive_generation
 from tests.trainer_backend.inference.served import MESSAGES, MODEL, Served, serving
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models import build_preset
@@ -20,7 +24,7 @@ LONG = [{"role": "user", "content": "wood stone tree 1 2 3 " * 20}]
 @pytest.fixture(scope="module")
 def free(tokenizer: PreTrainedTokenizerFast) -> Iterator[Served]:
     """A model that was never trained: it says anything, and never the same for two seeds."""
-    with serving(build_preset("tiny-0.3m", tokenizer, seed=1), tokenizer) as served:
+    with serving(build_preset("tiny-0.3m", tokenizer, seed=1), tokenizer, stop_ids=()) as served:
         yield served
 
 
@@ -37,8 +41,11 @@ def test_n_choices_are_n_different_samples_and_the_first_is_that_of_the_seed_alo
 
 
 def test_usage_tells_how_much_of_the_prompt_was_known(free: Served):
-    first, second = (ask(free, messages=LONG, n=3, max_tokens=3).usage for _ in range(2))
-    assert first.prompt_tokens_details.cached_tokens == 0
+    replies = [ask(free, messages=LONG, n=3, max_tokens=3) for _ in range(2)]
+    first, second = (reply.usage for reply in replies)
+    assert first.completion_tokens == sum(len(choice.token_ids) for choice in replies[0].choices)
+    assert first.total_tokens == first.prompt_tokens + first.completion_tokens
+    assert first.prompt_tokens_details.cached_tokens == 0, "the others copied the prompt of the first"
     # Each of them has one token fewer cached than its prompt has: the last one is fed to sample.
     assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1 > 96
 
@@ -61,16 +68,9 @@ def test_the_likeliest_tokens_are_told_in_order_and_hold_the_sampled_one_where_i
 
 def test_the_likeliest_token_is_the_greedy_one(free: Served):
     (choice,) = ask(free, logprobs=True, top_logprobs=1, temperature=0).choices
-    assert [entry.top_logprobs[0].logprob for entry in choice.logprobs.content] == choice.token_logprobs
-    assert [entry.top_logprobs[0].token for entry in choice.logprobs.content] == [
-        entry.token for entry in choice.logprobs.content
-    ]
-
-
-def test_logprobs_without_tops_and_none_at_all(free: Served):
-    (with_logprobs,) = ask(free, logprobs=True).choices
-    assert all(entry.top_logprobs == [] for entry in with_logprobs.logprobs.content)
-    assert ask(free, logprobs=False, n=1).choices[0].logprobs is None
+    for entry in choice.logprobs.content:
+        (top,) = entry.top_logprobs
+        assert (top.token, top.logprob) == (entry.token, entry.logprob)
 
 
 def test_all_choices_have_log_probs_of_their_own_tokens(free: Served, model: PreTrainedModel):
@@ -78,6 +78,83 @@ def test_all_choices_have_log_probs_of_their_own_tokens(free: Served, model: Pre
     for choice in body.choices:
         expected = logprobs_under(model, body.prompt_token_ids, choice.token_ids)
         assert choice.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+# Keys of ours: `processed_logprobs` beside a softmax over what truncation kept, by hand, and `common_draws`
+# beside one request at a time.
+
+TRUNCATED = {"top_k": 20, "top_p": 0.8, "temperature": 0.7}
+
+
+def ask_for(served: Served, **keys: Any) -> tuple[openai.types.chat.chat_completion.Choice, list[int]]:
+    """The choice and the prompt's ids."""
+    reply = ask(served, seed=5, max_tokens=12, extra_body={"return_token_ids": True, **keys})
+    return reply.choices[0], reply.prompt_token_ids
+
+
+def kept_logprobs(logits: torch.Tensor, *, top_k: int, top_p: float, temperature: float) -> torch.Tensor:
+    """[V] log-probs over the top_k likeliest, then over the fewest of them that hold top_p of that mass."""
+    probs = (logits.double() / temperature).softmax(dim=-1)
+    order = probs.argsort(descending=True)[:top_k]
+    shares = probs[order] / probs[order].sum()
+    count = int((shares.cumsum(0) - shares < top_p).sum())
+    result = torch.full_like(probs, -torch.inf)
+    result[order[:count]] = (shares[:count] / shares[:count].sum()).log()
+    return result
+
+
+@torch.inference_mode()
+def test_processed_log_probs_are_those_of_the_softmax_over_what_truncation_kept(
+    free: Served, model: PreTrainedModel
+):
+    choice, prompt = ask_for(free, processed_logprobs=True, **TRUNCATED)
+    ids = torch.tensor([[*prompt, *choice.token_ids]])
+    rows = model(ids).logits[0, len(prompt) - 1 : -1]
+    expected = [
+        float(kept_logprobs(row, **TRUNCATED)[token])
+        for row, token in zip(rows, choice.token_ids, strict=True)
+    ]
+    assert choice.token_logprobs == pytest.approx(expected, abs=1e-4)
+    plain, _ = ask_for(free, **TRUNCATED)
+    assert plain.token_ids == choice.token_ids, "only what is told differs, never what is drawn"
+    lost = [a - b for a, b in zip(choice.token_logprobs, plain.token_logprobs, strict=True)]
+    assert min(lost) > 0.01, "each token was likelier among those that were kept"
+
+
+async def test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token(start_engine, model):
+    engine, prompt = start_engine(), [10, 11, 12, 13]
+    samplings = [TRUNCATED, {}, {"temperature": 0.0, "top_k": 3}]
+    truncated, *_ = await asyncio.gather(
+        *(
+            engine.generate(prompt, Sampling(seed=3, max_tokens=12, **options), request_id=str(options))
+            for options in samplings
+        )
+    )
+    with torch.inference_mode():
+        rows = model(torch.tensor([[*prompt, *truncated.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    probs = (rows.double() / TRUNCATED["temperature"]).softmax(dim=-1)
+    kept = torch.stack([kept_logprobs(row, **TRUNCATED).isfinite() for row in rows])
+    assert engine.counters.truncated_tokens == 12
+    assert engine.counters.lost_mass == pytest.approx(float((probs * ~kept).sum()), abs=1e-4)
+    assert engine.counters.lost_mass > 1.0
+
+
+def test_without_truncation_processed_log_probs_are_the_plain_ones_to_the_last_bit(free: Served):
+    both = [ask_for(free, processed_logprobs=flag)[0].token_logprobs for flag in (False, True)]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_common_draws_follow_from_the_seed_and_not_from_the_prompt(free, model, common):
+    choice, prompt = ask_for(free, common_draws=common)
+    sampling = Sampling(seed=5, max_tokens=12)
+    assert choice.token_ids == naive_generation(model, prompt, sampling, common_draws=common)[0]
+    text = free.client.completions.create(
+        model=MODEL, prompt=[7, 8, 9], seed=5, max_tokens=12,
+        extra_body={"return_token_ids": True, "common_draws": common},
+    )  # fmt: skip
+    expected, _ = naive_generation(model, [7, 8, 9], sampling, common_draws=common)
+    assert text.choices[0].token_ids == expected
 
 
 ANSWER = " do sleep€ noop move_left"
@@ -102,6 +179,7 @@ def ask_greedily(served: Served, **changes: object) -> openai.types.chat.chat_co
         ("o sl", " d", " do sleep"),  # begins in one token and ends in the next
         (["never", " noop", "€"], " do sleep", " do sleep€"),  # the character is three tokens
         ("<|end|>", ANSWER, f"{ANSWER}<|end|>"),
+        (["never", "nie"], ANSWER, f"{ANSWER}<|end|>"),
     ],
 )
 def test_the_text_ends_before_the_stop_string_and_sampling_with_the_token_that_completes_it(
@@ -113,21 +191,19 @@ def test_the_text_ends_before_the_stop_string_and_sampling_with_the_token_that_c
     )  # fmt: skip
     assert ChatRenderer(tokenizer).decode(choice.token_ids) == sampled
     assert len(choice.token_ids) == len(choice.token_logprobs) == len(choice.logprobs.content)
+    told = [byte for entry in choice.logprobs.content for byte in entry.bytes]
+    assert bytes(told).decode() == sampled, "a part of a character has its byte"
+    assert all(entry.top_logprobs == [] for entry in choice.logprobs.content)
 
 
-def test_a_stop_string_that_never_comes_changes_nothing(chain: Served):
-    assert ask_greedily(chain, stop="never", max_tokens=2).finish_reason == "length"
-    assert ask_greedily(chain, stop=["never", "nie"]).message.content == ANSWER
-
-
-def test_a_stop_string_with_the_last_token_allowed_is_a_stop(chain: Served):
+def test_a_length_ends_an_answer_before_a_stop_string_that_comes_later_or_never(chain: Served):
+    choice = ask_greedily(chain, stop="never", max_tokens=2)
+    assert (choice.message.content, choice.finish_reason) == (" do sleep", "length")
     choice = ask_greedily(chain, stop=" sleep", max_tokens=2)
-    assert (choice.finish_reason, len(choice.token_ids)) == ("stop", 2)
+    assert (choice.message.content, choice.finish_reason) == (" do", "stop")
 
 
-def test_a_rollout_goes_on_from_what_was_sampled_and_not_from_what_was_cut(
-    chain: Served, tokenizer: PreTrainedTokenizerFast
-):
+def test_a_rollout_goes_on_from_what_was_sampled_and_not_from_what_was_cut(chain, tokenizer):
     header, renderer = {ROLLOUT_HEADER: "r"}, ChatRenderer(tokenizer)
     first = ask_greedily(chain, stop=" sleep", extra_headers=header)
     assert (first.message.content, first.raw_text) == (" do", " do sleep")

@@ -155,41 +155,30 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
-    name: str, most_waste: int | None
-):
-    model = make_model(name)
-    rows, prompts = (
-        Rows(model, most_waste=most_waste),
-        [draw_ids(size, size) for size in (200, 3, 1, 60)],
-    )
-    found = rows.prefill(1, [0] * 4, prompts, logits=True).split([len(prompt) for prompt in prompts])
-    for logits, prompt in zip(found, prompts, strict=True):
-        assert_near(logits, by_transformers(model, prompt))
-
-
-@WAYS
-def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(
+def test_a_prefill_a_shared_prefix_a_move_and_decoding_equal_transformers_in_rows_of_mixed_lengths(
     name: str, most_waste: int | None
 ):
     model = make_model(name)
     rows = Rows(model, most_waste=most_waste)
-    sequences = [draw_ids(length, length) for length in (90, 7, 34)]
-    rows.prefill(0, [0] * 3, [ids[:-4] for ids in sequences], logits=False)
+    sequences = [draw_ids(length, length) for length in (204, 5, 34)]
     # A row goes on from a copy of the first; the rest of its prompt is computed beside that of another.
-    sibling, other = [*sequences[0][:50], *draw_ids(30, 5)], [*sequences[2][:20], *draw_ids(9, 6)]
+    sequences += [[*sequences[0][:50], *draw_ids(30, 5)], [*sequences[2][:20], *draw_ids(9, 6)]]
+    expected = [by_transformers(model, ids) for ids in sequences]
+    prompts = [ids[:-4] for ids in sequences]
+    found = rows.prefill(0, [0] * 3, prompts[:3], logits=True).split(list(map(len, prompts[:3])))
+    for logits, whole in zip(found, expected, strict=False):
+        assert_near(logits, whole[:-4])
     rows.copy(0, 3, 50)
     rows.copy(2, 4, 20)
-    rows.prefill(3, [50, 20], [sibling[50:-4], other[20:-4]], logits=False)
-    sequences += [sibling, other]
+    rows.prefill(3, [50, 20], [prompts[3][50:], prompts[4][20:]], logits=False)
     for step in range(4, 0, -1):
         if step == 2:  # the second row ends, and the last one moves into its place
-            rows.copy(4, 1, len(other) - step)
-            sequences[1] = sequences.pop()
+            rows.copy(4, 1, len(sequences[4]) - step)
+            sequences[1], expected[1] = sequences.pop(), expected.pop()
         starts = [len(ids) - step for ids in sequences]
         found = rows.decode([ids[at] for ids, at in zip(sequences, starts, strict=True)], starts)
-        for logits, ids, start in zip(found, sequences, starts, strict=True):
-            assert_near(logits, by_transformers(model, ids)[start])
+        for logits, whole, start in zip(found, expected, starts, strict=True):
+            assert_near(logits, whole[start])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
@@ -269,9 +258,7 @@ def wrapped(model: PreTrainedModel) -> None:
         (lambda model: setattr(model.config, "hidden_act", "gelu"), "hidden_act is 'gelu'"),
     ],
 )
-def test_a_model_that_would_be_computed_otherwise_is_not_taken(
-    change: Callable[[PreTrainedModel], object], reason: str
-):
+def test_a_model_that_would_be_computed_otherwise_is_not_taken(change, reason):
     model = make_model("qwen3, biases")
     assert unsupported_because(model) is None
     change(model)

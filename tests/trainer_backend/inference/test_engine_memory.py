@@ -1,6 +1,5 @@
 """Out of memory while generating: who did not fit hears which keys to lower, and everyone else goes on."""
 
-import asyncio
 import copy
 from collections.abc import Callable
 
@@ -8,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import assert_equal_to_naive
+from tests.trainer_backend.inference.naive import ask, assert_equal_to_naive, running, together
 from trainer_backend.errors import EngineOutOfMemory
-from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.row_attention import RowAttention, RowAttentions
@@ -41,33 +39,16 @@ def tight(model: PreTrainedModel) -> TightModel:
     return own.eval()
 
 
-def ask(engine: LocalEngine, prompt: list[int], *, tokens: int = 5) -> "asyncio.Task[Generation]":
-    sampling = Sampling(seed=1, max_tokens=tokens)
-    return asyncio.ensure_future(engine.generate(prompt, sampling, request_id=str(prompt[:3])))
-
-
-async def together(engine: LocalEngine, *prompts: list[int]) -> "list[asyncio.Task[Generation]]":
-    """All of them join at the same turn."""
-    await engine.pause()
-    tasks = [ask(engine, prompt) for prompt in prompts]
-    await asyncio.sleep(0)
-    await engine.resume()
-    await asyncio.wait(tasks)
-    return tasks
-
-
-async def test_a_prompt_that_does_not_fit_is_refused_with_the_keys_and_the_others_go_on(
-    start_engine: StartEngine, tight: TightModel
-):
+async def test_a_prompt_that_does_not_fit_is_refused_with_the_keys_and_the_others_go_on(start_engine, tight):
     tight.fits = lambda rows, tokens: tokens <= 100
     engine = start_engine(tight)
-    running = ask(engine, [1, 2, 3], tokens=200)
-    long, beside = await together(engine, [7] * 150, [8, 9])
+    other = await running(engine, [1, 2, 3], tokens=200)
+    long, beside = await together(engine, ask(engine, [7] * 150), ask(engine, [8, 9]))
     with pytest.raises(EngineOutOfMemory, match=KNOBS) as caught:
         long.result()
     assert "prefilling a prompt of 150 tokens, with" in caught.value.detail
     assert "room for 2048 tokens each" in caught.value.detail
-    assert (len((await running).token_ids), len(beside.result().token_ids)) == (200, 5)
+    assert (len((await other).token_ids), len(beside.result().token_ids)) == (200, 5)
     assert len((await ask(engine, [7] * 50)).token_ids) == 5
 
 
@@ -109,7 +90,7 @@ async def test_a_step_that_does_not_fit_ends_the_longest_request_and_no_other(
         tight = with_tight_head(model)
     engine = start_engine(tight)
     prompts = [[1, 2, 3], [4, 5, 6] * 5, [7, 8, 9] * 2]
-    short, longest, middle = await together(engine, *prompts)
+    short, longest, middle = await together(engine, *(ask(engine, prompt) for prompt in prompts))
     with pytest.raises(EngineOutOfMemory, match="while decoding, with 3 requests running"):
         longest.result()
     requests = [(prompts[i], Sampling(seed=1, max_tokens=5)) for i in (0, 2)]
@@ -121,15 +102,13 @@ async def test_where_not_even_one_request_fits_each_hears_it_and_the_engine_wait
 ):
     tight.fits = lambda rows, tokens: False
     engine = start_engine(tight)
-    for task in await together(engine, [1, 2, 3], [4, 5, 6]):
+    for task in await together(engine, ask(engine, [1, 2, 3]), ask(engine, [4, 5, 6])):
         assert isinstance(task.exception(), EngineOutOfMemory)
     tight.fits = lambda rows, tokens: True
     assert len((await ask(engine, [1, 2, 3])).token_ids) == 5
 
 
-async def test_a_cache_that_this_machine_cannot_hold_is_out_of_memory_too(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
-):
+async def test_a_cache_that_this_machine_cannot_hold_is_out_of_memory_too(start_engine, tokenizer):
     engine = start_engine(max_running=10**10)  # the CPU's allocator raises an error of another kind
     with pytest.raises(EngineOutOfMemory, match=KNOBS):
         await ask(engine, [1, 2, 3])

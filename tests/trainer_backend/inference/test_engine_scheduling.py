@@ -5,9 +5,11 @@ import copy
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import ask, together
 from trainer_backend.errors import (
     BadChatRequest,
     ContextLengthExceeded,
@@ -29,19 +31,6 @@ def generation(engine: LocalEngine, name: str, *, tokens: int = 3) -> "asyncio.T
     return asyncio.ensure_future(engine.generate(PROMPT, sampling, request_id=name))
 
 
-async def test_a_long_request_among_many_short_ones_finishes_and_does_not_hold_them_up(
-    start_engine: StartEngine,
-):
-    engine = start_engine(max_running=2)
-    order: list[str] = []
-    tasks = [generation(engine, "long", tokens=300), *(generation(engine, f"short {i}") for i in range(40))]
-    for task, name in zip(tasks, ["long", *["short"] * 40], strict=True):
-        task.add_done_callback(lambda _, name=name: order.append(name))
-    results = await asyncio.gather(*tasks)
-    assert len(results[0].token_ids) == 300
-    assert order[-1] == "long", "40 short ones need 120 steps of the other slot, the long one 300"
-
-
 async def test_a_late_request_is_served_while_long_ones_keep_running(start_engine: StartEngine):
     engine = start_engine(max_running=4)
     long_ones = [generation(engine, f"long {i}", tokens=1000) for i in range(3)]
@@ -56,18 +45,18 @@ def waiting_request(name: str, length: int) -> Request:
     return Request(name, [1] * length, Sampling(), loop, loop.create_future())
 
 
+def admitted(inbox: Inbox) -> list[str]:
+    newcomers = inbox.admit(free_slots=2, prefill_tokens=50, to_prefill=lambda request: request.cached)
+    return [request.request_id for request in newcomers]
+
+
 async def test_requests_are_admitted_in_order_and_a_big_one_is_not_overtaken():
     inbox = Inbox(max_waiting=10)
     inbox.open()
     for name, length in (("a", 11), ("big", 101), ("c", 11), ("d", 11)):
         inbox.submit(waiting_request(name, length))
-
-    def admitted() -> list[str]:
-        newcomers = inbox.admit(free_slots=2, prefill_tokens=50, to_prefill=lambda request: request.cached)
-        return [request.request_id for request in newcomers]
-
     # 2 x 100 padded tokens exceed 50, but the first in line always goes; then 2 x 10 fit
-    assert [admitted(), admitted(), admitted(), admitted()] == [["a"], ["big"], ["c", "d"], []]
+    assert [admitted(inbox) for _ in range(4)] == [["a"], ["big"], ["c", "d"], []]
 
 
 async def test_while_a_swap_waits_only_requests_that_have_begun_are_admitted():
@@ -78,15 +67,11 @@ async def test_while_a_swap_waits_only_requests_that_have_begun_are_admitted():
     inbox.submit(first)
     inbox.submit(begun)
     inbox.swap(lambda: None)
-
-    def admitted() -> list[Request]:
-        return inbox.admit(free_slots=2, prefill_tokens=50, to_prefill=lambda request: request.cached)
-
     assert inbox.holds_begun()
-    assert [admitted(), admitted()] == [[begun], []]
+    assert [admitted(inbox), admitted(inbox)] == [["begun"], []]
     assert not inbox.holds_begun()
     assert len(inbox.take_swaps()) == 1
-    assert admitted() == [first]
+    assert admitted(inbox) == ["first"]
 
 
 async def test_an_aborted_request_returns_what_it_has(start_engine: StartEngine):
@@ -127,25 +112,16 @@ def test_a_caller_whose_event_loop_is_gone_does_not_harm_the_engine(start_engine
     assert asyncio.run(ask()).finish_reason == "length"
 
 
-async def test_an_id_in_use_is_refused(start_engine: StartEngine):
-    engine = start_engine()
+async def test_an_id_in_use_is_refused_and_the_waiting_line_is_bounded(start_engine: StartEngine):
+    engine = start_engine(max_waiting=2)
     await engine.pause()
-    first = generation(engine, "a")
-    await asyncio.sleep(0)  # lets the task run up to its wait
+    tasks = [generation(engine, name) for name in ("a", "b", "c")]
+    with pytest.raises(EngineBusy):
+        await tasks[2]
     with pytest.raises(BadChatRequest, match="'a' is in use"):
         await generation(engine, "a")
     await engine.resume()
-    assert (await first).finish_reason == "length"
-
-
-async def test_the_waiting_line_is_bounded(start_engine: StartEngine):
-    engine = start_engine(max_waiting=2)
-    await engine.pause()
-    tasks = [generation(engine, str(i)) for i in range(3)]
-    with pytest.raises(EngineBusy):
-        await tasks[2]
-    await engine.resume()
-    await asyncio.gather(*tasks[:2])
+    assert {result.finish_reason for result in await asyncio.gather(*tasks[:2])} == {"length"}
 
 
 async def test_a_wait_that_runs_out_is_an_error_and_frees_the_request(start_engine: StartEngine):
@@ -165,9 +141,7 @@ async def test_a_wait_that_runs_out_is_an_error_and_frees_the_request(start_engi
         ([1], Sampling(temperature=1e-9), "neither 0 nor at least"),
     ],
 )
-async def test_a_prompt_that_cannot_be_sampled_from_is_refused(
-    start_engine: StartEngine, ids: list[int], sampling: Sampling, says: str
-):
+async def test_a_prompt_that_cannot_be_sampled_from_is_refused(start_engine, ids, sampling, says):
     with pytest.raises(BadChatRequest, match=says):
         await start_engine().generate(ids, sampling, request_id="a")
 
@@ -197,20 +171,17 @@ async def test_stopping_ends_waiting_and_running_requests_with_the_reason(start_
         await engine.resume()
 
 
-async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_reason(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_reason(start_engine, model):
     def out_of_memory(*args: object) -> None:
         raise MemoryError("no memory left")
 
     broken = copy.deepcopy(model)
     broken.register_forward_pre_hook(out_of_memory)
     engine = start_engine(broken, max_running=1)
-    await engine.pause()
-    tasks = [generation(engine, str(i)) for i in range(3)]
-    await engine.resume()
+    with capture_logs():  # a traceback for people takes seconds
+        tasks = await together(engine, *(ask(engine, PROMPT) for _ in range(3)))
     for task in tasks:
         with pytest.raises(EngineStopped, match="MemoryError: no memory left"):
-            await task
+            task.result()
     with pytest.raises(EngineStopped, match="MemoryError: no memory left"):
         await generation(engine, "later")

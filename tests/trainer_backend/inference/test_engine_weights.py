@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import logprobs_under
+from tests.trainer_backend.inference.naive import ask, logprobs_under, running, together
 from tests.trainer_backend.learner.hand_made import make_learner, segment
 from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
@@ -23,6 +24,7 @@ from trainer_backend.parts import CreditedEpisode, Progress
 
 StartEngine = Callable[..., LocalEngine]
 PROMPT = [10, 11, 12, 13]
+NORM = "model.norm.weight"
 
 
 def other_model(tokenizer: PreTrainedTokenizerFast, version: int) -> PreTrainedModel:
@@ -31,19 +33,17 @@ def other_model(tokenizer: PreTrainedTokenizerFast, version: int) -> PreTrainedM
 
 async def sampled_by(engine: LocalEngine, model: PreTrainedModel, version: int) -> None:
     """Sample a few tokens, which must be those of this model under this version."""
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id=f"by {version}")
+    result = await ask(engine, PROMPT)
     assert result.versions == ((0, version),)
     expected = logprobs_under(model, PROMPT, result.token_ids)
     assert result.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-async def paused_amid(engine: LocalEngine) -> "asyncio.Future[Generation]":
-    """Pause the engine amid request "a", which has sampled some tokens."""
-    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
-    await asyncio.sleep(0)
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
+async def paused_amid(engine: LocalEngine) -> "asyncio.Task[Generation]":
+    """Pause the engine amid a request, which has sampled some tokens."""
+    task = await running(engine, PROMPT, seed=None)
     await engine.pause()
-    return running
+    return task
 
 
 async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names(
@@ -63,7 +63,7 @@ async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version
         for version in (1, 2, 3):
             await engine.load_weights(version, models[version].state_dict())
             # The next swap comes after some more requests were answered: an event, not a time.
-            await engine.generate(PROMPT, Sampling(max_tokens=8), request_id=f"between {version}")
+            await ask(engine, PROMPT, tokens=8)
 
     await asyncio.gather(*(caller(k) for k in range(6)), publisher())
     assert len(finished) == 72
@@ -84,8 +84,8 @@ async def test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tel
     task = await paused_amid(engine)
     await engine.load_weights(5, other_model(tokenizer, 5).state_dict())
     await engine.resume()
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="c")
-    await engine.abort("a")
+    await ask(engine, PROMPT)
+    await engine.abort("running")
     (zero, old), (switch, new) = (await task).versions
     assert (zero, old, new) == (0, 0, 5) and 0 < switch < len((await task).token_ids)
 
@@ -125,9 +125,7 @@ async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine
     await sampled_by(engine, model, 9)
 
 
-async def test_of_a_folder_with_an_index_the_files_that_it_names_are_read(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-):
+async def test_of_a_folder_with_an_index_the_files_that_it_names_are_read(start_engine, tokenizer, tmp_path):
     engine, new = start_engine(), other_model(tokenizer, 9)
     new.save_pretrained(tmp_path, max_shard_size="500KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -143,20 +141,19 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving
     start_engine: StartEngine, model: PreTrainedModel, tmp_path: Path
 ):
     engine, good = start_engine(), model.state_dict()
-    norm = "model.norm.weight"
-    with pytest.raises(WeightsRefused, match=rf"missing: {norm}"):
-        await engine.load_weights(1, {name: torch.zeros_like(t) for name, t in good.items() if name != norm})
-    with pytest.raises(WeightsRefused, match="unknown: extra"):
-        await engine.load_weights(1, {**good, "extra": torch.zeros(1)})
-    with pytest.raises(WeightsRefused, match=rf"another shape: {norm} \(3,\) for \(96,\)"):
-        await engine.load_weights(1, {**good, norm: torch.zeros(3)})
-    with pytest.raises(WeightsRefused, match=rf"another type: {norm} torch.int64 for torch.float32"):
-        await engine.load_weights(1, {**good, norm: good[norm].long()})
-    with pytest.raises(WeightsRefused, match="no weights in this folder"):
-        await engine.load_weights(1, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(WeightsRefused, match="cannot be read"):
-        await engine.load_weights(1, tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/model.safetensors").write_bytes(b"nonsense")
+    unfit = {
+        rf"missing: {NORM}": {name: tensor for name, tensor in good.items() if name != NORM},
+        "unknown: extra": {**good, "extra": torch.zeros(1)},
+        rf"another shape: {NORM} \(3,\) for \(96,\)": {**good, NORM: torch.zeros(3)},
+        rf"another type: {NORM} torch.int64 for torch.float32": {**good, NORM: good[NORM].long()},
+        "no weights in this folder": tmp_path,
+        "cannot be read": tmp_path / "broken",
+    }
+    for told, source in unfit.items():
+        with pytest.raises(WeightsRefused, match=told):
+            await engine.load_weights(1, source)
     await sampled_by(engine, model, 0)
 
 
@@ -179,7 +176,6 @@ class Uncopied(Tensor):
 
 
 FULL = torch.OutOfMemoryError("out of memory")
-NORM = "model.norm.weight"
 
 
 def new_weights(model: PreTrainedModel, *errors: RuntimeError) -> dict[str, Tensor]:
@@ -192,20 +188,20 @@ async def test_a_swap_that_runs_out_of_memory_midway_gives_no_token_until_a_whol
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine = start_engine()
-    running = await paused_amid(engine)
+    paused = await paused_amid(engine)
     with pytest.raises(EngineOutOfMemory, match="ran out of memory while loading version 5"):
         await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
     await engine.resume()
     mixed = "version 5 was loaded, and some weights are of an earlier one: the engine samples nothing until"
     with pytest.raises(EngineOutOfMemory, match=mixed):
-        await running
+        await paused
     with pytest.raises(WeightsRefused, match="missing"):
         await engine.load_weights(6, {})
     with pytest.raises(EngineOutOfMemory, match=mixed):
-        await engine.generate(PROMPT, Sampling(max_tokens=4), request_id="c")
+        await ask(engine, PROMPT)
     assert engine.version == 0
     new = other_model(tokenizer, 7)
-    await engine.load_weights(7, new.state_dict())
+    await engine.load_weights(7, new_weights(new, FULL))  # what fails once is repeated
     await sampled_by(engine, new, 7)
 
 
@@ -213,64 +209,37 @@ async def test_a_request_that_is_paused_goes_on_where_a_whole_swap_follows_one_t
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine = start_engine()
-    running = await paused_amid(engine)
+    paused = await paused_amid(engine)
     with pytest.raises(EngineOutOfMemory):
         await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
     await engine.load_weights(6, other_model(tokenizer, 6).state_dict())
     await engine.resume()
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="c")
-    await engine.abort("a")
-    assert [version for _, version in (await running).versions] == [0, 6]
+    await ask(engine, PROMPT)
+    await engine.abort("running")
+    assert [version for _, version in (await paused).versions] == [0, 6]
 
 
-async def test_a_swap_that_runs_out_of_memory_once_is_repeated(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
-):
-    engine, new = start_engine(), other_model(tokenizer, 5)
-    await engine.load_weights(5, new_weights(new, FULL))
-    await sampled_by(engine, new, 5)
-
-
-async def test_a_swap_that_meets_another_error_midway_ends_the_engine(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
-):
+async def test_a_swap_that_meets_another_error_midway_ends_the_engine(start_engine, tokenizer):
     engine = start_engine()
-    with pytest.raises(EngineStopped, match="an illegal memory access"):
-        await engine.load_weights(
-            5, new_weights(other_model(tokenizer, 5), RuntimeError("an illegal memory access"))
-        )
-    assert "illegal memory access" in await asyncio.to_thread(engine.breakdown.result, 30)
+    weights = new_weights(other_model(tokenizer, 5), RuntimeError("an illegal memory access"))
+    with capture_logs():  # a traceback for people takes seconds
+        with pytest.raises(EngineStopped, match="an illegal memory access"):
+            await engine.load_weights(5, weights)
+        assert "illegal memory access" in await asyncio.to_thread(engine.breakdown.result, 30)
     with pytest.raises(EngineStopped):
-        await engine.generate(PROMPT, Sampling(max_tokens=4), request_id="a")
+        await ask(engine, PROMPT)
 
 
-async def test_weights_that_are_not_finite_give_an_error_and_not_a_token(
-    start_engine: StartEngine, model: PreTrainedModel
-):
-    engine = start_engine()
+async def test_weights_that_are_not_finite_give_errors_and_leave_nothing_in_the_cache(start_engine, model):
+    engine, long, short = start_engine(), [5] * 100, [6] * 3
     await engine.load_weights(1, {name: t * torch.nan for name, t in model.state_dict().items()})
-    with pytest.raises(InferenceError, match="version 1 give logits that are not finite"):
-        await engine.generate(PROMPT, Sampling(), request_id="a")
-    await engine.load_weights(2, model.state_dict())
-    assert (await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")).finish_reason == "length"
-
-
-async def test_nothing_that_is_not_finite_stays_in_the_cache(
-    start_engine: StartEngine, model: PreTrainedModel
-):
-    engine = start_engine()
-    await engine.load_weights(1, {name: t * torch.nan for name, t in model.state_dict().items()})
-    calls = (engine.generate([5] * 100, Sampling(), request_id=str(i)) for i in range(3))
-    assert all(
-        isinstance(end, InferenceError) for end in await asyncio.gather(*calls, return_exceptions=True)
-    )
+    for failed in await together(engine, *(ask(engine, long, seed=i) for i in range(3))):
+        with pytest.raises(InferenceError, match="version 1 give logits that are not finite"):
+            failed.result()
     await engine.load_weights(2, model.state_dict())
     # The short one is decoded beside the long one: its row is read as far as the long one reaches.
-    long, short = await asyncio.gather(
-        engine.generate([5] * 100, Sampling(max_tokens=5), request_id="long"),
-        engine.generate([6] * 3, Sampling(max_tokens=5), request_id="short"),
-    )
-    assert long.prompt_tokens_reused == 0
-    for prompt, result in (([5] * 100, long), ([6] * 3, short)):
+    results = [task.result() for task in await together(engine, ask(engine, long), ask(engine, short))]
+    assert results[0].prompt_tokens_reused == 0
+    for prompt, result in zip((long, short), results, strict=True):
         expected = logprobs_under(model, prompt, result.token_ids)
         assert result.logprobs == pytest.approx(expected, abs=1e-5)

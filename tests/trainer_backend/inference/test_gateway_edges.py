@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -15,39 +14,16 @@ from service_kit.logs import configure_logs
 from service_kit.server import Listener
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
+from tests.trainer_backend.inference.served import StandInEngine
 from trainer_backend.errors import EngineStopped, JobError
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
-from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.actor import Extras, Generation
+from trainer_backend.inference.asgi import json_response
 from trainer_backend.inference.gateway_app import create_gateway
+from trainer_backend.inference.reply import Choice, rollout_body
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.processes.gateways import gateway_listener
 
 KEY = "the-key-of-this-job"
-
-
-class StandInEngine:
-    """An engine that waits for ever, or raises `error`."""
-
-    version = 0
-    max_model_len = 1000
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.asked = asyncio.Event()
-        self.cancelled = asyncio.Event()
-
-    async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
-    ) -> Generation:
-        if self.error is not None:
-            raise self.error
-        self.asked.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        raise AssertionError
 
 
 class Connection:
@@ -93,9 +69,7 @@ async def test_a_client_that_leaves_while_waiting_cancels_its_generation(tokeniz
 
 
 @pytest.mark.parametrize("text", ["wood 2 tree ", "a", " ", "\N{GRINNING FACE}"])
-async def test_three_megabytes_are_refused_without_being_encoded(
-    tokenizer: PreTrainedTokenizerFast, text: str
-):
+async def test_three_megabytes_are_refused_without_being_encoded(tokenizer, text):
     content = text * (3_000_000 // len(text.encode()))
     message = {"role": "user", "content": content}
     body = json.dumps({"model": "job/actor", "messages": [message]}, ensure_ascii=False)
@@ -106,16 +80,14 @@ async def test_three_megabytes_are_refused_without_being_encoded(
 
 
 async def test_a_large_body_that_fits_is_rendered_as_any_other(tokenizer: PreTrainedTokenizerFast):
-    engine = StandInEngine(EngineStopped("it came to the engine"))
+    engine = StandInEngine([EngineStopped("it came to the engine")])
     tool = {"type": "function", "function": {"name": "f", "description": "d" * 200_000}}
     body = json.dumps({**json.loads(BODY), "tools": [tool]})
     _, problem = await Connection(engine, tokenizer).answer(body.encode())
     assert problem["detail"] == "it came to the engine"
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
-    tokenizer: PreTrainedTokenizerFast,
-):
+async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(tokenizer):
     connection = Connection(StandInEngine(), tokenizer)
     await connection.incoming.put({"type": "http.request", "body": BODY[:10], "more_body": True})
     await connection.incoming.put({"type": "http.disconnect"})
@@ -124,7 +96,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
 
 
 async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTokenizerFast):
-    engine = StandInEngine(EngineStopped("out of memory"))
+    engine = StandInEngine([EngineStopped("out of memory")])
     status, body = await Connection(engine, tokenizer).answer(BODY)
     assert (status, body["code"], body["detail"]) == (503, "engine_stopped", "out of memory")
 
@@ -136,11 +108,7 @@ class BrokenRule:
         raise ValueError("the rule is broken")
 
 
-async def test_an_engine_that_ends_by_itself_is_logged_and_told_by_health(
-    start_engine: Callable[..., LocalEngine],
-    tokenizer: PreTrainedTokenizerFast,
-    capsys: pytest.CaptureFixture[str],
-):
+async def test_an_engine_that_ends_by_itself_is_logged_and_told_by_health(start_engine, tokenizer, capsys):
     configure_logs()
     engine = start_engine()
     app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=KEY)
@@ -157,11 +125,9 @@ async def test_an_engine_that_ends_by_itself_is_logged_and_told_by_health(
     assert "engine_thread_ended" in logged and "the rule is broken" in logged
 
 
-async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
-    tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-):
+async def test_a_fault_of_ours_is_a_500_that_tells_nothing(tokenizer, capsys):
     configure_logs()
-    status, body = await Connection(StandInEngine(KeyError("secret")), tokenizer).answer(BODY)
+    status, body = await Connection(StandInEngine([KeyError("secret")]), tokenizer).answer(BODY)
     assert status == 500 and "secret" not in json.dumps(body)
     logged = capsys.readouterr()
     assert logged.out == ""
@@ -173,11 +139,25 @@ async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
 def test_a_host_that_no_task_app_can_call_is_refused_to_a_job_and_listened_on_otherwise(host: str):
     with pytest.raises(JobError, match=r"services\.gateway_host is .* no address to call"):
         gateway_listener(tiny_job(services__gateway_host=host).services)
-    with Listener(host, 0) as listener:
+    with Listener(host, 0) as listener, Listener("::1", 0) as own:
         assert listener.socket.getsockname()[1] > 0
+        assert own.url == f"http://[::1]:{own.socket.getsockname()[1]}", "an IPv6 address stands in brackets"
 
 
-def test_an_ipv6_address_stands_in_brackets():
-    with Listener("::1", 0) as listener:
-        port = listener.socket.getsockname()[1]
-        assert listener.url == f"http://[::1]:{port}"
+@pytest.mark.parametrize("text", ["plain", "\u00e4\U0001f600", "half \ud83d"])
+async def test_a_reply_is_compact_json_of_any_text_that_a_model_may_write(text: str):
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await json_response(send, {"text": text, "logprobs": (-0.5, 1e-9)})
+    head, body = sent
+    assert json.loads(body["body"]) == {"text": text, "logprobs": [-0.5, 1e-9]}
+    assert b" " not in body["body"].replace(b"half ", b"")
+    assert dict(head["headers"])[b"content-length"] == b"%d" % len(body["body"])
+
+
+def test_a_rollout_gets_the_raw_text_of_an_answer_also_where_it_is_empty():
+    choice = Choice(0, Generation((5,), (-0.5,), "stop", ((0, 0),)), {}, raw_text="", stop_token="<|end|>")
+    assert rollout_body(choice, reused=0) == {"raw_text": ""}

@@ -20,7 +20,7 @@ from transformers import (
 
 from shared_schemas.trajectory import Sampling
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
-from tests.trainer_backend.inference.naive import logprobs_under, staggered
+from tests.trainer_backend.inference.naive import ask, logprobs_under, running, staggered, together
 from trainer_backend.errors import InferenceError, ModelFolderError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.cache import CACHE_NAME
@@ -45,37 +45,23 @@ def assert_plain(model: PreTrainedModel, prompt: Sequence[int], result: Generati
     assert result.logprobs == pytest.approx(logprobs_under(model, prompt, result.token_ids), abs=1e-4)
 
 
-async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: int = 5) -> Generation:
-    sampling = Sampling(seed=seed, max_tokens=tokens)
-    return await engine.generate(prompt, sampling, request_id=f"{seed}/{len(prompt)}")
-
-
-async def running(engine: LocalEngine, prompt: list[int], *, seed: int) -> "asyncio.Task[Generation]":
-    """A long request that has sampled some tokens."""
-    task = asyncio.ensure_future(ask(engine, prompt, seed=seed, tokens=120))
-    await asyncio.sleep(0)  # it stands in the line before the next one
-    await ask(engine, ids(2), seed=1000 + seed, tokens=3)
-    return task
-
-
 @EVERY_FAMILY
-async def test_rows_of_all_lengths_that_come_and_go_do_not_touch_each_other(
-    start_engine: StartEngine, family: str
-):
+async def test_rows_of_all_lengths_that_come_and_go_do_not_touch_each_other(start_engine, family):
     draw = random.Random(0)
     prompts = [ids(draw.choice([1, 2, 7, 33, 60, 130]), seed=i) for i in range(8)]
     requests = [(prompt, Sampling(seed=i, max_tokens=1 + 5 * i % 14)) for i, prompt in enumerate(prompts)]
-    results = await staggered(start_engine(tiny_model(family), max_running=3), requests)
+    model, engine = tiny_model(family), start_engine(tiny_model(family), max_running=3)
+    results = await staggered(engine, requests)
     for prompt, result in zip(prompts, results, strict=True):
-        assert_plain(tiny_model(family), prompt, result)
+        assert_plain(model, prompt, result)
 
 
 @EVERY_FAMILY
 async def test_a_known_prefix_a_sibling_and_an_abort_change_no_number(start_engine: StartEngine, family: str):
     engine, model, prompt = start_engine(tiny_model(family)), tiny_model(family), ids(110)
-    neighbour = await running(engine, ids(40, seed=9), seed=9)
+    neighbour = await running(engine, ids(40, seed=9), seed=9, tokens=120)
     siblings = await asyncio.gather(*(ask(engine, prompt, seed=i, tokens=4 + i) for i in range(3)))
-    await engine.abort("9/40")
+    await engine.abort("running")
     assert_plain(model, ids(40, seed=9), await neighbour)
     assert sorted(result.prompt_tokens_reused for result in siblings) == [0, 109, 109]
     turn = [*prompt, *siblings[2].token_ids, *ids(7, seed=3)]
@@ -86,18 +72,16 @@ async def test_a_known_prefix_a_sibling_and_an_abort_change_no_number(start_engi
 
 
 @EVERY_FAMILY
-async def test_new_weights_amid_an_answer_go_on_from_the_cache_that_the_old_ones_left(
-    start_engine: StartEngine, family: str
-):
+async def test_new_weights_amid_an_answer_go_on_from_the_cache_that_the_old_ones_left(start_engine, family):
     engine, prompt = start_engine(tiny_model(family)), ids(30)
     old, new = tiny_model(family), tiny_model(family, seed=1)
-    task = await running(engine, prompt, seed=1)
+    task = await running(engine, prompt, tokens=120)
     await engine.pause()
     await engine.load_weights(1, new.state_dict())
     await engine.resume()
     after = await ask(engine, prompt, seed=2)
     assert_plain(new, prompt, after)
-    await engine.abort("1/30")
+    await engine.abort("running")
     result = await task
     (_, _), (switch, _) = result.versions
     assert 0 < switch < len(result.token_ids)
@@ -119,13 +103,13 @@ async def test_new_weights_amid_an_answer_go_on_from_the_cache_that_the_old_ones
 async def test_numbers_that_are_not_finite_stay_in_no_row(start_engine: StartEngine, family: str):
     engine, model = start_engine(tiny_model(family)), tiny_model(family)
     await engine.load_weights(1, {name: t * torch.nan for name, t in model.state_dict().items()})
-    ends = await asyncio.gather(*(ask(engine, ids(100), seed=i) for i in range(3)), return_exceptions=True)
-    assert all(isinstance(end, InferenceError) for end in ends)
+    ends = await together(engine, *(ask(engine, ids(100), seed=i) for i in range(3)))
+    assert all(isinstance(end.exception(), InferenceError) for end in ends)
     await engine.load_weights(2, model.state_dict())
-    for prompt, result in zip(
-        (ids(100), ids(3)), await asyncio.gather(ask(engine, ids(100)), ask(engine, ids(3))), strict=True
+    for prompt, task in zip(
+        (ids(100), ids(3)), await together(engine, ask(engine, ids(100)), ask(engine, ids(3))), strict=True
     ):
-        assert_plain(model, prompt, result)
+        assert_plain(model, prompt, task.result())
 
 
 @pytest.mark.parametrize("family", [STATES, "qwen3_5_text", "nemotron_h", "gpt_oss"])
@@ -161,36 +145,34 @@ async def test_a_window_that_no_list_of_layers_names_hides_what_lies_before_it(s
 # States
 
 
-async def test_prompts_that_come_together_go_on_from_a_state_where_their_blocks_part(
-    start_engine: StartEngine,
-):
-    engine, system = start_engine(tiny_model(STATES)), ids(110)
+async def test_prompts_that_come_together_go_on_from_a_state_where_their_blocks_part(start_engine):
+    engine, model, system = start_engine(tiny_model(STATES)), tiny_model(STATES), ids(110)
     prompts = [[*system, *ids(30, seed=i)] for i in range(4)]
     results = await asyncio.gather(*(ask(engine, prompt, seed=i) for i, prompt in enumerate(prompts)))
     assert sorted(result.prompt_tokens_reused for result in results) == [0, 96, 96, 96]
     assert engine.counters.prompt_tokens_recomputed == 3 * (110 - 96)
     for prompt, result in zip(prompts, results, strict=True):
-        assert_plain(tiny_model(STATES), prompt, result)
+        assert_plain(model, prompt, result)
 
 
 async def test_a_late_sibling_leaves_the_state_that_the_next_one_goes_on_from(start_engine: StartEngine):
-    engine, prompt = start_engine(tiny_model(STATES)), ids(100)
-    first = await running(engine, prompt, seed=1)
+    engine, model, prompt = start_engine(tiny_model(STATES)), tiny_model(STATES), ids(100)
+    first = await running(engine, prompt, tokens=120)
     second, third = [await ask(engine, prompt, seed=seed) for seed in (2, 3)]
+    await engine.abort("running")
     await first
     assert (second.prompt_tokens_reused, third.prompt_tokens_reused) == (0, 99)
     assert engine.counters.prompt_tokens_recomputed == 99
     for result in (second, third):
-        assert_plain(tiny_model(STATES), prompt, result)
+        assert_plain(model, prompt, result)
 
 
-async def test_a_conversation_without_its_reasoning_computes_two_turns_at_most_again(
-    start_engine: StartEngine,
-):
-    engine, prompt, computed = start_engine(tiny_model(STATES)), ids(96), []
+async def test_a_conversation_without_its_reasoning_computes_two_turns_at_most_again(start_engine):
+    engine, model = start_engine(tiny_model(STATES)), tiny_model(STATES)
+    prompt, computed = ids(96), []
     for turn in range(4):
         result = await ask(engine, prompt, seed=turn, tokens=10)
-        assert_plain(tiny_model(STATES), prompt, result)
+        assert_plain(model, prompt, result)
         computed.append(len(prompt) - 1 - result.prompt_tokens_reused)
         prompt = [*prompt, *ids(32, seed=turn + 1)]  # none of what was sampled
     assert computed == [95, 127, 63, 63]
@@ -204,9 +186,7 @@ def test_a_model_whose_layers_read_the_cache_in_a_way_of_their_own_is_refused():
         LayerRunner(model, slots=2, max_len=64)
 
 
-async def test_prompts_are_computed_whole_where_layers_cannot_go_on_with_several_tokens(
-    start_engine: StartEngine,
-):
+async def test_prompts_are_computed_whole_where_layers_cannot_go_on_with_several_tokens(start_engine):
     torch.manual_seed(0)
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}

@@ -1,7 +1,8 @@
 """A body that is wrong in one place is a 4xx that names the place, and no error of the gateway's own."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from itertools import repeat
 from typing import Any
 
 import httpx
@@ -9,11 +10,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.chat import ROLLOUT_HEADER
-from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling
+from shared_schemas.trajectory import PLAIN_SAMPLING
 from tests.malformed import absences, malformed, names_item
-from tests.trainer_backend.inference.test_gateway_edges import KEY, StandInEngine
+from tests.trainer_backend.inference.served import KEY, StandInEngine
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.request_body import BYSTANDERS, SamplingRequest, read_request
@@ -81,18 +81,50 @@ def test_a_boolean_is_no_number_and_a_number_no_boolean(value: bool):
     assert [read({**TEXT, name: int(value)}, TextRequest) for name in switches] == switches
 
 
-class QuickEngine(StandInEngine):
-    """It always samples the same two tokens."""
+WRONG: tuple[dict[str, Any], ...] = (
+    {"max_model_length": 0}, {"messages": []}, {"parallel_tool_calls": False}, {"store": True}, {"n": 65},
+    {"stop": ["a", "b", "c", "d", "e"]}, {"top_logprobs": 21, "logprobs": True},
+    {"top_logprobs": 5, "logprobs": None}, {"top_logprobs": 2, "processed_logprobs": True},
+    {"stream_options": {"include_usage": True}}, {"stop_token_ids": [3]}, {"min_tokens": 3},
+    {"logit_bias": {"3": 100}}, {"frequency_penalty": 1}, {"response_format": {"type": "json_object"}},
+    {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": 2**63}, {"max_completion_tokens": 2**63},
+    {"max_model_length": 2**63}, {"temperature": -1}, {"temperature": 1e30}, {"top_p": 0}, {"top_k": -2},
+    {"top_k": 2**63}, {"seed": 2**64},
+)  # fmt: skip
 
-    async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
-    ) -> Generation:
-        return Generation((5, 6), (-1.0, -1.0), "length", ((0, 0),))
+
+def test_a_value_that_is_not_offered_or_out_of_bounds_is_refused_by_its_key():
+    assert [read({**CHAT, **changes}) for changes in WRONG] == [next(iter(changes)) for changes in WRONG]
+    within = {"stop.1": {"stop": ["a", ""]}, "stream_options.obfuscate": {"stream_options": {"obfuscate": 1}}}
+    for place, changes in within.items():
+        assert read({**CHAT, "stream": True, **changes}) == place
+    messages: list[tuple[str, dict[str, Any]]] = [
+        ("messages.0.role", {"role": "usr", "content": "a"}),
+        ("messages.0.role", {"content": "a"}),
+        ("messages.0.contnt", {"role": "user", "contnt": "a"}),
+        ("messages.0.audio", {"role": "assistant", "audio": {"id": "a"}}),
+    ]
+    for place, message in messages:
+        assert read({**CHAT, "messages": [message]}) == place
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ("sometimes", "tool_choice is 'sometimes' (str); allowed: 'auto', 'none', 'required', or a function"),
+        ({"type": "function", "function": {"name": "x"}}, "tool_choice names 'x'; tools: f"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": [{}]}}, "tool_choice names no function"),
+    ],
+)
+def test_a_wrong_tool_choice_is_refused_with_what_is_allowed(choice: object, sentence: str):
+    with pytest.raises(BadChatRequest) as caught:
+        read_chat_request(json.dumps({**CHAT, "tool_choice": choice}).encode())
+    assert caught.value.where == "tool_choice" and caught.value.detail.startswith(sentence)
 
 
 @pytest.fixture
 async def client(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_gateway({"m": ServedPolicy(QuickEngine(), tokenizer)}, key=KEY)
+    app = create_gateway({"m": ServedPolicy(StandInEngine(repeat((5, 6))), tokenizer)}, key=KEY)
     headers = {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: "r"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://g/v1", headers=headers) as client:

@@ -312,18 +312,6 @@ def test_a_pass_sees_each_row_up_to_its_own_positions(name: str, way: str):
             torch.testing.assert_close(part_QHD[place].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pass_stores_its_tokens_where_its_rows_have_their_pages():
-    case = Case([5, 40])
-    attention = PrefillAttention(
-        case.memory, case.table_BP.numpy(), starts_B=np.array([2, 0]), counts_B=np.array([3, 40]),
-        heads=case.heads, by_kernel=False,
-    )  # fmt: skip
-    attention.write(0, *(torch.cat([parts[0][2:], parts[1]]) for parts in (case.keys, case.values)))
-    keys, _ = paged_attention.gather(case.memory, 0, case.slots())
-    assert keys[:2].isnan().all()
-    assert torch.equal(keys[2:], torch.cat(case.keys)[2:])
-
-
 def test_a_page_has_keys_and_values_of_all_layers_and_a_slab_as_many_pages_as_may_be():
     # Qwen3-4B in bfloat16: 36 layers, 8 heads of 128, keys and values of 32 tokens
     page = page_bytes(36, 8, 128, torch.bfloat16)
@@ -351,10 +339,6 @@ def test_a_slab_leaves_a_reserve_unless_one_longest_request_would_not_fit():
         assert memory.may_grow(enough)
         memory.grow(4)
     assert not memory.may_grow(enough - 1)
-
-
-def test_kernels_are_for_gpus():
-    assert not paged_attention.kernels_are_here(CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels may run here")

@@ -18,39 +18,33 @@ from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import assert_equal_to_naive, generate_all
+from tests.trainer_backend.inference.test_choices import (  # noqa: F401
+    test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
+)
 from tests.trainer_backend.inference.test_engine_exactness import (  # noqa: F401
     mixed_requests,
     test_a_stop_token_ends_the_generation_and_is_its_last_token,
-    test_greedy_equals_transformers_own_generate,
-    test_the_same_holds_for_grouped_query_attention_of_another_family,
-    test_the_same_holds_when_slots_are_few_and_prefills_are_cut,
+    test_the_same_holds_for_grouped_query_attention_few_slots_and_prefills_that_are_cut,
     test_tokens_and_logprobs_equal_an_unbatched_loop_when_requests_join_at_different_times,
 )
 from tests.trainer_backend.inference.test_engine_memory import with_tight_head
 from tests.trainer_backend.inference.test_engine_scheduling import (  # noqa: F401
-    test_a_cancelled_call_leaves_the_engine,
-    test_a_late_request_is_served_while_long_ones_keep_running,
     test_an_aborted_request_returns_what_it_has,
     test_stopping_ends_waiting_and_running_requests_with_the_reason,
 )
 from tests.trainer_backend.inference.test_engine_weights import (  # noqa: F401
     new_weights,
     test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tell_where,
-    test_nothing_that_is_not_finite_stays_in_the_cache,
     test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names,
-    test_weights_that_are_not_finite_give_an_error_and_not_a_token,
+    test_weights_that_are_not_finite_give_errors_and_leave_nothing_in_the_cache,
 )
 from tests.trainer_backend.inference.test_prefix_reuse import (  # noqa: F401
     test_a_conversation_goes_on_from_its_last_turn,
     test_a_late_sibling_copies_from_the_one_that_still_runs,
+    test_a_pause_keeps_what_is_known_and_new_weights_make_it_worthless,
     test_a_request_that_runs_through_a_swap_is_not_copied,
-    test_a_shared_system_message_is_computed_once,
     test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_would,
-    test_new_weights_make_all_that_was_kept_worthless,
     test_siblings_that_come_together_share_one_prefill,
-)
-from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F401
-    test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
 )
 from trainer_backend.errors import EngineOutOfMemory
 from trainer_backend.inference import paged_runner, static_step
@@ -83,13 +77,8 @@ def page_size(model: PreTrainedModel) -> int:
 
 def long_requests(count: int, vocabulary: int) -> list[tuple[list[int], Sampling]]:
     draw = random.Random(3)
-    return [
-        (
-            [draw.randrange(vocabulary) for _ in range(draw.randint(1, 40))],
-            Sampling(max_tokens=TOKENS, seed=i),
-        )
-        for i in range(count)
-    ]
+    prompts = [[draw.randrange(vocabulary) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+    return [(prompt, Sampling(max_tokens=TOKENS, seed=i)) for i, prompt in enumerate(prompts)]
 
 
 async def test_without_room_the_youngest_wait_and_none_is_lost_or_samples_otherwise(
@@ -106,17 +95,13 @@ async def test_without_room_the_youngest_wait_and_none_is_lost_or_samples_otherw
     assert engine.counters.prompt_tokens == sum(len(ids) for ids, _ in requests)
 
 
-async def test_one_request_of_the_greatest_length_always_fits(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_one_request_of_the_greatest_length_always_fits(start_engine, model):
     engine = start_engine(max_model_len=3 * PAGE, cache_gib=1 / 2**30)
     requests = [([7] * PAGE, Sampling(max_tokens=2 * PAGE, seed=i)) for i in range(2)]
     assert_equal_to_naive(model, requests, await generate_all(engine, requests))
 
 
-async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(start_engine, model):
     engine = start_engine(max_model_len=256, kept_prefixes=0)
     await generate_all(engine, long_requests(5, model.config.vocab_size))
     assert engine._worker.batch.cache.pool.used == 0
@@ -126,9 +111,7 @@ async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
     assert keeping._worker.batch.cache.pool.used == 5
 
 
-async def test_kept_prefixes_make_room_before_anybody_waits(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_kept_prefixes_make_room_before_anybody_waits(start_engine, model):
     engine = start_engine(max_model_len=8 * PAGE, cache_gib=8 * page_size(model) / 2**30)
     for first in (0, 100, 200):
         prompt = list(range(first, first + 5 * PAGE))
@@ -137,9 +120,7 @@ async def test_kept_prefixes_make_room_before_anybody_waits(
     assert len(engine._worker.batch.prefixes.copies) == 1
 
 
-async def test_the_likeliest_tokens_are_those_of_the_same_step(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_the_likeliest_tokens_are_those_of_the_same_step(start_engine, model):
     engine = start_engine()
     result = await engine.generate(
         [1, 2, 3], Sampling(max_tokens=6, temperature=0.0), request_id="a", extras=Extras(likeliest=2)
@@ -163,9 +144,7 @@ async def test_memory_is_released_and_allocated_again(start_engine: StartEngine,
     assert_equal_to_naive(model, requests, await generate_all(engine, requests))
 
 
-async def test_memory_that_is_released_under_running_requests_is_computed_again(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_memory_that_is_released_under_running_requests_is_computed_again(start_engine, model):
     engine = start_engine(max_model_len=256)
     requests = long_requests(4, model.config.vocab_size)
     seen = asyncio.Event()
@@ -176,9 +155,7 @@ async def test_memory_that_is_released_under_running_requests_is_computed_again(
     assert_equal_to_naive(model, requests, await results)
 
 
-async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_on(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_on(start_engine, model):
     engine = start_engine(max_model_len=256)
     engine._worker.batch._runner._static._graphs |= {False, True}  # there is no CUDA to capture one with
     requests = mixed_requests(12, model.config.vocab_size)
@@ -231,9 +208,7 @@ class FullDevice(StaticStep):
         return SimpleNamespace(replay=lambda: self._compute(kind))
 
 
-async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
-    start_engine: StartEngine, model: PreTrainedModel, monkeypatch
-):
+async def test_a_graph_for_which_there_was_no_memory_is_captured_later(start_engine, model, monkeypatch):
     monkeypatch.setattr(static_step, "PATIENCE", 24)
     engine = start_engine(max_model_len=64)
     runner = engine._worker.batch._runner
@@ -254,9 +229,7 @@ async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
     assert [line["event"] for line in lines] == ["engine_runs_without_graph"] * 2
 
 
-async def test_the_logits_of_all_steps_are_left_in_one_place(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_the_logits_of_all_steps_are_left_in_one_place(start_engine, model):
     engine = start_engine(max_model_len=256, max_running=12)
     requests = mixed_requests(12, model.config.vocab_size)
     static, places = engine._worker.batch._runner._static, set()
@@ -268,11 +241,8 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
 
 
 def test_steps_are_made_for_few_numbers_of_rows():
-    assert buckets(1) == [1]
-    assert buckets(3) == [1, 2, 3]
-    assert buckets(8) == [1, 2, 4, 8]
-    assert buckets(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert (buckets(1), buckets(3), buckets(8)) == ([1], [1, 2, 3], [1, 2, 4, 8])
+    assert buckets(28) == [1, 2, 4, 8, 16, 24, 28]
 
 
 class Turns:

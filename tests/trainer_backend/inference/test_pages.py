@@ -143,20 +143,6 @@ def test_siblings_share_whole_pages_and_copy_the_last():
     assert machine.seen(sibling, 2 * PAGE + 6) == [*range(2 * PAGE + 5), -1]
 
 
-def test_the_least_recently_used_prefix_goes_first_and_running_rows_never():
-    machine = Machine(limit=4)
-    for token in (1, 2):
-        pages = machine.pool.begin([], 0, room=PAGE)
-        machine.write(pages, 0, token)
-        machine.keep(pages, [token])
-        machine.pool.drop(pages)
-    running = machine.pool.begin([], 0, room=3 * PAGE)
-    assert [tokens for _, tokens in machine.kept] == [[2]]
-    assert machine.pool.begin([], 0, room=2 * PAGE) is None
-    assert machine.kept == []
-    assert all(machine.pool.references[page] == 1 for page in running)
-
-
 def test_a_prefix_that_is_evicted_to_make_room_for_its_own_reader_is_read_first():
     machine = Machine(limit=3)
     for first in (10, 20):

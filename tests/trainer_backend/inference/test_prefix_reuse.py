@@ -1,15 +1,20 @@
 """What is reused of earlier prompts saves time and changes nothing: a fresh run samples the same."""
 
-import asyncio
 import random
 from collections.abc import Callable
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.naive import assert_equal_to_naive, generate_all, staggered
-from trainer_backend.inference.actor import Generation
+from tests.trainer_backend.inference.naive import (
+    ask,
+    assert_equal_to_naive,
+    generate_all,
+    running,
+    staggered,
+    together,
+)
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset
 
@@ -19,11 +24,6 @@ StartEngine = Callable[..., LocalEngine]
 def make_prompt(length: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(300) for _ in range(length)]
-
-
-async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: int = 5) -> Generation:
-    sampling = Sampling(seed=seed, max_tokens=tokens)
-    return await engine.generate(prompt, sampling, request_id=f"{seed}/{len(prompt)}/{id(prompt)}")
 
 
 async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngine, model: PreTrainedModel):
@@ -40,9 +40,7 @@ async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngi
     assert_equal_to_naive(model, requests, results)
 
 
-async def test_siblings_that_come_together_share_one_prefill(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_siblings_that_come_together_share_one_prefill(start_engine, model):
     engine, prompt = start_engine(max_model_len=256), make_prompt(100)
     requests = [(prompt, Sampling(seed=i, max_tokens=6)) for i in range(8)]
     results = await generate_all(engine, requests)
@@ -51,28 +49,16 @@ async def test_siblings_that_come_together_share_one_prefill(
     assert_equal_to_naive(model, requests, results)
 
 
-async def test_a_late_sibling_copies_from_the_one_that_still_runs(
-    start_engine: StartEngine, model: PreTrainedModel
-):
+async def test_a_late_sibling_copies_from_the_one_that_still_runs(start_engine, model):
     engine, prompt = start_engine(), make_prompt(100)
-    running = asyncio.ensure_future(ask(engine, prompt, seed=1, tokens=800))
-    await asyncio.sleep(0)  # it stands in the line before the next one
-    await ask(engine, make_prompt(10))  # when this one is done, the other has run for some steps
+    first = await running(engine, prompt)
     late = await ask(engine, prompt, seed=2)
-    assert late.prompt_tokens_reused == 99 and not running.done()
+    assert late.prompt_tokens_reused == 99 and not first.done()
     assert_equal_to_naive(model, [(prompt, Sampling(seed=2, max_tokens=5))], [late])
-    await engine.abort(f"1/100/{id(prompt)}")
-    sampled = (await running).token_ids
+    await engine.abort("running")
+    sampled = (await first).token_ids
     again = await ask(engine, [*prompt, *sampled, 5], seed=3)
     assert again.prompt_tokens_reused == 99 + len(sampled), "an aborted request leaves its prefix too"
-
-
-async def test_a_shared_system_message_is_computed_once(start_engine: StartEngine, model: PreTrainedModel):
-    engine, system = start_engine(max_model_len=256), make_prompt(110)
-    requests = [([*system, *make_prompt(30, seed=i)], Sampling(seed=i, max_tokens=4)) for i in range(1, 9)]
-    results = await staggered(engine, requests)
-    assert sum(result.prompt_tokens_reused == 110 for result in results) == 7
-    assert_equal_to_naive(model, requests, results)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,18 +82,13 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
     assert_equal_to_naive(model, requests, results)
 
 
-async def test_nothing_is_reused_where_the_job_keeps_nothing(start_engine: StartEngine):
-    engine, prompt = start_engine(kept_prefixes=0), make_prompt(100)
-    await asyncio.gather(*(ask(engine, prompt, seed=i) for i in range(4)))
-    assert engine.counters.prompt_tokens_reused == 0
-
-
-async def test_new_weights_make_all_that_was_kept_worthless(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
-):
+async def test_a_pause_keeps_what_is_known_and_new_weights_make_it_worthless(start_engine, tokenizer):
     engine, prompt = start_engine(), make_prompt(100)
     new = build_preset("tiny-0.3m", tokenizer, seed=2)
     await ask(engine, prompt)
+    await engine.pause()
+    await engine.resume()
+    assert (await ask(engine, prompt)).prompt_tokens_reused == 99
     await engine.load_weights(1, new.state_dict())
     after = await ask(engine, prompt, seed=2)
     assert after.prompt_tokens_reused == 0
@@ -115,41 +96,25 @@ async def test_new_weights_make_all_that_was_kept_worthless(
     assert (await ask(engine, prompt, seed=3)).prompt_tokens_reused == 99
 
 
-async def test_a_request_that_runs_through_a_swap_is_not_copied(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
-):
+async def test_a_request_that_runs_through_a_swap_is_not_copied(start_engine, tokenizer):
     engine, prompt = start_engine(), make_prompt(100)
     new = build_preset("tiny-0.3m", tokenizer, seed=2)
-    running = asyncio.ensure_future(ask(engine, prompt, tokens=800))
-    await asyncio.sleep(0)  # it stands in the line before the next one
-    await ask(engine, make_prompt(10))
+    through = await running(engine, prompt)
     await engine.pause()
     await engine.load_weights(1, new.state_dict())
     await engine.resume()
     sibling = await ask(engine, prompt, seed=2)
     assert sibling.prompt_tokens_reused == 0, "the running row is of both weights"
     assert_equal_to_naive(new, [(prompt, Sampling(seed=2, max_tokens=5))], [sibling])
-    await engine.abort(f"1/100/{id(prompt)}")
-    mixed = await running
+    await engine.abort("running")
+    mixed = await through
     assert [version for _, version in mixed.versions] == [0, 1]
     continued = await ask(engine, [*prompt, *mixed.token_ids, 7], seed=3)
     assert continued.prompt_tokens_reused < 110, "only what the sibling left is known"
 
 
-async def test_a_pause_alone_keeps_what_is_known(start_engine: StartEngine):
-    engine, prompt = start_engine(), make_prompt(100)
-    await ask(engine, prompt)
-    await engine.pause()
-    await engine.resume()
-    assert (await ask(engine, prompt, seed=2)).prompt_tokens_reused == 99
-
-
 async def test_long_siblings_do_not_wait_for_one_anothers_prefill_budget(start_engine: StartEngine):
     # 500 tokens each, 600 a turn: computed one by one they would need a turn each.
     engine, prompt = start_engine(prefill_tokens=600), make_prompt(500)
-    await engine.pause()
-    tasks = [asyncio.ensure_future(ask(engine, prompt, seed=i, tokens=10)) for i in range(8)]
-    await asyncio.sleep(0)  # all stand in the line
-    await engine.resume()
-    await asyncio.gather(*tasks)
+    await together(engine, *(ask(engine, prompt, seed=i, tokens=10) for i in range(8)))
     assert engine.counters.steps == 11, "the first joins at turn 1, the seven others together at turn 2"

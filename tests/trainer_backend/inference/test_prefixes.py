@@ -101,14 +101,6 @@ def known(prefixes: Prefixes, wanted: list[int]) -> int:
     return prefixes.find(Prefix(wanted)).length
 
 
-def test_a_running_row_is_known_by_its_prompt_and_an_ended_one_with_what_it_sampled():
-    prefixes, held = Prefixes(filled_cache(), most=4), Prefix(ids(100))
-    prefixes.start_row(held, 0)
-    assert known(prefixes, ids(150)) == 100
-    prefixes.end_row(held, 0, ids(140))
-    assert known(prefixes, ids(150)) == 140 and len(prefixes.copies) == 1
-
-
 def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     cache = filled_cache()
     prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
@@ -127,9 +119,7 @@ def test_the_least_recently_used_prefix_goes_first():
         run_and_end(prefixes, seed, ids(100, seed), [])
     prefixes.fill(prefixes.find(Prefix(ids(100, seed=0))), 3, room=200)  # used: now 1 is the oldest
     run_and_end(prefixes, 2, ids(100, seed=2), [])
-    assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100] and len(
-        prefixes.copies
-    ) == 2
+    assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100]
 
 
 def test_a_conversation_takes_one_place_however_many_turns_it_has():
@@ -147,16 +137,6 @@ def test_what_is_kept_already_is_not_kept_twice():
     for length in (120, 120, 110):
         run_and_end(prefixes, 0, ids(length), [])
     assert len(prefixes.copies) == 1 and known(prefixes, ids(200)) == 120
-
-
-def test_what_is_forgotten_seeds_nothing_and_is_not_kept_at_its_end():
-    prefixes, running = Prefixes(filled_cache(), most=4), Prefix(ids(100))
-    run_and_end(prefixes, 0, ids(100, seed=1), [])
-    prefixes.start_row(running, 0)
-    prefixes.forget([running])
-    assert [known(prefixes, ids(100, seed)) for seed in (0, 1)] == [0, 0]
-    prefixes.end_row(running, 0, ids(100))
-    assert len(prefixes.copies) == 0
 
 
 def test_without_a_place_nothing_is_kept_or_found():

@@ -15,12 +15,10 @@ from trainer_backend.models import train_tokenizer
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 
-Change = Callable[[PreTrainedTokenizerFast], None]
+Change = Callable[[PreTrainedTokenizerFast], object]
 
 
-def test_a_tokenizer_speaks_as_itself_also_when_it_was_saved_and_read(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, model_folders: Mapping[str, Path]
-):
+def test_a_tokenizer_speaks_as_itself_also_when_it_was_saved_and_read(tokenizer, tmp_path, model_folders):
     tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
     assert first_difference(tokenizer, load_tokenizer(tmp_path)) is None
     for folder in model_folders.values():
@@ -47,22 +45,6 @@ def test_the_first_other_entry_is_named(tokenizer: PreTrainedTokenizerFast, tmp_
     )
 
 
-def no_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.eos_token = "<|pad|>"
-
-
-def other_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = tokenizer.chat_template.replace("'<|assistant|>'", "'<|assistant|> '")
-
-
-def thinking(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.init_kwargs[CHAT_TEMPLATE_KWARGS_KEY] = {"enable_thinking": True}
-
-
-def other_calls(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = "hermes"
-
-
 def no_merges(tokenizer: PreTrainedTokenizerFast) -> None:
     """The same entries, of which the longer ones are never made."""
     document = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -73,10 +55,19 @@ def no_merges(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (no_end, "its eos_token is '<|pad|>', the actor's '<|end|>'"),
-        (other_template, "its chat template goes on with"),
-        (thinking, "its chat template is told {'enable_thinking': True}, the actor's {}"),
-        (other_calls, "its tool-call format is 'hermes', the actor's 'turnwise'"),
+        (lambda it: setattr(it, "eos_token", "<|pad|>"), "its eos_token is '<|pad|>', the actor's '<|end|>'"),
+        (
+            lambda it: setattr(it, "chat_template", it.chat_template.replace("'<|assistant|>'", "'a'")),
+            "its chat template goes on with",
+        ),
+        (
+            lambda it: it.init_kwargs.update({CHAT_TEMPLATE_KWARGS_KEY: {"enable_thinking": True}}),
+            "its chat template is told {'enable_thinking': True}, the actor's {}",
+        ),
+        (
+            lambda it: it.init_kwargs.update({TOOL_CALL_FORMAT_KEY: "hermes"}),
+            "its tool-call format is 'hermes', the actor's 'turnwise'",
+        ),
         (no_merges, "the same text becomes other ids: number"),
     ],
 )

@@ -19,7 +19,6 @@ from trainer_backend.inference import small_pass as small
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.sampler import RowSettings, sample
-from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.models.folder import is_out_of_memory
 
 # Adapters are products of their own, and a decoder of other types has no such pass.
@@ -60,18 +59,6 @@ def test_rows_of_mixed_lengths_and_those_behind_a_trunk_equal_transformers(name,
             assert_near(found, by_transformers(model, row)[-1])
         for row, token in zip(rows, logits_BV.argmax(-1).tolist(), strict=True):
             row.append(token)
-
-
-@torch.inference_mode()
-def test_new_weights_are_computed_with_once_they_are_taken():
-    model, other = make_model("qwen3"), make_model("qwen3", seed=1)
-    passes, _ = make_pass(model)
-    ServedWeights(model).replace(other.state_dict())
-    passes.take_weights()
-    ids = draw_ids(9)
-    prefill(passes, 0, [0], [ids[:-1]])
-    (found_V,) = torch.from_numpy(passes.logits(np.array(ids[-1:]), np.array([8])))
-    assert_near(found_V, by_transformers(other, ids)[-1])
 
 
 @torch.inference_mode()

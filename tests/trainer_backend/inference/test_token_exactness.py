@@ -85,11 +85,15 @@ class Played:
     messages: list[dict[str, Any]] = field(default_factory=lambda: [{"role": "user", "content": "wood 2"}])
     prompts: list[Prompt] = field(default_factory=list)
     sampled: list[list[int]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     steps: list[StepData] = field(default_factory=list)
 
-    def turn(self, raw: str, *, cut: bool) -> None:
+    def prompt(self) -> Prompt:
+        return self.memory.prompt("r", self.messages, TOOLS, self.renderer)
+
+    def turn(self, raw: str, *, cut: bool = False) -> None:
         """The model says `raw`, a character a token; `cut`: it was ended by its length."""
-        prompt = self.memory.prompt("r", self.messages, TOOLS, self.renderer)
+        prompt = self.prompt()
         parse = tool_format_in_use(self.renderer.tokenizer).parse
         stop = "" if cut else self.stops[0 if parse(raw, TOOLS).tool_calls else 1]
         ids = [token for character in raw for token in sampled_ids(character, self.renderer)]
@@ -99,7 +103,8 @@ class Played:
         # A client sends back what OpenAI's API knows.
         reasoning = message.pop("reasoning_content", "")
         answer = Answer(len(self.messages), hash_message(message), raw, stop, reasoning=reasoning)
-        self.memory.remember("r", Turn.of(prompt, answer, ids, self.renderer))
+        self.turns.append(Turn.of(prompt, answer, ids, self.renderer))
+        self.memory.remember("r", self.turns[-1])
         self.messages.append(json.loads(json.dumps(message)))
         self.prompts.append(prompt)
         self.sampled.append(ids)
@@ -180,9 +185,7 @@ def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(turns=TURNS)
 @settings(max_examples=20, deadline=None)
-def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_view(
-    name: str, turns: list[tuple[dict[str, Any], int | None]], tokenizers: dict[str, Any]
-):
+def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_view(name, turns, tokenizers):
     renderer = ChatRenderer(tokenizers[name])
     played = Played(renderer, TEMPLATES[name][1:3])
     try:
@@ -228,19 +231,17 @@ def test_a_dialogue_that_is_not_edited_is_one_segment(name: str, tokenizers: dic
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_reasoning_stays_among_tool_calls_and_is_dropped_behind_the_next_question(
-    name: str, tokenizers: dict[str, Any]
-):
+def test_reasoning_stays_among_tool_calls_and_is_dropped_behind_the_next_question(name, tokenizers):
     played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1:3])
     for number in range(3):
-        played.turn(THOUGHTS[name] + CALLS[name] % number, cut=False)
+        played.turn(THOUGHTS[name] + CALLS[name] % number)
         played.answered("next")
     answer = "<|channel|>final<|message|>wood" if name == "harmony" else "wood"
-    played.turn(THOUGHTS[name] + answer, cut=False)
+    played.turn(THOUGHTS[name] + answer)
     played.answered("more")
-    played.turn(THOUGHTS[name] + CALLS[name] % 4, cut=False)
+    played.turn(THOUGHTS[name] + CALLS[name] % 4)
     played.answered("next")
-    played.turn("tree", cut=False)
+    played.turn("tree")
     # The tool's answers leave the thoughts; the user's next question takes all of them away, once.
     assert [prompt.break_cause for prompt in played.prompts] == [None] * 4 + ["reasoning", None]
     assert len(played.segments()) == 2 and "hm" not in played.prompts[4].text
@@ -265,7 +266,7 @@ def test_what_the_model_has_to_write_ends_with_its_stop_token(name: str, tokeniz
 def test_deepseek_drops_reasoning_behind_every_answer(tokenizers: dict[str, Any]):
     played = Played(ChatRenderer(tokenizers["deepseek"]), TEMPLATES["deepseek"][1:3])
     for number in range(3):
-        played.turn("hm</think>" + CALLS["deepseek"] % number, cut=False)
+        played.turn("hm</think>" + CALLS["deepseek"] % number)
         played.answered("next")
     assert [prompt.break_cause for prompt in played.prompts] == [None, "reasoning", "reasoning"]
 
@@ -273,7 +274,7 @@ def test_deepseek_drops_reasoning_behind_every_answer(tokenizers: dict[str, Any]
 def test_a_template_that_moves_the_tools_cannot_go_on_and_that_is_told_each_time(tokenizers: dict[str, Any]):
     played = Played(ChatRenderer(tokenizers["mistral"]), ("</s>", "</s>"))
     for number in range(4):
-        played.turn("wood", cut=False)
+        played.turn("wood")
         played.answered(f"next {number}")
     assert [prompt.break_cause for prompt in played.prompts] == [None, "template", "template", "template"]
     assert len(played.segments()) == 4

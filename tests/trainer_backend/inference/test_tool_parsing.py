@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,38 +36,6 @@ LIST = {"type": "array", "items": {"type": "string", "enum": ["do", "sleep"]}}
 ONE_LIST = [tool(actions=LIST)]
 
 
-def test_hermes_calls_are_found_with_text_around_them():
-    text = (
-        'Two things.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\nand'
-        '<tool_call>{"name": "b", "arguments": {}}</tool_call>'
-    )
-    assert parse_hermes(text, []) == ParsedReply(
-        "Two things.\n\nand", (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
-    )
-
-
-def test_a_hermes_argument_may_contain_the_closing_tag():
-    arguments = {"text": "</tool_call> and <tool_call>"}
-    reply = parse_hermes(f"<tool_call>{json.dumps({'name': 'a', 'arguments': arguments})}</tool_call>", [])
-    assert [json.loads(call.arguments) for call in reply.tool_calls] == [arguments]
-
-
-def test_reasoning_before_a_hermes_call_is_content_and_no_call_of_its_own():
-    thought = "<think>\nmaybe <tool_call>{</tool_call>?\n</think>"
-    call = '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>'
-    read = ParsedReply(thought, (ParsedCall("a", '{"x": 1}'),))
-    assert parse_hermes(f"{thought}\n\n{call}", []) == read
-    without_opening = thought.removeprefix("<think>\n")  # it stands in the prompt of some models
-    assert parse_hermes(without_opening + call, []).tool_calls == read.tool_calls
-    quoted = f"first {call}, or rather\n</think>\n{call}"
-    assert parse_hermes(quoted, []).tool_calls == read.tool_calls, "the quoted call was only weighed"
-
-
-def test_a_call_may_hold_the_end_of_reasoning_as_text():
-    text = '<tool_call>{"name": "a", "arguments": {"x": "</think>"}}</tool_call>'
-    assert parse_hermes(text, []).tool_calls == (ParsedCall("a", '{"x": "</think>"}'),)
-
-
 @pytest.mark.parametrize("parse", [parse_hermes, parse_qwen3_coder])
 def test_reasoning_that_was_cut_off_is_text_with_the_reason(parse: ToolParser):
     text = '<think>so <tool_call>{"name": "a", "arguments": {}}</tool_call>'
@@ -74,26 +43,83 @@ def test_reasoning_that_was_cut_off_is_text_with_the_reason(parse: ToolParser):
     assert (reply.content, reply.tool_calls) == (text, ()) and "</think>" in (reply.error or "")
 
 
-def test_a_llama_call_is_the_whole_reply_or_follows_the_python_tag():
-    read = (ParsedCall("act", '{"actions": ["do"]}'),)
-    spelled = '{"name": "act", "parameters": {"actions": ["do"]}}'
-    assert parse_llama(f" {spelled}\n", []) == ParsedReply("", read)
-    assert parse_llama(f"Go.<|python_tag|>{spelled}", []) == ParsedReply("Go.", read)
-    assert parse_llama(spelled.replace("parameters", "arguments"), []).tool_calls == read
-    assert parse_llama(f"Go. {spelled}", []) == ParsedReply(f"Go. {spelled}"), "text that quotes a call"
+A, B = ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}")
+FIRST, SECOND = '{"name": "a", "arguments": {"x": 1}}', '{"name": "b", "arguments": {}}'
+HERMES = f"<tool_call>\n{FIRST}\n</tool_call>"
+HELD = '{"text": "</tool_call> and <tool_call>", "end": "</think>"}'
+# Reasoning, whose first mark stands in the prompt of some models.
+WEIGHED = "maybe <tool_call>{</tool_call>?\n</think>"
+SPELLED = FIRST.replace("arguments", "parameters")
+CHANNEL, ANALYSIS = "<|channel|>", "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+TO_A = ' to=functions.a<|channel|>commentary json<|message|>{"x": 1}<|call|>'
+QUOTED = r"""a(x='it\'s \u20ac <|tool_call_end|>', y="\d")"""
+R1 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{"x": 1}\n```<｜tool▁call▁end｜>'  # noqa: RUF001
 
 
-def test_mistral_calls_are_a_list_or_names_with_arguments():
-    read = (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
-    first, second = (
-        '{"name": "a", "arguments": {"x": 1}, "id": "abcdefghi"}',
-        '{"name": "b", "arguments": {}}',
-    )
-    listed = f"[TOOL_CALLS] [{first}, {second}]"
-    assert parse_mistral(f"Go.{listed}", []) == ParsedReply("Go.", read)
-    assert parse_mistral('[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcdefghi[ARGS]{}', []) == (
-        ParsedReply("", read)
-    )
+@pytest.mark.parametrize(
+    ("parse", "text", "read"),
+    [
+        # text around two calls, marks in an argument, a call that reasoning only weighed
+        (
+            parse_hermes,
+            f"Go.\n{HERMES}\nand<tool_call>{SECOND}</tool_call>",
+            ParsedReply("Go.\n\nand", (A, B)),
+        ),
+        (
+            parse_hermes,
+            f'<tool_call>{{"name": "a", "arguments": {HELD}}}</tool_call>',
+            ParsedReply("", (ParsedCall("a", HELD),)),
+        ),
+        (parse_hermes, f"<think>\n{WEIGHED}\n\n{HERMES}", ParsedReply(f"<think>\n{WEIGHED}", (A,))),
+        (parse_hermes, WEIGHED + HERMES, ParsedReply(WEIGHED, (A,))),
+        (parse_hermes, f"{HERMES}?\n</think>\n{HERMES}", ParsedReply(f"{HERMES}?\n</think>", (A,))),
+        # the whole reply, or what follows the tag; else text that quotes a call
+        (parse_llama, f" {SPELLED}\n", ParsedReply("", (A,))),
+        (parse_llama, f"Go.<|python_tag|>{SPELLED}", ParsedReply("Go.", (A,))),
+        (parse_llama, FIRST, ParsedReply("", (A,))),
+        (parse_llama, f"Go. {SPELLED}", ParsedReply(f"Go. {SPELLED}")),
+        # a list, or names with arguments
+        (
+            parse_mistral,
+            f'Go.[TOOL_CALLS] [{FIRST[:-1]}, "id": "abcdefghi"}}, {SECOND}]',
+            ParsedReply("Go.", (A, B)),
+        ),
+        (
+            parse_mistral,
+            '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcdefghi[ARGS]{}',
+            ParsedReply("", (A, B)),
+        ),
+        (parse_harmony, f"{CHANNEL}final<|message|>tree \n<|return|>", ParsedReply("tree \n")),
+        (parse_harmony, f"{ANALYSIS}{CHANNEL}final<|message|>b", ParsedReply("b", reasoning="a")),
+        (parse_harmony, f"{CHANNEL}commentary to=assistant<|message|>b", ParsedReply("b")),
+        (
+            parse_harmony,
+            "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b<|end|>c",
+            ParsedReply("c", reasoning="a\nb"),
+        ),
+        # the recipient may stand before the channel
+        (parse_harmony, TO_A, ParsedReply("", (A,))),
+        (parse_harmony, ANALYSIS + TO_A, ParsedReply("", (A,), reasoning="a")),
+        (
+            parse_glm,
+            "<tool_call>a<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+            ParsedReply("", (A,)),
+        ),
+        # in one list, alone, or in JSON
+        (parse_lfm2, "<|tool_call_start|>[a(x=1), b()]<|tool_call_end|>", ParsedReply("", (A, B))),
+        (parse_lfm2, f"<|tool_call_start|>[{FIRST}, {SECOND}]<|tool_call_end|>", ParsedReply("", (A, B))),
+        (parse_lfm2, "<|tool_call_start|>a(x=1)<|tool_call_end|>", ParsedReply("", (A,))),
+        (
+            parse_lfm2,
+            f"<|tool_call_start|>[{QUOTED}]<|tool_call_end|>",
+            ParsedReply("", (ParsedCall("a", r"""{"x": "it's \u20ac <|tool_call_end|>", "y": "\\d"}"""),)),
+        ),
+        # as DeepSeek-R1 writes arguments
+        (parse_deepseek, f"<｜tool▁calls▁begin｜>{R1}\n{R1}<｜tool▁calls▁end｜>", ParsedReply("", (A, A))),  # noqa: RUF001
+    ],
+)
+def test_what_a_format_allows_is_read_with_the_text_around_it(parse, text, read):
+    assert parse(text, []) == read
 
 
 def as_text(value: object) -> str:
@@ -101,21 +127,18 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def glm_call(name: str, arguments: dict[str, Any]) -> str:
-    pairs = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
-        for key, value in arguments.items()
-    )
-    return f"<tool_call>{name}\n{pairs}</tool_call>"
+def glm_pairs(arguments: dict[str, Any]) -> str:
+    pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    return "".join(pair.format(key, as_text(value)) for key, value in arguments.items())
 
 
-def write_coder_call(name: str, arguments: dict[str, Any]) -> str:
-    return coder_call(**{key: as_text(value) for key, value in arguments.items()}).replace("=act", f"={name}")
+def coder_parameters(arguments: dict[str, Any]) -> str:
+    parameter = "<parameter={}>\n{}\n</parameter>\n"
+    return "".join(parameter.format(key, as_text(value)) for key, value in arguments.items())
 
 
-def lfm2_call(name: str, arguments: dict[str, Any]) -> str:
-    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return f"<|tool_call_start|>[{name}({written})]<|tool_call_end|>"
+def lfm2_values(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def gemma_value(value: object, quote: str = '<|"|>') -> str:
@@ -123,70 +146,50 @@ def gemma_value(value: object, quote: str = '<|"|>') -> str:
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{gemma_value(item, quote)}" for key, item in value.items()) + "}"
-    return (
-        f"[{','.join(gemma_value(item, quote) for item in value)}]"
-        if isinstance(value, list)
-        else json.dumps(value)
-    )
+    if isinstance(value, list):
+        return f"[{','.join(gemma_value(item, quote) for item in value)}]"
+    return json.dumps(value)
 
 
-def deepseek_call(name: str, arguments: dict[str, Any]) -> str:
-    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-    call = f"{begin}{name}{separator}{json.dumps(arguments)}{end}"
-    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"  # noqa: RUF001
-
-
-def write_object(name: str, arguments: dict[str, Any]) -> str:
-    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-
-
-# How a model writes a call in each format, its reasoning, and how many calls a message holds.
-WRITERS: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, int]] = {
+plain_json = partial(json.dumps, ensure_ascii=False)
+OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+# How a model writes arguments in each format, a call with them, its reasoning, and how many calls a message
+# holds.
+WRITERS: dict[str, tuple[Callable[[dict[str, Any]], str], str, str, int]] = {
     "harmony": (
-        lambda name, arguments: (
-            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}"
-        ),
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
-        1,
+        json.dumps, "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", 1,
     ),
     "gemma4": (
-        lambda name, arguments: f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>",
-        "<|channel>thought\nhm\n<channel|>",
-        2,
+        gemma_value, "<|tool_call>call:NAMEARGUMENTS<tool_call|>", "<|channel>thought\nhm\n<channel|>", 2,
     ),
     "function_gemma": (
-        lambda name, arguments: (
-            f"<start_function_call>call:{name}{gemma_value(arguments, '<escape>')}<end_function_call>"
-        ),
-        "",
-        2,
+        partial(gemma_value, quote="<escape>"),
+        "<start_function_call>call:NAMEARGUMENTS<end_function_call>", "", 2,
     ),
-    "mistral": (
-        lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}",
-        "[THINK]hm[/THINK]",
-        2,
+    "mistral": (json.dumps, "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "[THINK]hm[/THINK]", 2),
+    "deepseek": (
+        json.dumps, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS"  # noqa: RUF001
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "hm</think>", 2,  # noqa: RUF001
     ),
-    "deepseek": (deepseek_call, "hm</think>", 2),
-    "lfm2": (lfm2_call, "<think>hm</think>", 2),
-    "nemotron2": (
-        lambda name, arguments: f"<TOOLCALL>[{write_object(name, arguments)}]</TOOLCALL>",
-        "hm</think>",
-        2,
+    "lfm2": (lfm2_values, "<|tool_call_start|>[NAME(ARGUMENTS)]<|tool_call_end|>", "<think>hm</think>", 2),
+    "nemotron2": (plain_json, f"<TOOLCALL>[{OBJECT}]</TOOLCALL>", "hm</think>", 2),
+    "granite3": (plain_json, f"<|tool_call|>[{OBJECT}]", "", 2),
+    "qwen3_coder": (
+        coder_parameters, "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+        "hm\n</think>\n\n", 2,
     ),
-    "granite3": (lambda name, arguments: f"<|tool_call|>[{write_object(name, arguments)}]", "", 2),
-    "qwen3_coder": (write_coder_call, "hm\n</think>\n\n", 2),
-    "glm": (glm_call, "\n<think>hm</think>\n", 2),
-    "hermes": (
-        lambda name, arguments: f"<tool_call>\n{write_object(name, arguments)}\n</tool_call>",
-        "<think>\nhm\n</think>\n\n",
-        2,
-    ),
-    "llama": (
-        lambda name, arguments: json.dumps({"name": name, "parameters": arguments}),
-        "<|python_tag|>",
-        1,
-    ),
-}
+    "glm": (glm_pairs, "<tool_call>NAME\nARGUMENTS</tool_call>", "\n<think>hm</think>\n", 2),
+    "hermes": (plain_json, f"<tool_call>\n{OBJECT}\n</tool_call>", "<think>\nhm\n</think>\n\n", 2),
+    "llama": (json.dumps, OBJECT.replace("arguments", "parameters"), "<|python_tag|>", 1),
+}  # fmt: skip
+
+
+def written(form: str, name: str, arguments: dict[str, Any]) -> str:
+    write, call, *_ = WRITERS[form]
+    return call.replace("NAME", name).replace("ARGUMENTS", write(arguments))
+
+
 ARGUMENTS: dict[str, Any] = {
     "text": 'He said "it\'s"\n\\n, €, \N{GRINNING FACE} [x]{y}(z), a=b: c\n\n',
     "number": -3,
@@ -199,57 +202,32 @@ ARGUMENTS: dict[str, Any] = {
 TYPED = [tool(text={"type": "string"}, digits={"anyOf": [{"type": "string"}, {"type": "null"}]})]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_arguments_of_every_type_are_read_in_each_format(name: str):
-    write, _, _ = WRITERS[name]
-    (call,) = TOOL_FORMATS[name].parse(write("act", ARGUMENTS), TYPED).tool_calls
+@pytest.mark.parametrize("form", WRITERS)
+def test_arguments_of_every_type_or_none_are_read_and_an_unknown_tool_is_left_for_the_environment(form: str):
+    parse = TOOL_FORMATS[form].parse
+    (call,) = parse(written(form, "act", ARGUMENTS), TYPED).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("act", ARGUMENTS)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_an_unknown_tool_without_arguments_is_left_for_the_environment_to_refuse(name: str):
-    reply = TOOL_FORMATS[name].parse(WRITERS[name][0]("a.b-c_1", {}), TYPED)
+    reply = parse(written(form, "a.b-c_1", {}), TYPED)
     assert (reply.tool_calls, reply.error) == ((ParsedCall("a.b-c_1", "{}"),), None)
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_reasoning_and_text_stand_before_a_call_and_two_calls_are_read_where_a_message_holds_them(name: str):
-    write, thought, most = WRITERS[name]
+@pytest.mark.parametrize("form", WRITERS)
+def test_reasoning_and_text_stand_before_a_call_and_two_calls_are_read_where_a_message_holds_them(form: str):
+    *_, thought, most = WRITERS[form]
     text = {"harmony": "<|channel|>commentary<|message|>Go.<|end|><|start|>assistant", "llama": ""}.get(
-        name, "Go."
+        form, "Go."
     )
-    first, second = write("act", {"x": 1}), write("b", {})
-    reply = TOOL_FORMATS[name].parse(thought + text + first, [])
-    assert reply.tool_calls == (ParsedCall("act", '{"x": 1}'),)
+    first, second = written(form, "a", {"x": 1}), written(form, "b", {})
+    reply = TOOL_FORMATS[form].parse(thought + text + first, [])
+    assert reply.tool_calls == (A,)
     said = reply.reasoning + reply.content
-    assert "Go." in said or name == "llama"
+    assert "Go." in said or form == "llama"
     assert "hm" in said or "hm" not in thought
-    both = TOOL_FORMATS[name].parse(thought + first + ("; " if name == "llama" else "") + second, [])
+    both = TOOL_FORMATS[form].parse(thought + first + ("; " if form == "llama" else "") + second, [])
     if most == 2:
-        assert both.tool_calls == (*reply.tool_calls, ParsedCall("b", "{}"))
+        assert both.tool_calls == (A, B)
     else:
         assert (both.tool_calls, both.error is None) == ((), False)
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "reasoning"),
-    [
-        ("<|channel|>final<|message|>tree \n<|return|>", "tree \n", ""),
-        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "b", "a"),
-        ("<|channel|>commentary to=assistant<|message|>b", "b", ""),
-        ("<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b<|end|>c", "c", "a\nb"),
-    ],
-)
-def test_the_channels_of_harmony_are_content_or_reasoning(text: str, content: str, reasoning: str):
-    assert parse_harmony(text, []) == ParsedReply(content, reasoning=reasoning)
-
-
-def test_the_recipient_of_a_harmony_call_may_stand_before_its_channel():
-    read = (ParsedCall("f", '{"x": 1}'),)
-    written = ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'
-    assert parse_harmony(written, []).tool_calls == read
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    assert parse_harmony(thought + written, []) == ParsedReply("", read, reasoning="hm")
 
 
 def test_content_of_a_harmony_reply_never_holds_its_tokens_since_the_template_would_refuse_them():
@@ -258,41 +236,12 @@ def test_content_of_a_harmony_reply_never_holds_its_tokens_since_the_template_wo
     assert (reply.content, reply.reasoning) == ('{"x"', "hm") and "tool call 1 cannot be read" in reply.error
 
 
-def test_glm_calls_need_no_newlines():
-    text = "<tool_call>act<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
-    assert parse_glm(text, []).tool_calls == (ParsedCall("act", '{"n": 1}'),)
-
-
-def test_lfm2_calls_stand_in_one_list_alone_or_in_json():
-    read = (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
-    for body in ("[a(x=1), b()]", '[{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]'):
-        assert parse_lfm2(f"<|tool_call_start|>{body}<|tool_call_end|>", []).tool_calls == read
-    assert parse_lfm2("<|tool_call_start|>a(x=1)<|tool_call_end|>", []).tool_calls == read[:1]
-    quoted = r"""<|tool_call_start|>[a(x='it\'s \u20ac <|tool_call_end|>', y="\d")]<|tool_call_end|>"""
-    (call,) = parse_lfm2(quoted, []).tool_calls
-    assert json.loads(call.arguments) == {"x": "it's € <|tool_call_end|>", "y": r"\d"}
-
-
-def test_deepseek_r1_writes_arguments_as_a_block():
-    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-    call = f'{begin}function{separator}act\n```json\n{{"x": 1}}\n```{end}'
-    text = f"<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>"  # noqa: RUF001
-    assert parse_deepseek(text, []).tool_calls == (ParsedCall("act", '{"x": 1}'),) * 2
-
-
-def coder_call(**arguments: str) -> str:
-    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function=act>\n{written}</function>\n</tool_call>"
-
-
 def test_a_qwen3_coder_value_is_json_unless_its_tool_says_text():
     tools = [tool(actions=LIST, word={"type": "string"}, sure={"type": "boolean"})]
-    text = "Go." + coder_call(actions='["do"]', word="12", sure="True", other="a\nb", half='{"x"')
-    reply = parse_qwen3_coder(text, tools)
-    assert reply.content == "Go."
-    assert [json.loads(call.arguments) for call in reply.tool_calls] == [
-        {"actions": ["do"], "word": "12", "sure": True, "other": "a\nb", "half": '{"x"'}
-    ]
+    texts = {"actions": '["do"]', "word": "12", "sure": "True", "other": "a\nb", "half": '{"x"'}
+    reply = parse_qwen3_coder("Go." + written("qwen3_coder", "act", texts), tools)
+    (call,) = reply.tool_calls
+    assert json.loads(call.arguments) == {**texts, "actions": ["do"], "sure": True}
 
 
 ONE_ITEM = [tool(direction={"type": "string", "enum": ["up", "turn left"]})]
@@ -313,9 +262,7 @@ UP_LEFT = (ParsedCall("act", '{"direction": "turn left"}'), ParsedCall("act", '{
         ),
     ],
 )
-def test_a_call_of_a_preset_is_the_only_argument_or_names_the_tool_and_gives_json(
-    text: str, tools: list[dict[str, object]], reply: tuple[ParsedCall, ...]
-):
+def test_a_call_of_a_preset_is_the_only_argument_or_names_the_tool_and_gives_json(text, tools, reply):
     for lead in ("", "so"):
         assert parse_turnwise(f"{lead}<|call|> {text}", tools) == ParsedReply(lead, reply)
 
@@ -430,9 +377,7 @@ pieces = st.sampled_from([
 
 
 @given(st.lists(pieces | st.text(max_size=5)).map("".join), st.sampled_from([[], ONE_LIST, [{}]]))
-def test_no_text_makes_a_parser_raise_and_every_call_is_json_that_utf8_can_carry(
-    text: str, tools: list[dict[str, object]]
-):
+def test_no_text_makes_a_parser_raise_and_every_call_is_json_that_utf8_can_carry(text, tools):
     for parse in PARSERS:
         reply = parse(text, tools)
         assert not (reply.tool_calls and reply.error)

@@ -68,9 +68,7 @@ def drawn_prompts(draw: random.Random, most: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_logprobs_do_not_change_as_rows_join_and_leave_and_weights_and_prefixes_go(
-    tokenizer: PreTrainedTokenizerFast, seed: int
-):
+def test_logprobs_do_not_change_as_rows_join_and_leave_and_weights_and_prefixes_go(tokenizer, seed):
     draw = random.Random(seed)
     plain, shared = sides = [Side(tokenizer, shares=shares) for shares in (False, True)]
     for turn in range(25):
@@ -95,18 +93,19 @@ def test_logprobs_do_not_change_as_rows_join_and_leave_and_weights_and_prefixes_
     assert shared.most_that_share >= 3
 
 
-def test_siblings_refer_to_one_trunk_and_the_first_of_them_too(tokenizer: PreTrainedTokenizerFast):
-    side = Side(tokenizer, shares=True)
-    side.join([[*make_prompt(140, seed=0), n] for n in range(4)], seed=0)
+def test_siblings_refer_to_one_trunk_and_a_deterministic_engine_shares_nothing(tokenizer):
+    keys, siblings = EngineKeys(deterministic=True), [[*make_prompt(140, seed=0), n] for n in range(4)]
+    side, alone = Side(tokenizer, shares=True), Side(tokenizer, shares=True, kept=keys.prefix_slots)
+    side.join(siblings, seed=0)
+    alone.join(siblings, seed=0)
     trunks = side.batch.cache.trunks
     assert sorted(trunks) == [0, 1, 2, 3] and len(set(trunks.values())) == 1
     assert len(trunks[0]) == 128, "whole blocks of the 140 tokens"
+    assert alone.batch.cache.trunks == {} and keys.slots == 1
 
 
 @torch.inference_mode()
-def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows_hold_theirs(
-    tokenizer: PreTrainedTokenizerFast,
-):
+def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows_hold_theirs(tokenizer):
     sides = [Side(tokenizer, shares=shares) for shares in (False, True)]
     shared = sides[1]
     # Of 6 slots two rows of 512 tokens: two trunks of 384 fit, three do not.
@@ -125,17 +124,8 @@ def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows
     assert known.has_room(1024) and not known.has_room(1025)
 
 
-def test_a_deterministic_engine_shares_nothing(tokenizer: PreTrainedTokenizerFast):
-    keys = EngineKeys(deterministic=True)
-    side = Side(tokenizer, shares=True, kept=keys.prefix_slots)
-    side.join([[*make_prompt(140, seed=0), n] for n in range(4)], seed=0)
-    assert side.batch.cache.trunks == {} and keys.slots == 1
-
-
 @pytest.mark.parametrize("operator", [None, torch.ops.aten.mm])
-def test_a_torch_without_the_private_operators_shares_nothing_and_says_so(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch, operator: Any
-):
+def test_a_torch_without_the_private_operators_shares_nothing_and_says_so(tokenizer, monkeypatch, operator):
     monkeypatch.setattr(part_attention, "_BACKWARD", operator)
     part_attention.why_no_parts.cache_clear()
     try:

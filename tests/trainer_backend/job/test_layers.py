@@ -60,11 +60,9 @@ def test_a_job_has_its_first_file_s_name_unless_one_names_it(layered):
     assert layered(BASE, "").job.name == "base"
     assert layered(BASE, '[job]\nname = "mine"').job.name == "mine"
     assert layered(BASE, overrides=("job.name=other",)).job.name == "other"
-
-
-def test_a_file_whose_name_is_no_job_s_leaves_the_default(tmp_path: Path):
-    (tmp_path / "my job.toml").write_text(BASE)
-    assert load_job(tmp_path / "my job.toml").config.job.name == "job"
+    spaced = Path("my job.toml")
+    spaced.write_text(BASE)
+    assert load_job(spaced).config.job.name == "job", "a file's name that is no job's leaves the default"
 
 
 def test_a_posted_job_has_its_file_s_name_too(tmp_path: Path):
@@ -163,11 +161,11 @@ def test_an_error_names_the_file_that_the_key_came_from(layered, text: str, told
     assert refusal(layered, BASE, text, "[job]\nseed = 3").startswith(told)
 
 
-def test_an_error_of_the_first_file_is_not_blamed_on_the_second(layered):
-    wrong = BASE.replace("1e-3", "-1.0")
-    assert refusal(layered, wrong, "[training]\ngroup_size = 8").startswith(
-        "base.toml: training.learning_rate "
-    )
+def test_an_error_of_the_first_file_is_not_blamed_on_the_second_and_a_contradiction_on_both(layered):
+    wrong, second = BASE.replace("1e-3", "-1.0"), "[training]\ngroup_size = 4"
+    assert refusal(layered, wrong, second).startswith("base.toml: training.learning_rate ")
+    six = refusal(layered, BASE, "[rollout]\nepisodes_per_batch = 6", second)
+    assert six.startswith("a.toml + b.toml: rollout.episodes_per_batch (6)")
 
 
 def test_a_reward_switch_goes_over_the_same_one_in_another_home(layered):
@@ -195,11 +193,6 @@ def test_one_file_that_gives_a_switch_twice_is_refused_and_blamed_alone(layered)
     assert told.startswith("b.toml: step_rewards_beta is given twice")
     wrong = refusal(layered, BASE, one, "[rollout]\nstep_rewards_beta = -1")
     assert wrong.startswith("b.toml: training.step_rewards_beta is -1: ")
-
-
-def test_keys_of_two_files_that_contradict_each_other_are_blamed_on_both(layered):
-    one, other = "[rollout]\nepisodes_per_batch = 6", "[training]\ngroup_size = 4"
-    assert refusal(layered, BASE, one, other).startswith("a.toml + b.toml: rollout.episodes_per_batch (6)")
 
 
 def test_a_path_is_one_from_the_folder_of_its_file_and_else_from_here(tmp_path: Path, monkeypatch):

@@ -12,7 +12,6 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.new_job import load_new_job
 
 HALF = {"type": "constant", "alpha": 0.5}
-NAN, INFINITE = float("nan"), float("inf")
 
 
 def make_job(**tables: Any) -> JobConfig:
@@ -22,16 +21,10 @@ def make_job(**tables: Any) -> JobConfig:
     return parse_job(given, where="job.toml").config
 
 
-def refusal(**tables: Any) -> str:
-    with pytest.raises(JobError) as caught:
-        make_job(**tables)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "published",
     [
-        {"type": "constant", "alpha": 0.5},
+        HALF,
         {"type": "linear", "alpha_0": 0.1, "beta": 0.01, "max_alpha": 1.0},
         {"type": "exponential", "gamma": 0.05},
         {"type": "step", "switch_steps": [100, 500, 1000], "initial_policy": "fixed"},
@@ -39,62 +32,30 @@ def refusal(**tables: Any) -> str:
 )
 def test_the_published_tables_are_taken(published: dict[str, Any]):
     only = {"model_path": "/a/model", "temperature": 0.8, "top_p": 0.95, "top_k": 40}
-    job = make_job(
-        rollout_only=only, rollout_allocation_schedule=published, rollout={"allow_truncated_sampling": True}
-    )
+    rollout = {"allow_truncated_sampling": True, "temperature": 0.7, "max_tokens": 9}
+    job = make_job(rollout_only=only, rollout_allocation_schedule=published, rollout=rollout)
     (fixed,) = job.fixed_policies
     assert (fixed.name, fixed.model_path) == ("fixed", Path("/a/model"))
     sampling = job.rollout.choose_sampling(fixed)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 0.95, 40)
-    assert job.rollout.choose_sampling().temperature == 1.0
+    # What it leaves open is that of the rollouts.
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.8, 0.95, 40, 9)
+    assert job.rollout.choose_sampling().temperature == 0.7
+    assert parse_job(tomli.loads(dump_job(job)), where="run").config == job
 
 
-def test_what_a_fixed_policy_leaves_open_is_that_of_the_rollouts():
-    job = make_job(rollout={"temperature": 0.7, "max_tokens": 9})
-    sampling = job.rollout.choose_sampling(job.fixed("fixed"))
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.7, 1.0, 0, 9)
-
-
-def test_several_fixed_policies_have_names():
+def test_several_fixed_policies_have_names_and_read_back():
     job = make_job(
         rollout_only=[{"model_path": "a", "name": "teacher"}, {"name": "off"}, {"model_path": "b"}]
     )
     assert [table.name for table in job.fixed_policies] == ["teacher", "fixed"]
     with pytest.raises(KeyError):
         job.fixed("off")
-
-
-@pytest.mark.parametrize(
-    "only", [{"model_path": "a"}, [{"model_path": "a"}, {"model_path": "b", "name": "b"}]]
-)
-def test_a_resolved_job_reads_back(only: Any):
-    job = make_job(rollout_only=only)
     assert parse_job(tomli.loads(dump_job(job)), where="run").config == job
 
 
 def test_a_job_without_fixed_policies_is_written_as_before():
-    written = dump_job(parse_job({"model": {"path": "m"}}, where="job.toml").config)
-    assert "rollout_only" not in written
-    assert "rollout_allocation_schedule" not in written
-
-
-def test_a_key_that_stands_where_the_name_of_its_variable_belongs_is_not_repeated():
-    only = {"inference_url": "http://x", "model": "q", "api_key_env": "sk-secret"}
-    for table in (only, [only]):
-        message = refusal(rollout_only=table)
-        assert "api_key_env" in message
-        assert "sk-secret" not in message
-
-
-def test_a_critic_weighs_what_a_single_ratio_does_not():
-    only = {"model_path": "x", "objective": "single_ratio", "behaviour_weight_cap": 3.0}
-    found = make_job(rollout_only={**only, "train_value_head": True}, algorithm={"advantage": "gae"})
-    assert found.fixed_policies
-
-
-def test_a_floor_is_read_where_one_policy_masks():
-    only = {"model_path": "x", "behaviour_weight_mode": "mask"}
-    assert make_job(rollout_only=only, training={"behaviour_weight_floor": 0.5}).fixed_policies
+    written = dump_job(make_job(rollout_only=None, rollout_allocation_schedule=None))
+    assert "rollout_only" not in written and "rollout_allocation_schedule" not in written
 
 
 def folder_with_model(path: Path) -> Path:

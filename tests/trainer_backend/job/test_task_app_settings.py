@@ -1,8 +1,5 @@
 """Keys of [services] that are settings of the task app that the job starts."""
 
-import pytest
-from pydantic import ValidationError
-
 from service_kit.settings import read_settings
 from task_app.settings import Settings
 from trainer_backend.job.tables import TASK_APP_SETTINGS, ServicesTable
@@ -30,8 +27,3 @@ def test_the_task_app_reads_what_the_job_says_and_its_environment_says_the_rest(
 
 def test_every_such_key_has_the_name_of_the_setting():
     assert set(TASK_APP_SETTINGS) <= type(read_settings(Settings, {})).model_fields.keys()
-
-
-def test_a_module_s_name_is_one_name():
-    with pytest.raises(ValidationError, match="should match pattern"):
-        ServicesTable.model_validate({"gymnasium_modules": ["minigrid,os"]})

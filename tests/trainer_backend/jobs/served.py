@@ -4,7 +4,7 @@ import asyncio
 import atexit
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +66,12 @@ class Served:
         assert answer.status_code == 201, answer.text
         return str(answer.json()["id"])
 
+    async def train(self, name: str) -> str:
+        """The id of a new job that plays `name` and trains."""
+        job_id = await self.post(name)
+        await self.until_it_trains(job_id)
+        return job_id
+
     async def job(self, job_id: str) -> dict[str, Any]:
         answer = await self.client.get(f"/jobs/{job_id}")
         assert answer.status_code == 200, answer.text
@@ -74,32 +80,26 @@ class Served:
     async def ask(self, verb: str, job_id: str) -> httpx.Response:
         return await self.client.post(f"/jobs/{job_id}/{verb}")
 
-    async def until(self, job_id: str, *states: str, iteration: int = 0) -> dict[str, Any]:
-        """The job, once it is in one of these states and so far."""
+    async def when(self, job_id: str, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """The job, once that holds of it."""
         async with asyncio.timeout(LONG_S):
             while True:
                 seen = self.service.news.count(job_id)
-                job = await self.job(job_id)
-                reached = (job["progress"] or {}).get("iteration", 0)
-                if job["state"] in states and reached >= iteration:
+                if holds(job := await self.job(job_id)):
                     return job
                 await self.service.news.wait(job_id, seen, at_most_s=0.2)
 
-    async def until_it_began(self, job_id: str, *states: str) -> dict[str, Any]:
-        """The job, once its process has written one of these states; absent: any."""
-        async with asyncio.timeout(LONG_S):
-            while True:
-                seen = self.service.news.count(job_id)
-                job = await self.job(job_id)
-                progress = job["progress"] or {"state": ""}
-                if progress["state"] in states or (progress["state"] and not states):
-                    return job
-                await self.service.news.wait(job_id, seen, at_most_s=0.2)
+    async def until(self, job_id: str, *states: str, iteration: int = 0) -> dict[str, Any]:
+        """The job, once it is in one of these states and so far."""
+        return await self.when(
+            job_id,
+            lambda job: job["state"] in states and (job["progress"] or {}).get("iteration", 0) >= iteration,
+        )
 
     async def until_it_trains(self, job_id: str) -> dict[str, Any]:
         """The job, once its process listens: before that a signal would end it at once."""
         await self.until(job_id, "running")
-        return await self.until_it_began(job_id, "training")
+        return await self.when(job_id, lambda job: (job["progress"] or {}).get("state") == "training")
 
     async def row(self, job_id: str) -> Any:
         return await asyncio.to_thread(jobs.get, self.service.store, job_id)

@@ -58,12 +58,10 @@ async def test_a_paused_job_goes_on_where_it_was(served: Served):
 
 async def test_a_job_that_does_not_stop_in_time_is_killed(tmp_path: Path):
     async with serving(settings_for(tmp_path, stop_grace_s=0.1)) as served:
-        job_id = await served.post("stubborn")
-        await served.until_it_trains(job_id)
+        job_id = await served.train("stubborn")
         await served.ask("cancel", job_id)
         await served.until(job_id, "cancelled")
-        other = await served.post("stubborn")
-        await served.until_it_trains(other)
+        other = await served.train("stubborn")
         await served.ask("pause", other)
         job = await served.until(other, "paused")
         assert (job["code"], "SIGKILL" in job["detail"]) == ("killed", True)
@@ -116,13 +114,10 @@ async def test_a_restart_of_the_service_goes_on_with_what_ran_and_what_waited(tm
 
 
 @pytest.mark.parametrize(("verb", "state"), [("pause", "paused"), ("cancel", "cancelled")])
-async def test_what_was_asked_before_a_kill_of_the_service_is_done_after_it(
-    tmp_path: Path, verb: str, state: str
-):
+async def test_what_was_asked_before_a_kill_of_the_service_is_done_after_it(tmp_path, verb, state):
     settings = settings_for(tmp_path)
     async with serving(settings, killed=True) as served:
-        job_id = await served.post("stubborn")
-        await served.until_it_trains(job_id)
+        job_id = await served.train("stubborn")
         await served.ask(verb, job_id)
     async with serving(settings) as served:
         job = await served.until(job_id, state)
@@ -142,8 +137,7 @@ async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue
 
 async def pause_one(served: Served) -> tuple[str, Path]:
     """A job that has trained and is paused, and its run directory."""
-    job_id = await served.post("waiting")
-    await served.until_it_trains(job_id)
+    job_id = await served.train("waiting")
     await served.ask("pause", job_id)
     return job_id, Path((await served.until(job_id, "paused"))["run_dir"])
 
@@ -192,4 +186,5 @@ async def iterate(served: Served, job_id: str, iteration: int) -> None:
 
 async def release(served: Served, job_id: str) -> None:
     """Let it come to its end."""
-    Path((await served.until_it_began(job_id))["run_dir"], "go").touch()
+    job = await served.when(job_id, lambda job: job["progress"])
+    Path(job["run_dir"], "go").touch()

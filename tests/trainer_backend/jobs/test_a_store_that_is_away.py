@@ -1,7 +1,6 @@
 """A database that answers nothing, at once or after a wait: the service says so, and jobs go on."""
 
 import asyncio
-import json
 import signal
 import subprocess
 import threading
@@ -21,6 +20,7 @@ from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.jobs.events import Place, _stream
 from trainer_backend.jobs.slots import Line, wait_for_threads
 from trainer_backend.rundir.lock import run_lock
+from trainer_backend.rundir.state import read_state
 from trainer_backend.store.database import StoreUnavailable
 
 
@@ -72,28 +72,14 @@ async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterward
             assert found.json()["series"]["policy/version"]["iterations"] == [1, 2]
 
 
-@pytest.mark.timeout(300)
-async def test_the_same_life_on_postgresql(tmp_path: Path, postgres):
-    with postgres.database() as url:
-        settings = settings_for(tmp_path, database_url=url)
-        async with serving(settings, killed=True) as served:
-            running = await served.post("waiting")
-            waiting = await served.post("quick")
-            await iterate(served, running, 1)
-        async with serving(settings) as served:
-            await release(served, running)
-            assert (await served.until(running, "succeeded"))["attempt"] == 2
-            await served.until(waiting, "succeeded")
-
-
 @contextmanager
-def acting(folder: Path, url: str, *, grace_s: float) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    words = (str(folder), url, str(grace_s))
+def acting(folder: Path, url: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A service as a process, which gives jobs all the time that they want to end."""
     with (
-        service("tests.trainer_backend.jobs.acted_service", *words, cwd=folder) as (process, address),
-        httpx.Client(base_url=address, timeout=30.0) as client,
+        service("tests.trainer_backend.jobs.acted_service", str(folder), url, cwd=folder) as found,
+        httpx.Client(base_url=found[1], timeout=30.0) as client,
     ):
-        yield process, client
+        yield found[0], client
 
 
 until = partial(wait_until, within_s=LONG_S)
@@ -108,19 +94,28 @@ def started(client: httpx.Client, plays: str) -> tuple[str, Path]:
 
 
 def told(folder: Path) -> str | None:
-    file = folder / "state.json"
-    return json.loads(file.read_text())["state"] if file.exists() else None
+    state = read_state(folder)
+    return state.state if state is not None else None
+
+
+def refused(client: httpx.Client) -> bool:
+    """Whether the service takes no connection any more: it has heard the first signal."""
+    try:
+        client.get("/health")
+    except httpx.TransportError:
+        return True
+    return False
 
 
 @pytest.mark.timeout(300)
-def test_told_to_stop_it_lets_jobs_save_a_second_signal_kills_the_rest_and_the_next_start_goes_on(
+async def test_told_to_stop_it_lets_jobs_save_a_second_signal_kills_the_rest_and_the_next_start_goes_on(
     tmp_path: Path, postgres: Postgres
 ):
     with postgres.database() as url:
-        with acting(tmp_path, url, grace_s=1e6) as (process, client):
+        with acting(tmp_path, url) as (process, client):
             ending, ends = started(client, "waiting")
             staying, stays = started(client, "waiting")
-            _, saves = started(client, "stubborn")
+            saving, saves = started(client, "stubborn")
             postgres.freeze()
             try:
                 (ends / "go").touch()  # a round hangs in storing that
@@ -134,27 +129,10 @@ def test_told_to_stop_it_lets_jobs_save_a_second_signal_kills_the_rest_and_the_n
                     pass
             finally:
                 postgres.thaw()
-        with acting(tmp_path, url, grace_s=60) as (_, client):
-            until(lambda: client.get(f"/jobs/{ending}").json()["state"] == "succeeded")
-            until(lambda: told(stays) == "training")
-            assert client.get(f"/jobs/{staying}").json()["state"] == "running"
-
-
-def refused(client: httpx.Client) -> bool:
-    """Whether the service takes no connection any more: it has heard the first signal."""
-    try:
-        client.get("/health")
-    except httpx.TransportError:
-        return True
-    return False
-
-
-async def test_an_answer_is_handed_on_and_so_is_an_error():
-    line = Line("test", "sqlite:///x", 60.0)
-    assert await line.ask(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        await line.ask(divmod, 7, 0)
-    await wait_for_threads([line.thread], at_most_s=60.0)
+        async with serving(settings_for(tmp_path, database_url=url, max_jobs=3, stop_grace_s=0.1)) as served:
+            await served.until(ending, "succeeded")
+            assert (await served.until_it_trains(staying))["attempt"] == 2
+            assert (await served.job(saving))["state"] == "running"
 
 
 async def test_one_that_hangs_is_given_up_and_holds_one_thread_whatever_is_asked_after_it():

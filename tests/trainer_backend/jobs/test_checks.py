@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,13 @@ DEEP = "more than 32 deep"
 MANY = "a job holds at most 50000 keys, items of lists and lines"
 
 
-async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_one_is_answered():
-    checks = CheckProcess(at_most_s=0.5, at_most_bytes=64 * MEBIBYTE)
+async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_one_is_answered(tmp_path):
+    plugin = tmp_path / "imported.py"
+    plugin.write_text("class Mark: ...")
+    checks = CheckProcess(at_most_s=0.5, at_most_bytes=64 * MEBIBYTE, plugins=[plugin])
     try:
+        imported = "[name for name in __import__('sys').modules if 'plugins_imported' in name]"
+        assert len(await checks.ask(eval, imported)) == 1, "once for all jobs"
         with pytest.raises(CheckEnded, match=r"took longer than 0\.5 s, and was ended"):
             await checks.ask(time.sleep, 600.0)
         with pytest.raises(CheckEnded, match=r"took longer than 0\.5 s, and was ended"):
@@ -45,19 +48,6 @@ async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_o
         checks.close()
 
 
-async def test_a_plug_in_is_imported_once_for_all_jobs(tmp_path: Path):
-    file = tmp_path / "imported.py"
-    file.write_text("class Mark: ...")
-    checks = CheckProcess(plugins=[file])
-    try:
-        names = await checks.ask(
-            eval, "[name for name in __import__('sys').modules if 'plugins_imported' in name]"
-        )
-        assert len(names) == 1
-    finally:
-        checks.close()
-
-
 async def test_more_calls_than_may_wait_are_told_to_come_later():
     checks = CheckProcess(at_most=0)
     with pytest.raises(TooManyChecks):
@@ -68,36 +58,28 @@ async def test_more_calls_than_may_wait_are_told_to_come_later():
 def long_texts() -> list[tuple[str, str]]:
     """Texts, and a part of what they are told. Each held the interpreter for a minute, or took gigabytes."""
     return [
-        ("[" + " " * 4_500, "not valid TOML"),
         ("[" + " " * (MEBIBYTE - 1), "not valid TOML"),
         ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(520)), MANY),
         ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(40)), DEEP),
         ("x = {" + ", ".join(f"k{n}{'.a' * 998} = 1" for n in range(40)) + "}", DEEP),
         (MODEL + "[evaluation]\ninstances = 60000000\n[rollout]\nseeds = [1]", "evaluation.instances"),
         (MODEL + f"[training]\niterations = {2**63 - 1}", "less than or equal to 1000000"),
-        (MODEL + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more, which are not told"),
         (MODEL + "[training]\n" + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more"),
         (MODEL + "".join(f"k{n:06} = 1\n" for n in range(80_000)), MANY),
         (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "rollout.seeds"),
-        (
-            MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"',
-            "of more than 4096 characters",
-        ),
+        (MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"', "than 4096 characters"),
         ('[model]\npreset = "' + "step" * 250_000 + '"', "model.preset is 'stepstep"),
         (MODEL + 'x = """' + '\\"""' * 250_000, "not valid TOML"),
         (MODEL + "[rollout]\nenv_config = " + "[" * 1_000_000, MANY),
         (MODEL + "[rollout]\nenv_config = " + "[" * 40_000, DEEP),
         (f"[{'a.' * 24_000}a]", DEEP),
-        ("".join(f"k{n} = 1\n" for n in range(1_000_000)), MANY),
         (MODEL + "[rollout]\nenv_config = {seed = 0x" + "f" * 400_000 + "}", "more than 64 bits"),
         (MODEL + "[rollout]\nenv_config = {seed = " + "1" * 400_000 + "}", "not valid TOML: Exceeds"),
         (MODEL + "x = [\n" + "[1],\n" * 12_000 + "]", "x is not a key"),
     ]
 
 
-async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(
-    served, monkeypatch: pytest.MonkeyPatch
-):
+async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(served, monkeypatch):
     monkeypatch.setattr(checks := served.service.checks, "_at_most_s", 60.0)
     parser = await checks.ask(os.getppid)
     for text, found in long_texts():
@@ -134,9 +116,7 @@ async def test_json_is_bounded_as_toml_is(served):
     assert (answer.status_code, answer.json()["detail"]) == (422, "tags: 9000 tags; at most 32")
 
 
-async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(
-    served, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(served, monkeypatch):
     monkeypatch.setattr(served.service.checks, "_at_most_s", 1e-6)
     for path in ("/jobs/check", "/jobs", "/jobs?dry_run=true"):
         answer = await served.client.post(path, content=MODEL)

@@ -1,6 +1,8 @@
-"""Posting, also again, by a form or of an example; looking, deleting: ways in, and refusals."""
+"""Posting, also again, by a form or of an example; looking, deleting: ways in, and refusals, also of text
+that no reply and no database can hold."""
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from trainer_backend.jobs.submission import (
 )
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
+from trainer_backend.rundir.state import RunState, append_log, write_state
 from trainer_backend.terminal.templates import Choices, write_job
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "a"\n'
@@ -151,7 +154,9 @@ async def test_its_config_can_be_posted_again(served):
     config = await served.client.get(f"/jobs/{job_id}/config")
     assert config.headers["content-type"].startswith("application/toml")
     assert tomli.loads(config.text)["training"]["iterations"] == 7
-    assert (await served.client.post("/jobs", content=config.text)).status_code == 201
+    again = await served.client.post("/jobs", content=config.text)
+    assert again.status_code == 201
+    assert (await served.client.get(f"/jobs/{again.json()['id']}/config")).text == config.text
 
 
 async def test_only_what_has_ended_is_deleted_and_its_files_if_asked_for(served):
@@ -191,8 +196,7 @@ async def test_a_run_of_the_command_line_is_shown_and_left_alone_and_forgotten_o
 async def test_a_job_of_another_service_on_the_same_database_is_shown_and_left_to_it(tmp_path):
     url = f"sqlite:///{tmp_path}/shared.db"
     async with serving(settings_for(tmp_path / "a", database_url=url)) as first:
-        job_id = await first.post("waiting")
-        await first.until_it_trains(job_id)
+        job_id = await first.train("waiting")
         async with serving(settings_for(tmp_path / "b", database_url=url)) as second:
             assert (await second.job(job_id))["state"] == "running"
             for answer in (await second.ask("cancel", job_id), await second.client.delete(f"/jobs/{job_id}")):
@@ -237,32 +241,29 @@ async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_
 KEY = {"Idempotency-Key": "k-1"}
 
 
-async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full(tmp_path: Path):
-    async with serving(settings_for(tmp_path).model_copy(update={"max_queued": 1})) as served:
-        running = await served.post("waiting")
-        await served.until(running, "running")
-        first = await served.client.post("/jobs", content=TOML + "[vllm]\n", headers=KEY)
-        full = await served.client.post("/jobs", content=TOML)
-        assert (full.status_code, full.json()["code"]) == (503, "queue_full")
-        again = await served.client.post("/jobs", content=TOML + "[vllm]\n", headers=KEY)
-    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
-    (warning,) = again.json()["warnings"]
-    assert warning.startswith("[vllm] is for other backends")
-
-
-async def test_a_job_that_was_accepted_is_answered_again_when_a_file_of_it_is_gone(tmp_path: Path):
+async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full_or_a_file_of_it_is_gone(
+    tmp_path: Path,
+):
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    async with serving(settings_for(tmp_path / "runs", roots=(model.parent,))) as served:
-        body = {"config": {**document("waiting"), "model": {"path": str(model)}}}
+    settings = settings_for(tmp_path / "runs", roots=(model.parent,)).model_copy(update={"max_queued": 1})
+    async with serving(settings) as served:
+        await served.until(await served.post("waiting"), "running")
+        body = {"config": {**document("waiting"), "model": {"path": str(model)}, "vllm": {}}}
         first = await served.client.post("/jobs", json=body, headers=KEY)
-        assert first.status_code == 201, first.text
+        full = await served.client.post("/jobs", json=body)
+        assert (full.status_code, full.json()["code"]) == (503, "queue_full")
+        again = await served.client.post("/jobs", json=body, headers=KEY)
         (model / "config.json").unlink()
         assert (await served.client.post("/jobs", json=body)).status_code == 400
-        again = await served.client.post("/jobs", json=body, headers=KEY)
+        later = await served.client.post("/jobs", json=body, headers=KEY)
         other = await served.client.post("/jobs", json={"config": {"model": 3}}, headers=KEY)
-    assert (again.status_code, again.json()["id"], again.json()["warnings"]) == (200, first.json()["id"], [])
+    told = [(one.status_code, "idempotency-replayed" in one.headers) for one in (first, again, later)]
+    assert told == [(201, False), (200, True), (200, True)]
+    assert first.json()["id"] == again.json()["id"] == later.json()["id"]
+    (warning,) = again.json()["warnings"]
+    assert warning.startswith("[vllm] is for other backends") and later.json()["warnings"] == []
     assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
 
 
@@ -301,3 +302,69 @@ async def test_the_form_opens_with_what_init_writes_and_that_can_start(tmp_path,
         assert (name, text) == ("turnwise init", (tmp_path / "job.toml").read_text())
         assert await JobsForPages(served.service).check(text) == Checked(ok=True, findings=())
         assert {name for name, _ in others} == {file.stem for file in Path("configs").glob("*.toml")}
+
+
+HALF = "\ud83d"
+JSON = {"Content-Type": "application/json"}
+ANY_JSON = {"Content-Type": "application/x+json"}
+NUL = "U+0000, which no database holds"
+
+
+BODIES = [
+    ("/jobs", {"config": document("a"), "tags": {"team": HALF}}, JSON, "half a character"),
+    ("/jobs", {"config": document("a"), "tags": {"team": "\0"}}, JSON, f"tags.team holds {NUL}"),
+    ("/jobs", {"toml": "[model\ud83d]"}, JSON, "half a character"),
+    ("/rl/jobs", {"job_type": HALF, "data": {}}, ANY_JSON, "half a character"),
+    ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "is UTF-16"),
+    ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "column 11 is no UTF-8"),
+    ("/rl/jobs", {HALF: 1}, {b"Content-Type": b"\x85application/json"}, "half a character"),
+    ("/jobs", b'[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "\\u0000"', {}, f"'tags' holds {NUL}"),
+    ("/jobs", b'[model]\npath = "a\\u0000"', {}, f"'model' holds {NUL}"),
+    ("/jobs/check", b'[model]\npath = "\\ud83d"', {}, "not valid TOML"),
+    ("/jobs/check", b'["a\\u0000"]\nx = 1', {}, f"holds {NUL}"),
+]  # fmt: skip
+
+
+async def test_a_body_is_refused_with_its_place(served):
+    for path, body, headers, told in BODIES:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await served.client.post(path, content=content, headers=headers)
+        assert answer.status_code in ((200,) if path == "/jobs/check" else (400, 422)), answer.text
+        assert told in answer.text, body
+        assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+async def test_a_byte_order_mark_is_no_part_of_a_job_and_a_form_s_text_may_be_refused(served):
+    toml = '[job]\nname = "quick"\n[model]\npreset = "tiny-0.3m"\n'
+    for body, headers in (
+        (toml, {}),
+        (json.dumps({"toml": toml}), JSON),
+        (json.dumps({"toml": f"\ufeff{toml}"}), JSON),
+    ):
+        content = body.encode("utf-8-sig")
+        answer = await served.client.post("/jobs", content=content, headers=headers)
+        assert answer.status_code == 201, answer.text
+    for form, told in (("\ufeff[model]\npreset = 1", "preset"), (f"[model]\n{HALF}", "no UTF-8")):
+        (finding,) = (await JobsForPages(served.service).check(form)).findings
+        assert told in finding.text
+
+
+async def test_so_is_an_address(served):
+    for path, part in (("/jobs/a%00b", "path"), ("/jobs/a/metrics?names=%00", "query")):
+        answer = await served.client.get(path)
+        assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+        assert answer.json()["detail"] == f"the {part} holds {NUL}"
+
+
+async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mark(served):
+    job_id = await served.post("quick")
+    run_dir = Path((await served.until(job_id, "succeeded"))["run_dir"])
+    write_state(run_dir, RunState("failed", 1, detail=f"no file {HALF}", stage=HALF))
+    append_log(run_dir, f"no file {HALF}")
+    listed = (await served.client.get("/jobs", headers=JSON)).json()["jobs"]
+    assert [job["progress"]["stage"] for job in listed] == ["?"]
+    log = (await served.client.get(f"/jobs/{job_id}/log", params={"tail": 1})).json()
+    assert log["lines"][0]["text"] == "no file ?"
+    # A request without a body may say that it is JSON.
+    assert (await served.client.get(f"/jobs/{job_id}/events", headers=JSON)).status_code == 200
+    assert (await served.client.post(f"/jobs/{job_id}/cancel", headers=JSON)).status_code == 409

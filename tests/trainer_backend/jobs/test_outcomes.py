@@ -1,5 +1,6 @@
 """What becomes of a job whose process has ended, and of one that is paused, resumed or cancelled."""
 
+import dataclasses
 import errno
 import os
 import signal
@@ -11,7 +12,6 @@ from typing import get_args
 import pytest
 
 from tests.trainer_backend.jobs.rows import NOON, job, replace
-from tests.trainer_backend.jobs.rows import NOON as NOW
 from trainer_backend.errors import (
     AdvantageError,
     JobError,
@@ -42,6 +42,7 @@ from trainer_backend.store.rows import JobState
 KILLED = -signal.SIGKILL
 SAID = RunState("failed", 17, iteration=3, code="task_app_failed", detail="no task app answers")
 UPDATING = RunState("training", 17, iteration=3, stage="update 4")
+BETWEEN, STARTING = RunState("training", 17, iteration=3), RunState("starting", 17)
 
 
 def not_written(number):
@@ -63,7 +64,7 @@ TABLE = {
 
 def ended(row, exit_code, *, state=SAID, crashes=1, restarts=3, said=None):
     ending = Ending(exit_code, state, crashes, said)
-    return decide_outcome(row, ending, restarts=restarts, first_wait_s=1.0, now=NOW)
+    return decide_outcome(row, ending, restarts=restarts, first_wait_s=1.0, now=NOON)
 
 
 @pytest.mark.parametrize("exit_code", TABLE)
@@ -93,6 +94,8 @@ def test_a_run_that_has_ended_has_succeeded_whatever_became_of_its_process_after
 def test_waits_double_up_to_a_minute():
     waits = [ended(job(), FAILED, crashes=crashes, restarts=99).restart_in_s for crashes in range(1, 9)]
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    told = "restart 1 of 3 in 1 s after: no task app answers"
+    assert ended(job(), FAILED).changes == {"code": "restarting", "detail": told}
 
 
 def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is():
@@ -102,7 +105,7 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
         slot.ending = None
         said = RunState("failed", 17, iteration=iteration, code="credit_failed", detail="no advantage")
         ending = slot.record_end(Ending(exit_code, said))
-        changes = decide_outcome(row, ending, restarts=9, first_wait_s=1.0, now=NOW).changes
+        changes = decide_outcome(row, ending, restarts=9, first_wait_s=1.0, now=NOON).changes
         return changes.get("state") == "failed" and "no advantage (twice after the same" in changes["detail"]
 
     assert not any(is_over(FAILED, 3) for _ in range(3))
@@ -131,43 +134,29 @@ def test_an_error_says_by_its_kind_whether_another_start_would_meet_it(error, ex
     assert choose_exit_code(error) == exit_code
 
 
-def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
-    outcome = ended(job(), FAILED, crashes=4)
-    assert outcome.changes == {
-        "state": "failed", "ended": NOW, "code": "task_app_failed", "detail": "no task app answers",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("exit_code", "state", "code", "told"),
+    ("ending", "code", "told"),
     [
-        (
-            KILLED,
-            UPDATING,
-            "killed",
-            "SIGKILL (often the system, short of memory); its last stage: update",
-        ),
-        (-signal.SIGSEGV, None, "killed", "killed by SIGSEGV; process.log says: 'bye'"),
-        (-200, RunState("training", 17, iteration=3), "killed", "by signal 200; it was after iteration 3; "),
-        (7, UPDATING, "crashed", "exit code 7; its last stage: update 4; process.log says: 'bye'"),
-        (FULL, RunState("starting", 17), "disk_full", "its disk is full: no file could be written, "),
+        (Ending(KILLED, UPDATING), "killed", "(often the system, short of memory); its last stage: update"),
+        (Ending(-signal.SIGSEGV), "killed", "killed by SIGSEGV; process.log says: 'bye'"),
+        (Ending(-200, BETWEEN), "killed", "by signal 200; it was after iteration 3; "),
+        (Ending(7, UPDATING), "crashed", "exit code 7; its last stage: update 4; process.log says: 'bye'"),
+        (Ending(FULL, STARTING), "disk_full", "its disk is full: no file could be written, "),
+        (Ending(FAILED, SAID), "task_app_failed", "no task app answers"),
+        (Ending(REFUSED, error="sinks.wandb cannot be opened"), "refused", "sinks.wandb cannot be opened"),
+        (Ending(REFUSED, SAID, error="less"), "task_app_failed", "no task app answers"),
     ],
 )
-def test_what_killed_it_is_told_where_it_could_not(exit_code, state, code, told):
-    ending = Ending(exit_code, state, crashes=4, last_line="bye")
-    changes = decide_outcome(job(), ending, restarts=3, first_wait_s=1.0, now=NOW).changes
-    assert changes["code"] == code and told in changes["detail"]
-    assert ("bye" in changes["detail"]) == (exit_code not in (KILLED, FULL))
-
-
-def test_what_it_printed_counts_where_it_wrote_no_state_of_its_own():
-    changes = ended(job(), REFUSED, state=None, said="sinks.wandb cannot be opened").changes
-    assert (changes["code"], changes["detail"]) == ("refused", "sinks.wandb cannot be opened")
-    assert ended(job(), REFUSED, said="less").changes["code"] == "task_app_failed"
+def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process_or_by_what_killed_it(ending, code, told):
+    ending = dataclasses.replace(ending, crashes=4, last_line="bye")
+    changes = decide_outcome(job(), ending, restarts=3, first_wait_s=1.0, now=NOON).changes
+    assert (changes["state"], changes["ended"], changes["code"]) == ("failed", NOON, code)
+    assert told in changes["detail"]
+    assert ("bye" in changes["detail"]) == (ending.exit_code in (-signal.SIGSEGV, -200, 7))
 
 
 def test_a_job_that_was_to_end_and_has_no_process_has_ended():
-    changes = [without_process(job(state=state, wanted=wanted), NOW) or {} for state, wanted in WISHES]
+    changes = [without_process(job(state=state, wanted=wanted), NOON) or {} for state, wanted in WISHES]
     assert [one.get("state") for one in changes] == [None, "paused", "queued", "cancelled"]
 
 
@@ -192,9 +181,7 @@ def test_a_jobs_process_has_the_key_of_an_external_learner_and_none_of_the_servi
     assert without_secrets('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
 
 
-async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_crash_what_crashed(
-    tmp_path: Path,
-):
+async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_crash_what_crashed(tmp_path):
     async def run(code):
         process = await start_process(tmp_path, os.environ, command=lambda _: (sys.executable, "-c", code))
         await process.ended()

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from sqlalchemy import update
 
-from tests.conftest import is_declared
 from tests.exposition import shape
 from trainer_backend.jobs import exposition
-from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
+from trainer_backend.jobs.exposition import page
 from trainer_backend.rundir.state import ProcessRecord, read_state, write_state
 from trainer_backend.store.tables import JOBS
 
@@ -33,22 +32,25 @@ async def rows_written(served, job_id: str, *rows: dict) -> None:
     await served.service.line.ask(served.service.watcher.look, everything=False)
 
 
-async def test_jobs_by_state_and_processes(served):
-    running = await served.post("waiting")
-    await served.until_it_trains(running)
+async def test_jobs_are_counted_by_state_and_the_processes_of_one_by_role_and_state_while_it_runs(served):
+    running = await served.train("waiting")
     await served.post("waiting")
+    states = (("replica", "a", "serving"), ("replica", "b", "serving"), ("replica", "c", "lost"))
+    records = tuple(ProcessRecord(role, name, "", state, 1, "", "") for role, name, state in states)
+    run_dir = Path((await served.row(running)).run_dir)
+    write_state(run_dir, replace(read_state(run_dir), processes=records))
     found = await samples(served)
-    assert found['turnwise_trainer_jobs{state="running"}'] == 1
-    assert found['turnwise_trainer_jobs{state="queued"}'] == 1
-    assert found['turnwise_trainer_jobs{state="failed"}'] == 0
-    assert found["turnwise_trainer_processes"] == 1
-    assert found["turnwise_trainer_store_up"] == 1
-    assert found["turnwise_trainer_job_starts_total"] == 1
+    labels = f'job_id="{running}",role="replica",run="waiting"'
+    for name, value in (
+        ('jobs{state="running"}', 1), ('jobs{state="queued"}', 1), ('jobs{state="failed"}', 0),
+        ("processes", 1), ("store_up", 1), ("job_starts_total", 1),
+        (f'run_processes{{{labels},state="serving"}}', 2), (f'run_processes{{{labels},state="lost"}}', 1),
+    ):  # fmt: skip
+        assert found[f"turnwise_trainer_{name}"] == value, name
 
 
 async def test_last_numbers_of_both_kinds_of_rows_by_our_names_and_by_those_that_people_know(served):
-    job_id = await served.post("waiting")
-    await served.until_it_trains(job_id)
+    job_id = await served.train("waiting")
     iteration = {
         "rollout/failed": 3, "stop/max_decisions": 0.75, "app/lost": {"10.0.0.7:8001": 2, "own": 1},
         "episode/outcome_reward": 1.5,
@@ -88,22 +90,6 @@ async def test_last_numbers_of_both_kinds_of_rows_by_our_names_and_by_those_that
     assert (found[f"critic_score_mean{labels}"], found[f"training_global_step{labels}"]) == (1.5, 1)
 
 
-async def test_the_processes_of_a_run_are_counted_by_role_and_state_while_it_runs(served):
-    job_id = await served.post("waiting")
-    await served.until_it_trains(job_id)
-    run_dir = Path((await served.row(job_id)).run_dir)
-    states = (("replica", "a", "serving"), ("replica", "b", "serving"), ("replica", "c", "lost"))
-    records = tuple(ProcessRecord(role, name, "", state, 1, "", "") for role, name, state in states)
-    write_state(run_dir, replace(read_state(run_dir), processes=records))
-    await rows_written(served, job_id, {"kind": "iteration", "iteration": 1, "perf/overlap": 0.75})
-    labels = f'job_id="{job_id}",role="replica",run="waiting"'
-    found = await samples(served)
-    assert found[f'turnwise_trainer_run_processes{{{labels},state="serving"}}'] == 2
-    assert found[f'turnwise_trainer_run_processes{{{labels},state="lost"}}'] == 1
-    of_iteration = f'{{job_id="{job_id}",kind="iteration",run="waiting"}}'
-    assert found[f"turnwise_trainer_perf_overlap{of_iteration}"] == 0.75
-
-
 async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served, monkeypatch):
     monkeypatch.setattr(exposition, "_MOST_JOBS", 1)
     job_id = await served.post("quick")
@@ -139,10 +125,3 @@ async def test_requests_are_counted_by_route_and_not_by_path(served):
     for route, status, count in (("/jobs/{job_id}", 404, 2), ("none", 404, 2), ("/jobs", 200, 1)):
         labels = f'{{method="GET",route="{route}",status="{status}"}}'
         assert found[f"turnwise_trainer_http_requests_total{labels}"] == count
-
-
-def test_known_names_are_names_of_prometheus_and_ours_are_documented():
-    for name in (*OF_ITERATIONS, *OF_EVALUATIONS):
-        assert re.fullmatch(r"[a-z_]+\*?", name)
-    for ours in {*OF_ITERATIONS.values(), *OF_EVALUATIONS.values()} - {"iteration"}:
-        assert is_declared(ours), ours

@@ -2,17 +2,16 @@
 
 import os
 import pickle
-import socket
-from pathlib import Path
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from typer.main import get_command
 
-from service_kit.errors import SettingsError
+from service_kit.errors import ServiceError, SettingsError
 from service_kit.settings import find_variables, options_given, read_settings
 from tests.processes import service
-from tests.trainer_backend.test_command_line import turnwise
+from trainer_backend.jobs.server import serve_trainer
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.terminal.trainer_commands import commands
 
@@ -72,39 +71,30 @@ def test_what_is_no_address_or_variable_is_refused(flags, environ):
     assert "hunter2" not in str(error.value) and "sk-abc" not in str(error.value)
 
 
-def test_the_store_is_a_file_in_the_data_directory_unless_it_is_named(tmp_path: Path):
+def test_the_store_is_a_file_in_the_data_directory_unless_it_is_named(tmp_path):
     assert read_settings(Settings, {}, data_dir=tmp_path).database_url == f"sqlite:///{tmp_path}/turnwise.db"
     assert read_settings(Settings, {}, database_url="postgresql://h/d").database_url == "postgresql://h/d"
 
 
-def test_a_second_one_in_the_same_folder_is_refused(tmp_path):
-    """One that only shows is not: `test_data_dir.py`."""
-    words = ("trainer", "--port", "0", "--data-dir", "runs")
+def test_what_keeps_it_from_starting_is_told_and_it_ends_when_its_standard_input_closes(tmp_path):
+    """Its folder, where another one runs jobs, its port, and its store, without the password."""
+    words = ("trainer", "--port", "0", "--data-dir", "runs", "--exit-with-parent")
     keyless = {"environ": {"TRAINER_API_KEY": ""}, "cwd": tmp_path}
-    with service("trainer_backend", *words, "--exit-with-parent", **keyless) as (first, _):
-        second = turnwise(*words, cwd=tmp_path)
-        assert second.returncode == 2
-        assert second.stderr.startswith(
-            f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose"
-        )
+    with service("trainer_backend", *words, **keyless) as (first, url):
+        port = httpx.URL(url).port
+        store = "postgresql://turnwise:hunter2@127.0.0.1:1/turnwise"
+        for folder, given, told in (
+            ("runs", {"port": 0}, f"another trainer service runs jobs in {tmp_path}/runs"),
+            ("other", {"port": port}, f"cannot listen on 127.0.0.1:{port}"),
+            (
+                "own",
+                {"port": 0, "database_url": store},
+                r"turnwise:\*\*\*@127.0.0.1:1/turnwise cannot be used",
+            ),
+        ):
+            with pytest.raises(ServiceError, match=told) as refused:
+                serve_trainer(read_settings(Settings, {}, data_dir=tmp_path / folder, **given), pytest.fail)
+            assert "hunter2" not in str(refused.value)
+        assert not (tmp_path / "other").exists(), "the port comes before the store"
         first.stdin.close()
-        assert first.wait(60) == 0, "it ends when its standard input closes"
-
-
-def test_a_store_that_cannot_be_used_keeps_it_from_starting_and_shows_no_password(tmp_path):
-    words = ("--database-url", "postgresql://turnwise:hunter2@127.0.0.1:1/turnwise")
-    done = turnwise("trainer", "--port", "0", "--data-dir", "runs", *words, cwd=tmp_path)
-    assert (done.returncode, "listening" in done.stdout) == (1, False)
-    told = "error: the store postgresql://turnwise:***@127.0.0.1:1/turnwise cannot be used: "
-    assert done.stderr.startswith(told), done.stderr
-    assert "hunter2" not in done.stderr + done.stdout
-
-
-def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = turnwise("trainer", "--data-dir", "runs", "--port", str(port), cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
-    assert list(tmp_path.iterdir()) == []
+        assert first.wait(60) == 0

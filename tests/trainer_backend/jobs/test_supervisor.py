@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,17 +9,17 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.served import LONG_S, acted
+from trainer_backend.errors import RunNotWritten
 from trainer_backend.job.load import dump_job
 from trainer_backend.jobs.data_dir import DataDir, open_data_dir
-from trainer_backend.jobs.processes import Command, JobProcess
+from trainer_backend.jobs.processes import Command
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store, utc_now
 from trainer_backend.store.rows import Job
@@ -65,11 +64,6 @@ class House:
     def folder(self, job_id: str) -> Path:
         return Path(str(self.row(job_id).run_dir))
 
-    def process(self, job_id: str) -> JobProcess:
-        process = self.supervisor.slots[job_id].process
-        assert process is not None
-        return process
-
     async def until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(LONG_S):
             while not holds():
@@ -77,13 +71,9 @@ class House:
 
     def trains(self, job_id: str) -> bool:
         """Its process says so, and the supervisor has heard that it started: the process may be first."""
-        slot = self.supervisor.slots.get(job_id)
-        return slot is not None and slot.process is not None and self.told(job_id) == "training"
-
-    def told(self, job_id: str) -> str | None:
-        """What its process wrote last; None: nothing."""
-        file = self.folder(job_id) / "state.json"
-        return json.loads(file.read_text())["state"] if file.exists() else None
+        slot, state = self.supervisor.slots.get(job_id), read_state(self.folder(job_id))
+        is_started = slot is not None and slot.process is not None
+        return is_started and state is not None and state.state == "training"
 
 
 @asynccontextmanager
@@ -111,52 +101,24 @@ def settings(**changed: float) -> SupervisorSettings:
     return SupervisorSettings.model_validate(given)
 
 
-async def hang(there: House, job_id: str) -> None:
-    """Let the store hang, and a round in it: it has to write down that this job has ended."""
-    there.clock.goes.clear()
-    process = there.process(job_id)
-    (there.folder(job_id) / "go").touch()
-    assert await process.ended() == 0
-    await there.until(lambda: there.counted("store_failures"))
-
-
-async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_time(tmp_path: Path):
-    async with house(tmp_path, settings(stop_grace_s=3.0)) as there:
-        ending, saving, stubborn = [there.job(name) for name in ("waiting", "waiting", "stubborn")]
-        await there.until(lambda: all(there.trains(job_id) for job_id in (ending, saving, stubborn)))
-        processes = [there.process(job_id) for job_id in (saving, stubborn)]
-        await hang(there, ending)
-        async with asyncio.timeout(LONG_S):
-            await there.supervisor.close()
-        assert [process.exit_code for process in processes] == [3, -9]
-        assert (there.told(saving), there.counted("job_kills")) == ("stopped", 1)
-
-
-async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Path):
+async def test_a_process_that_is_late_is_killed_while_a_round_hangs_and_all_is_written_down_once(tmp_path):
     async with house(tmp_path, settings(stop_grace_s=1.0)) as there:
         ending, stubborn = there.job("waiting"), there.job("stubborn")
         await there.until(lambda: there.trains(ending) and there.trains(stubborn))
-        process = there.process(stubborn)
+        process = there.supervisor.slots[stubborn].process
+        assert process is not None
         jobs.change(there.store, stubborn, lambda job: {"state": "cancelling", "wanted": "cancel"})
         await there.until(lambda: process.stopping)
-        await hang(there, ending)
+        # A round hangs in it: it has to write down that this job has ended.
+        there.clock.goes.clear()
+        (there.folder(ending) / "go").touch()
+        await there.until(lambda: there.counted("store_failures"))
         async with asyncio.timeout(LONG_S):
             assert await process.ended() == -9
         there.clock.goes.set()
         await there.until(lambda: there.row(stubborn).state == "cancelled")
-        assert there.row(ending).state == "succeeded"
-
-
-async def test_after_it_has_hung_all_that_ended_meanwhile_is_written_down_once(tmp_path: Path):
-    async with house(tmp_path, settings()) as there:
-        ending = there.job("waiting")
-        await there.until(lambda: there.trains(ending))
-        await hang(there, ending)
-        there.clock.goes.set()
-        await there.until(lambda: there.row(ending).state == "succeeded")
-        other = there.job("quick")
-        await there.until(lambda: there.row(other).state == "succeeded")
-        assert there.row(ending).attempt == 1
+        assert (there.row(ending).state, there.row(ending).attempt) == ("succeeded", 1)
+        await there.until(lambda: there.counted("job_kills") == 1)
         await there.until(lambda: there.supervisor.slots == {})  # after the row is written
 
 
@@ -187,20 +149,24 @@ async def test_a_run_that_cannot_be_synced_is_settled_all_the_same(tmp_path: Pat
         await there.until(lambda: there.row(after).state == "succeeded")
 
 
-def refusing(times: int, error: int) -> Command:
-    """A machine that does not start a process, so often."""
-    left = [error] * times
+TOO_MANY = OSError(errno.EMFILE, "no more of them")
+
+
+def refusing(*errors: Exception) -> Command:
+    """A machine that starts no process before it has met these."""
+    left = list(errors)
 
     def command(run_dir: Path) -> Sequence[str]:
         if left:
-            raise OSError(left.pop(), "no more of them")
+            raise left.pop()
         return acted(run_dir)
 
     return command
 
 
 async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(tmp_path: Path):
-    async with house(tmp_path, settings(restarts=3), refusing(3, errno.EMFILE)) as there:
+    for_a_moment = refusing(TOO_MANY, RunNotWritten("the disk is full"), TOO_MANY)
+    async with house(tmp_path, settings(restarts=3), for_a_moment) as there:
         job_id = there.job("quick")
         await there.until(lambda: there.row(job_id).state == "succeeded")
         row = there.row(job_id)
@@ -208,7 +174,7 @@ async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(t
 
 
 async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):
-    async with house(tmp_path, settings(restarts=2), refusing(99, errno.EMFILE)) as there:
+    async with house(tmp_path, settings(restarts=2), refusing(*[TOO_MANY] * 9)) as there:
         job_id = there.job("quick")
         await there.until(lambda: there.row(job_id).state == "failed")
         row = there.row(job_id)
@@ -216,36 +182,10 @@ async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):
         await there.until(lambda: there.supervisor.slots == {})  # the row is written first
 
 
-async def test_a_disk_that_is_full_when_a_run_is_made_is_tried_again(tmp_path: Path):
-    async with house(tmp_path, settings(restarts=99)) as there:
-        held = there.data.path / "held"
-        held.touch()  # a folder cannot be made below a file: as on a full disk, it is not written
-        new = Job(name="quick", config=CONFIG, home=there.data.home, run_dir=str(held / "quick-1"))
-        job_id = jobs.create(there.store, new)[0].id
-        await there.until(lambda: there.row(job_id).code == "restarting")
-        assert "cannot be written" in str(there.row(job_id).detail)
-        held.unlink()
-        await there.until(lambda: there.row(job_id).state == "succeeded")
-
-
-@pytest.mark.parametrize("plays", ["stubborn", "waiting"])
-async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path, plays: str):
+async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path):
     async with house(tmp_path, settings(stop_grace_s=0.1, restarts=0)) as there:
-        job_id = there.job(plays)
-        await there.until(lambda: there.trains(job_id))
+        ids = [there.job(plays) for plays in ("stubborn", "waiting")]
+        await there.until(lambda: all(map(there.trains, ids)))
         await there.supervisor.close()
-        row = there.row(job_id)
-        assert (row.state, row.code, there.supervisor.slots) == ("running", None, {})
-
-
-async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(tmp_path: Path):
-    async with house(tmp_path, settings(stop_grace_s=1e6)) as there:
-        job_id = there.job("stubborn")
-        await there.until(lambda: there.trains(job_id))
-        process = there.process(job_id)
-        closing = asyncio.ensure_future(there.supervisor.close())
-        await there.until(lambda: process.stopping)
-        there.supervisor.end_at_once()
-        async with asyncio.timeout(LONG_S):
-            await closing
-        assert (process.exit_code, there.row(job_id).state) == (-9, "running")
+        assert [(there.row(one).state, there.row(one).code) for one in ids] == [("running", None)] * 2
+        assert there.supervisor.slots == {}

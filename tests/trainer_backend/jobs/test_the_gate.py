@@ -40,7 +40,7 @@ async def test_nothing_else_opens_even_paths_that_are_not_there_and_the_health_n
     assert answer.json() == {"status": "ok", "service": "turnwise-trainer", "store": "up"}
 
 
-async def test_a_person_is_sent_to_the_log_in_page_and_back(tmp_path):
+async def test_a_person_is_sent_to_the_log_in_page_and_back_and_has_a_session_for_our_own_pages(tmp_path):
     async with with_key(tmp_path) as client:
         answer = await client.get("/runs/x?with=y&z=1", headers={"Accept": "text/html,*/*"})
         assert answer.status_code == 303
@@ -53,6 +53,10 @@ async def test_a_person_is_sent_to_the_log_in_page_and_back(tmp_path):
         cookie = right.headers["set-cookie"]
         assert "HttpOnly" in cookie and "SameSite=lax" in cookie and KEY not in cookie
         assert (await client.get("/jobs")).status_code == 200, "the client keeps the session"
+        assert refused(await client.post("/jobs", headers={"Origin": OTHER}), 403, "forbidden")
+        # A program with the key may come from anywhere.
+        headers = {"X-API-Key": KEY, "Origin": OTHER, "Host": "trainer.internal"}
+        assert (await client.get("/jobs", headers=headers)).status_code == 200
 
 
 async def test_wrong_keys_from_an_address_never_lock_the_right_one_out(tmp_path):
@@ -83,14 +87,6 @@ async def test_the_page_of_another_site_can_do_nothing(served):
         for path in ("/jobs", "/jobs/x/cancel", "/rl/jobs"):
             answer = await served.client.post(path, headers={**headers, "Content-Type": "text/plain"})
             assert refused(answer, 403, "forbidden")
-
-
-async def test_nor_with_the_session_of_its_reader_and_a_program_with_the_key_may_come_from_anywhere(tmp_path):
-    async with with_key(tmp_path) as client:
-        await client.post("/login", data={"key": KEY})
-        assert refused(await client.post("/jobs", headers={"Origin": OTHER}), 403, "forbidden")
-        headers = {"X-API-Key": KEY, "Origin": OTHER, "Host": "trainer.internal"}
-        assert (await client.get("/jobs", headers=headers)).status_code == 200
 
 
 HOSTS = [

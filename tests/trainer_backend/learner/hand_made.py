@@ -1,15 +1,20 @@
 """A tiny learner and episodes of one decision, for the tests of the learner."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from tests.tiny_families import VOCABULARY
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend import learner_parts
 from trainer_backend.core.columns import Row
 from trainer_backend.core.segments import Segment
+from trainer_backend.inference.actor import Generation
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
@@ -68,6 +73,30 @@ def alone(model, part: Segment) -> torch.Tensor:
     return logp_LV[at - 1, ids_L[at]]
 
 
+def sampled(
+    model, *batches: Sequence[Sequence[int]], tokens: int = 10, keys: EngineKeys | None = None
+) -> list[Generation]:
+    """Answers of an engine, which is asked all prompts of a batch at the same time."""
+    torch.set_num_threads(1)
+    engine = LocalEngine(model, stop_ids=(), keys=keys)
+    engine.start()
+
+    async def all_of_them() -> list[Generation]:
+        found: list[Generation] = []
+        for prompts in batches:
+            calls = [
+                engine.generate(ids, Sampling(seed=seed, max_tokens=tokens), request_id=str(seed))
+                for seed, ids in enumerate(prompts, len(found))
+            ]
+            found += await asyncio.gather(*calls)
+        return found
+
+    try:
+        return asyncio.run(all_of_them())
+    finally:
+        engine.stop()
+
+
 def make_episodes(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
     """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
     drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
@@ -92,6 +121,14 @@ def find_gradient(
     scored = update.weighed(episodes, LogprobCache(known or {})).scored
     metrics = update.gradient(scored, {item.rollout_id: item for item in episodes})
     return get_gradients(learner.model), metrics
+
+
+def change(learner: LocalLearner) -> None:
+    """Move all weights, as an update would, the same way each time."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in learner.model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
 
 
 def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:

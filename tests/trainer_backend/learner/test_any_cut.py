@@ -11,7 +11,7 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import find_gradient, make_learner, segment
 from trainer_backend.core.aggregation import AggregationPlug
-from trainer_backend.core.critic import make_targets
+from trainer_backend.core.critic import ByToken, make_targets
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
@@ -22,7 +22,8 @@ CUTS = [(16, 64, False), (200, 400, False), (35, 64, True)]
 RULES = [20 + 3 * j % 40 for j in range(32)]
 
 
-def episodes(*, with_critic: bool) -> list[CreditedEpisode]:
+def episodes(*, values: str | None) -> list[CreditedEpisode]:
+    """`values`: a critic's are by this level; None: it has no targets."""
     made = []
     for i, (prompt, answer) in enumerate(LENGTHS):
         rules = RULES[: 16 * (i % 3)]  # of the second level of a trie, the first, or none
@@ -30,13 +31,20 @@ def episodes(*, with_critic: bool) -> list[CreditedEpisode]:
         prompt += len(rules)
         part = segment(f"r{i}", ids[:prompt], ids[prompt:], [-2.0 - 0.1 * j for j in range(answer)])
         advantages = [(-1.0) ** i * (1 + i / 4)]
-        critic = make_targets([0.5], advantages) if with_critic else None
+        critic = make_targets([0.5], advantages) if values else None
+        if values == "token":
+            critic = make_targets(
+                ByToken([[0.5] * answer]), ByToken([[advantages[0] + j for j in range(answer)]])
+            )
         made.append(CreditedEpisode(f"r{i}", [part], advantages, critic))
     return made
 
 
-def gradient(tokenizer, cut, **settings):
-    """Of one step over all episodes, from weights and proximal log-probs that are equal for every cut."""
+def gradient(tokenizer, cut, **settings) -> tuple[torch.Tensor, float]:
+    """Of one step over all episodes, from weights and proximal log-probs that are equal for every cut.
+
+    With the loss of a critic, 0 without one.
+    """
     row_tokens, micro_batch_tokens, is_shared = cut
     learner = make_learner(
         tokenizer,
@@ -46,7 +54,7 @@ def gradient(tokenizer, cut, **settings):
         **settings,
     )
     head = learner._head
-    given = episodes(with_critic=head is not None)
+    given = episodes(values=learner.config.value_level)
     if head is not None:
         head._weight_D.data.fill_(0.05)  # fresh it is 0, and its loss reaches nothing
     # As after some steps: ratios are about 1, and some are held. An untrained model says -5.7 or so.
@@ -56,15 +64,16 @@ def gradient(tokenizer, cut, **settings):
         ]
         for item in given
     }
-    of_policy, _ = find_gradient(learner, given, known)
+    of_policy, metrics = find_gradient(learner, given, known)
     of_head = () if head is None else (weight.grad.flatten() for weight in head.trained.values())
-    return torch.cat([of_policy, *of_head]).double()
+    return torch.cat([of_policy, *of_head]).double(), 0.0 if head is None else metrics["value/loss"]
 
 
 def assert_equal_for_every_cut(tokenizer, **settings):
-    first, *others = (gradient(tokenizer, cut, **settings) for cut in CUTS)
+    (first, missed), *others = (gradient(tokenizer, cut, **settings) for cut in CUTS)
     assert first.norm() > 1e-3
-    for (_, _, is_shared), other in zip(CUTS[1:], others, strict=True):
+    for (_, _, is_shared), (other, also_missed) in zip(CUTS[1:], others, strict=True):
+        assert also_missed == pytest.approx(missed, abs=1e-5)
         # Sums in another order: either way lies about 1e-6 from float64.
         assert ((other - first).norm() / first.norm()).item() < (2e-6 if is_shared else 1e-6)
 
@@ -86,8 +95,13 @@ def test_for_every_aggregation_with_entropy_and_a_kl(tokenizer, aggregation):
     )
 
 
-def test_with_a_critic_whose_loss_reaches_the_policy(tokenizer):
-    assert_equal_for_every_cut(tokenizer, algorithm__advantage="gae", training__value_trunk_gradient=True)
+@pytest.mark.parametrize(
+    ("advantage", "clip"), [("gae", {}), ("gae", {"training__value_clip": 0.5}), ("gae_token", {})]
+)
+def test_with_a_critic_whose_loss_reaches_the_policy(tokenizer, advantage, clip):
+    assert_equal_for_every_cut(
+        tokenizer, algorithm__advantage=advantage, training__value_trunk_gradient=True, **clip
+    )
 
 
 @pytest.mark.parametrize(("critic", "returns"), [("head", None), ("own", 1.0)])
@@ -99,11 +113,10 @@ def test_a_critic_learns_the_same_whether_beginnings_are_shared(tokenizer, criti
             algorithm__advantage="gae",
             training__critic=critic,
             training__share_prefixes=is_shared,
-            training__mismatch_limit=1e9,
         )
         given = [
             replace(item, critic=make_targets([0.5], item.advantages if returns is None else [returns]))
-            for item in episodes(with_critic=False)
+            for item in episodes(values=None)
         ]
         losses.append([learner.update(given, iteration=1 + n)["value/loss"] for n in range(2)])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -182,4 +195,4 @@ def test_constant_divides_by_the_plan_whatever_was_played(tokenizer):
 def test_a_step_in_which_no_token_has_a_weight_changes_nothing(tokenizer, monkeypatch):
     plug = AggregationPlug(lambda segments, keys: [0.0 * part.logprobs for part in segments], over="plan")
     monkeypatch.setitem(AGGREGATIONS, "constant", plug)
-    assert gradient(tokenizer, CUTS[0], training__aggregation="constant").abs().max() == 0.0
+    assert gradient(tokenizer, CUTS[0], training__aggregation="constant")[0].abs().max() == 0.0

@@ -4,24 +4,120 @@ Their gradients agree too, and checkpointed layers change nothing but what is ke
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.tiny_families import tiny_model
 from tests.trainer_backend.learner.hand_made import alone, make_segments
-from tests.trainer_backend.learner.test_joined import OneByOne
 from tests.trainer_backend.segment_columns import make_segment
-from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.collate import block_mask, cut_packed, pack_segments
 from trainer_backend.core.tries import Tries
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
 from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, group_by_length, one_row
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.joined import Flash, Plan, Runs, Shared, attend, attend_levels, list_levels
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
+from trainer_backend.models import part_attention
+
+
+class OneByOne(Flash):
+    """A kernel of variable length in place of FlashAttention: a run at a time, by products."""
+
+    dtype = None
+
+    def forward(self, q_NHD, k_MHD, v_MHD, level, scale):
+        k_MHD, v_MHD = (
+            tensor.repeat_interleave(q_NHD.shape[1] // tensor.shape[1], 1) for tensor in (k_MHD, v_MHD)
+        )
+        outs = [
+            part_attention.attended(q, k, v, None, level.causal, scale)
+            for q, k, v in cut(level, q_NHD, k_MHD, v_MHD)
+        ]
+        return rows([out for out, _ in outs]), rows([lse[..., None] for _, lse in outs])[..., 0], None
+
+    def backward(self, grad_NHD, tensors, out_NHD, lse_NH, level, scale, kept):
+        found, shape = [], tensors[1].shape
+        heads = len(tensors[0][0]) // shape[1]
+        tensors = (tensors[0], *(tensor.repeat_interleave(heads, 1) for tensor in tensors[1:]))
+        of_queries = zip(
+            cut(level, grad_NHD),
+            cut(level, out_NHD),
+            cut(level, lse_NH[..., None]),
+            cut(level, *tensors),
+            strict=True,
+        )
+        for (grad,), (out,), (lse,), (q, k, v) in of_queries:
+            found.append(part_attention.gradients(grad, q, k, v, out, lse[..., 0], None, level.causal, scale))
+        dq, *others = (rows(column) for column in zip(*found, strict=True))
+        return dq, *(part.unflatten(1, (shape[1], heads)).sum(2) for part in others)
+
+
+def cut(level, queries, *keys):
+    """For each run [1, H, n, D] of its queries and keys."""
+    starts = [level.queries_S] + [level.keys_S] * len(keys)
+    parts = [
+        [tensor[a:b].transpose(0, 1)[None] for a, b in pairwise(begins.tolist())]
+        for begins, tensor in zip(starts, (queries, *keys), strict=True)
+    ]
+    return list(zip(*parts, strict=True))
+
+
+def rows(parts):
+    return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+
+TEXTS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), min_size=1, max_size=8)
+
+
+def test_the_runs_of_a_row_by_hand():
+    #            a  b  c  d     e  f     g     h  i       abcd, abcef, abg, hi
+    position_L = [0, 1, 2, 3, 3, 4, 2, 0, 1]
+    runs = Runs.of(torch.tensor(position_L).numpy())
+    assert runs.starts_R.tolist() == [0, 2, 3, 4, 6, 7, 9]
+    assert runs.shared == [Shared(0, 2, 7), Shared(2, 3, 6)]
+
+
+@pytest.mark.parametrize("short", [128, 0], ids=["products", "kernel"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@settings(max_examples=15, deadline=None)
+@given(texts=TEXTS, share_from=st.integers(1, 3), seed=st.integers(0, 99))
+def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
+    parts = [make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0]) for n, ids in enumerate(texts)]
+    packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))
+    positions_L, mask_LL = packed.position_ids_BL[0], block_mask(packed.position_ids_BL)[0, 0]
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [(len(positions_L), heads, 16) for heads in (4, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes)
+    runs, read_N = Runs.of(positions_L.numpy()), packed.predict_position_N.unique()
+    was, part_attention._SHORT = part_attention._SHORT, short
+    try:
+        plans = [(Plan.of_all(runs), slice(None)), (Plan.of_some(runs, read_N), read_N)]
+        ways = [(partial(attend, plan), asked) for plan, asked in plans if plan is not None]
+        ways.append((partial(attend_levels, list_levels(runs), OneByOne()), slice(None)))
+        for way, asked in ways:
+            heads_first = (tensor.transpose(0, 1)[None] for tensor in (q[asked], k, v))
+            whole = scaled_dot_product_attention(*heads_first, mask_LL[asked], scale=0.3, enable_gqa=True)
+            expected = whole[0].transpose(0, 1)
+            found = way(q[asked], k, v, 0.3)
+            torch.testing.assert_close(found, expected)
+            upstream = torch.randn(found.shape, generator=draw, dtype=torch.float64)
+            for mine, theirs in zip(
+                torch.autograd.grad(found, (q, k, v), upstream),
+                torch.autograd.grad(expected, (q, k, v), upstream),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine, theirs)
+    finally:
+        part_attention._SHORT = was
+
 
 CPU = Placement(torch.device("cpu"))
 ARCHITECTURES = ("qwen3", "llama", "mistral")
@@ -38,7 +134,7 @@ def attend_one_by_one(q_LHD, k_LHD, v_LHD, bounds, scale):
     return torch.cat(attended)
 
 
-WAYS = [BlockMask(), OneRow(attend_one_by_one), ByLength()]
+WAYS = [BlockMask(), OneRow(attend_one_by_one, OneByOne()), ByLength()]
 WAYS_NAMES = ["mask", "one by one", "by length"]
 
 
@@ -59,33 +155,13 @@ def check_scores(model, parts, scores):
         assert mine == pytest.approx(expected, rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
-@pytest.mark.parametrize("row_tokens", [23, 40, 200])
-def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
-    scorer, parts = build_scorer(architecture, attention), make_segments(LENGTHS)
-    found = scorer.score(
-        parts, LoopKeys.model_construct(row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
-    )
-    check_scores(scorer.model, parts, found)
-
-
-def gradient(scorer, *, row_tokens, max_rows, parts=None):
-    parts = parts or make_segments(LENGTHS)
+def gradient(scorer, parts, *, row_tokens, max_rows):
     packed = pack_segments(parts, row_tokens=row_tokens, tries=scorer.tries(parts))
     for piece in cut_packed(packed, max_rows):
         states = scorer.states(piece)
         logprobs_N, entropies_N = states.logprobs_N, states.entropies_N
         (logprobs_N + 0.1 * entropies_N).sum().backward()
     return torch.cat([weight.grad.flatten() for weight in scorer.model.parameters()])
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("attention", WAYS[1:], ids=WAYS_NAMES[1:])
-def test_all_ways_have_the_same_gradient_however_the_batch_is_cut(architecture, attention):
-    masked = gradient(build_scorer(architecture, BlockMask()), row_tokens=40, max_rows=2)
-    one = gradient(build_scorer(architecture, attention), row_tokens=200, max_rows=1)
-    torch.testing.assert_close(one, masked, rtol=1e-4, atol=1e-6)
 
 
 def alike_at_first():
@@ -103,24 +179,30 @@ def alike_at_first():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
 @pytest.mark.parametrize(
-    "attention", [WAYS[0], OneRow(attend_one_by_one, OneByOne()), WAYS[2]], ids=WAYS_NAMES
-)
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architecture, attention, checkpointed):
-    parts, plain = alike_at_first(), build_scorer(architecture, BlockMask())
-    expected = gradient(plain, row_tokens=40, max_rows=9, parts=parts)
-    scorer = replace(build_scorer(architecture, attention), share_from=1)
+    ("is_shared", "checkpointed"), [(False, False), (True, False), (True, True)],
+    ids=["each whole", "beginnings once", "beginnings once, checkpointed"],
+)  # fmt: skip
+def test_scores_are_those_of_each_segment_alone_and_gradients_those_of_the_mask(
+    architecture, attention, is_shared, checkpointed
+):
+    parts = alike_at_first() if is_shared else make_segments(LENGTHS)
+    expected = gradient(build_scorer(architecture, BlockMask()), parts, row_tokens=40, max_rows=2)
+    scorer = replace(build_scorer(architecture, attention), share_from=1 if is_shared else None)
     if checkpointed:
         checkpoint_layers(scorer.model)
     tokens = []
     scorer.model.model.embed_tokens.register_forward_hook(lambda _, given, out: tokens.append(out.shape[1]))
     with stepping(scorer.model):
-        found = gradient(scorer, row_tokens=200, max_rows=9, parts=parts)
-    assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [Tries.of(parts, 1).distinct]
+        found = gradient(scorer, parts, row_tokens=200, max_rows=1)
+    if is_shared:
+        assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [Tries.of(parts, 1).distinct]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    scores = scorer.score(parts, LoopKeys.model_construct(row_tokens=40, micro_batch_tokens=80))
-    check_scores(scorer.model, parts, scores)
+    for row_tokens in (23, 40, 200):
+        keys = LoopKeys.model_construct(row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
+        check_scores(scorer.model, parts, scorer.score(parts, keys))
+        scorer.model.set_attn_implementation(attention.implementation)
 
 
 def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_token():
@@ -163,25 +245,16 @@ def test_checkpointed_layers_give_the_same_gradient_and_keep_less(attention):
             checkpoint_layers(scorer.model)
         kept.append(0)
         with stepping(scorer.model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            gradients.append(gradient(scorer, row_tokens=40, max_rows=9))
+            gradients.append(gradient(scorer, make_segments(LENGTHS), row_tokens=40, max_rows=9))
         assert not any(module.training for module in scorer.model.modules())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
     assert kept[1] < kept[0] / 3
 
 
-def test_one_row_holds_the_tokens_in_order_without_padding_and_knows_its_bounds():
-    packed = pack_segments(make_segments(LENGTHS[:3]), row_tokens=30)  # 23 + 7 fill a row, 12 begin the next
-    row, bounds = one_row(packed)
-    assert row.token_ids_BL[0].tolist() == [
-        *packed.token_ids_BL[0].tolist(),
-        *make_segments(LENGTHS)[2].token_ids,
-    ]
-    assert row.position_ids_BL[0].tolist() == [*range(23), *range(7), *range(12)]
-    assert row.segment_ids_BL[0].tolist() == [1] * 23 + [2] * 7 + [3] * 12
+def test_one_row_has_the_bounds_that_a_kernel_of_variable_length_takes():
+    _, bounds = one_row(pack_segments(make_segments(LENGTHS[:3]), row_tokens=30))
     assert (bounds.starts_S.tolist(), bounds.longest) == ([0, 23, 30, 42], 23)
     assert bounds.starts_S.dtype == torch.int32
-    after = row.token_ids_BL[row.predict_row_N, row.predict_position_N + 1]
-    assert torch.equal(after, packed.target_N)
 
 
 def test_under_autocast_log_probs_are_near_those_of_float32_and_of_its_width():

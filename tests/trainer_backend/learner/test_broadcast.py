@@ -49,29 +49,22 @@ def sender(timeout_s: float = 30.0) -> Iterator[WeightSender]:
         offer.close()
 
 
-def test_all_workers_of_all_servers_get_the_checkpoint_s_tensors(tokenizer, tmp_path: Path):
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_all_workers_of_all_servers_get_the_checkpoint_s_tensors_in_the_precision_that_serves(
+    tokenizer, tmp_path: Path, low: torch.dtype | None
+):
     model = build_preset("tiny-0.3m", tokenizer, seed=1)
     save_model_folder(tmp_path, model)
     stored = load_file(tmp_path / "model.safetensors")
     assert model.config.tie_word_embeddings and "lm_head.weight" not in stored
+    expected = {name: tensor.to(low or torch.float32) for name, tensor in stored.items()}
     with sender() as offer:
         receivers = [Receiver(offer.address, Worker(name, rank, 2)) for name in "ab" for rank in range(2)]
         assert ready(offer, 2) == 2
-        assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu")))) == 2
+        assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu"), low))) == 2
         for receiver in receivers:
             receiver.join()
-            assert are_equal(receiver.weights, stored)
-
-
-def test_weights_are_sent_in_the_precision_that_serves(tokenizer):
-    model = build_preset("tiny-0.3m", tokenizer, seed=1)
-    with sender() as offer:
-        receiver = Receiver(offer.address, Worker("a", 0, 1))
-        assert ready(offer, 1)
-        assert offer.send(checkpoint_tensors(model, Placement(torch.device("cpu"), torch.bfloat16))) == 1
-        receiver.join()
-    own = model.state_dict()
-    assert all(torch.equal(tensor, own[name].bfloat16()) for name, tensor in receiver.weights.items())
+            assert are_equal(receiver.weights, expected)
 
 
 def test_one_tensor_is_alive_at_a_time():

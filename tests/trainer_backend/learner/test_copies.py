@@ -1,6 +1,5 @@
 """Copies in low precision compute what the learner does: same factors, same sums, same places of rounding."""
 
-import asyncio
 from dataclasses import replace
 from itertools import chain
 
@@ -8,11 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shared_schemas.trajectory import Sampling
 from tests.tiny_families import tiny_model
-from tests.trainer_backend.learner.hand_made import segment
-from trainer_backend.inference.actor import Generation
-from trainer_backend.inference.engine import LocalEngine
+from tests.trainer_backend.learner.hand_made import sampled, segment
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
@@ -40,23 +36,6 @@ def make_model(family: str, *, adapted: bool) -> PreTrainedModel:
     return model
 
 
-def generations(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    engine = LocalEngine(model, stop_ids=[])
-    engine.start()
-
-    async def all_of_them() -> list[Generation]:
-        calls = (
-            engine.generate(prompt, Sampling(seed=i, max_tokens=tokens), request_id=str(i))
-            for i, prompt in enumerate(prompts)
-        )
-        return list(await asyncio.gather(*calls))
-
-    try:
-        return asyncio.run(all_of_them())
-    finally:
-        engine.stop()
-
-
 @pytest.mark.parametrize(
     ("family", "adapted"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
 )
@@ -71,17 +50,17 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
 
     def apart(prompts: list[list[int]], tokens: int) -> tuple[float, ...]:
         """How far engine, reference and float32 lie from the learner, root mean square over tokens (nats)."""
-        sampled = generations(served, prompts, tokens)
+        found = sampled(served, prompts, tokens=tokens)
         parts = [
-            segment(f"r{i}", prompt, found.token_ids, found.logprobs)
-            for i, (prompt, found) in enumerate(zip(prompts, sampled, strict=True))
+            segment(f"r{i}", prompt, one.token_ids, one.logprobs)
+            for i, (prompt, one) in enumerate(zip(prompts, found, strict=True))
         ]
         rows = [
             one.score(parts, LoopKeys(row_tokens=64, micro_batch_tokens=512))
             for one in (scorer, reference, exact)
         ]
         own, *others = (torch.tensor(list(chain.from_iterable(row))) for row in rows)
-        engine = torch.tensor(list(chain.from_iterable(found.logprobs for found in sampled)))
+        engine = torch.tensor(list(chain.from_iterable(one.logprobs for one in found)))
         return tuple(float((other - own).square().mean().sqrt()) for other in (engine, *others))
 
     # What a lone token attends to is itself, whichever kernel does it: all else is there, to the last bits.

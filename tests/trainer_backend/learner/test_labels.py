@@ -82,14 +82,14 @@ def test_a_label_is_imitated_in_its_place_whatever_became_of_the_decision(refuse
     ]
 
 
-def test_an_empty_label_is_nothing_to_imitate():
+@pytest.mark.parametrize(
+    "given",
+    [{"content": None, "tool_calls": []}, {**label("do"), "exploratory": True}],
+    ids=["empty", "detour"],
+)
+def test_an_empty_label_or_a_random_detour_of_the_teacher_is_not_imitated(given: dict[str, object]):
     with pytest.raises(NothingToLearnFrom):
-        taught({"type": "tool_call", LABEL: {"content": None, "tool_calls": []}})
-
-
-def test_a_label_that_is_a_random_detour_of_the_teacher_is_not_imitated():
-    with pytest.raises(NothingToLearnFrom):
-        taught({"type": "tool_call", LABEL: {**label("do"), "exploratory": True}})
+        taught({"type": "tool_call", LABEL: given})
 
 
 FINISH = ToolCall(id="c", function=FunctionCall(name="finish", arguments='{"answer": "Mira"}'))
@@ -106,17 +106,8 @@ def trajectory(*tools: str, said: str | None = None) -> Trajectory:
 
 def test_calls_are_texts_as_the_presets_template_writes_them_with_their_names():
     # The last call of an episode stands in no prompt, and is what the model has to write to end it.
-    assert prompt_texts([trajectory("finish", "read", said="So:")]) == [
-        "Who?",
-        "So:",
-        ' finish {"answer": "Mira"}',
-    ]
-
-
-def test_of_a_lone_tool_the_items_are_written_alone_and_the_call_is_no_text():
-    assert prompt_texts([trajectory("finish")]) == ["Who?"]
-
-
-def test_without_a_prompt_there_is_nothing_to_train_on():
+    texts = prompt_texts([trajectory("finish", "read", said="So:")])
+    assert texts == ["Who?", "So:", ' finish {"answer": "Mira"}']
+    assert prompt_texts([trajectory("finish")]) == ["Who?"], "of a lone tool the items are written alone"
     with pytest.raises(NothingToLearnFrom):
         prompt_texts([])

@@ -81,7 +81,7 @@ def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
     assert trained == 2 * 4 * (4 * (96 + 96) + 3 * (96 + 256))
 
 
-def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokenizer):
+def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone_and_all_of_them(tokenizer):
     learner = updated(tokenizer)
     served = learner.copy_to_serve()
     at_first = logits(served)
@@ -92,16 +92,12 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     ids = PROBE[0].token_ids.tolist()
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
     assert learner.scorer.score(PROBE, SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
-    assert len(learner.weights()) == 2 * 7 * 2
-    assert are_equal(learner.model.state_dict(), before)
-
-
-def test_adapters_that_are_not_all_given_are_refused(tokenizer):
-    learner = make_learner(tokenizer, **LORA)
     weights = learner.weights()
+    assert len(weights) == 2 * 7 * 2
+    assert are_equal(learner.model.state_dict(), before)
     weights.popitem()
     with pytest.raises(WeightsRefused, match=r"tensors missing: .*lora_B"):
-        ServedWeights(learner.copy_to_serve()).replace(weights)
+        ServedWeights(served).replace(weights)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"], ids=["norms of heads", "biases"])
@@ -200,20 +196,6 @@ async def test_an_engine_made_for_adapters_computes_as_a_merged_checkpoint_that_
     torch.testing.assert_close(logits(served), logits(learner.model), rtol=0, atol=1e-5)
 
 
-def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
-    kl = {"training__kl_coef": 0.1, "training__entropy_coef": 0.0, "training__update_passes": 1}
-    lora = updated(tokenizer, **kl)
-    full = make_learner(tokenizer, **kl)
-    episodes = make_episodes(lora, [1.0, -1.0])
-    found = lora.update(episodes, iteration=2)["loss/kl"]
-    with lora._adapter.replaced(make_learner(tokenizer, **LORA).weights()):
-        base = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
-    own = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
-    assert base == [lists(full.scorer.score(part.segments, SIZE)) for part in episodes]
-    assert found > 0
-    assert own != base
-
-
 def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_for_bit(
     tokenizer, tmp_path: Path
 ):
@@ -247,20 +229,34 @@ def save_checkpoints(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> 
     return learner
 
 
-def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as_the_merged_model(
+def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_become_the_merged_model_elsewhere(
     tokenizer, tmp_path: Path
 ):
     learner = save_checkpoints(tokenizer, tmp_path)
-    folder = tmp_path / "iteration_1"
+    folder, adapter = tmp_path / "iteration_1", tmp_path / "iteration_1/adapter/adapter_model.safetensors"
     assert (tmp_path / "iteration_0/model.safetensors").is_file()
     assert not list(folder.glob("model*.safetensors"))
+    assert "q_proj.lora_A" in " ".join(load_file(adapter))
+    refuse_damaged(folder)
     model, of_folder = load_checkpoint(learner.config.model, folder)
     assert of_folder.get_vocab() == tokenizer.get_vocab()
     merged, found = learner._adapter.merged(), model.state_dict()
     assert found.keys() - merged.keys() == {"lm_head.weight"}  # tied: named once
     assert all(torch.equal(tensor, found[name]) for name, tensor in merged.items())
-    refuse_damaged(folder)
-    assert "q_proj.lora_A" in " ".join(load_file(folder / "adapter/adapter_model.safetensors"))
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        to = tmp_path / "plain" / name
+        write_merged(folder, to, name)
+        assert not (to / "adapter").exists()
+        stored = load_file(to / "model.safetensors")
+        assert stored and all(torch.equal(tensor, found[key].to(dtype)) for key, tensor in stored.items())
+        assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ModelFolderError, match="it exists already"):
+        write_merged(folder, to, "float32")
+    with pytest.raises(ModelFolderError, match=r"Not a directory.*--to"):
+        write_merged(folder, to / "config.json" / "below", "float32")
+    adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"damaged.*adapter_model\.safetensors"):
+        write_merged(folder, tmp_path / "other", "float32")
 
 
 @pytest.mark.parametrize("warm", [0, 1])
@@ -282,30 +278,13 @@ def test_merged_checkpoints_hold_the_model_in_each(tokenizer, tmp_path: Path):
     torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
 
 
-def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(tokenizer, tmp_path: Path):
-    learner = save_checkpoints(tokenizer, tmp_path)
-    adapted = load_checkpoint(learner.config.model, tmp_path / "iteration_1")[0].state_dict()
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        to = tmp_path / "plain" / name
-        write_merged(tmp_path / "iteration_1", to, name)
-        assert not (to / "adapter").exists()
-        stored = load_file(to / "model.safetensors")
-        assert stored and all(torch.equal(tensor, adapted[key].to(dtype)) for key, tensor in stored.items())
-        assert load_tokenizer(to).get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(ModelFolderError, match="it exists already"):
-        write_merged(tmp_path / "iteration_1", to, "float32")
-    with pytest.raises(ModelFolderError, match=r"Not a directory.*--to"):
-        write_merged(tmp_path / "iteration_1", to / "config.json" / "below", "float32")
-    adapter = tmp_path / "iteration_1/adapter/adapter_model.safetensors"
-    adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"damaged.*adapter_model\.safetensors"):
-        write_merged(tmp_path / "iteration_1", tmp_path / "other", "float32")
-
-
-def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path: Path):
+def test_adapters_over_a_changed_or_another_model_than_theirs_are_refused(tokenizer, tmp_path: Path):
     learner = save_checkpoints(tokenizer, tmp_path / "one")
     save_checkpoints(tokenizer, tmp_path / "other", warm=1)
-    folder = tmp_path / "one/iteration_1"
+    folder, base = tmp_path / "one/iteration_1", tmp_path / "one/iteration_0/model.safetensors"
+    base.write_bytes(base.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"iteration_0.*model\.safetensors"):
+        load_checkpoint(learner.config.model, folder)
     with pytest.raises(ModelFolderError, match="holds only adapters, no model") as caught:
         weight_files(folder)
     assert f"turnwise merge {folder} --to" in str(caught.value)
@@ -316,14 +295,6 @@ def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path
     for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
         with pytest.raises(CheckpointError, match="trained over another iteration_0"):
             load(learner.config.model, folder)
-
-
-def test_a_base_that_has_changed_on_disk_is_refused(tokenizer, tmp_path: Path):
-    learner = save_checkpoints(tokenizer, tmp_path)
-    weights = tmp_path / "iteration_0/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"iteration_0.*model\.safetensors"):
-        load_checkpoint(learner.config.model, tmp_path / "iteration_1")
 
 
 def test_rl_starts_from_what_the_warm_up_taught_and_so_does_a_resumed_run(tokenizer, tmp_path: Path):
@@ -349,19 +320,6 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_a_resumed_run(tokeni
     assert are_equal(learner.model.state_dict(), later.model.state_dict())
 
 
-def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_is_tied(tokenizer):
-    learner = updated(tokenizer)
-    for weight in learner.model.parameters():
-        weight.data = weight.data if weight.requires_grad else weight.data.bfloat16()
-    name = "model.layers.0.mlp.up_proj"
-    layer = learner.model.get_submodule(name)
-    merged = learner._adapter.merged()
-    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
-    assert torch.equal(merged[f"{name}.weight"], exact)
-    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
-    assert "lm_head.weight" not in merged  # it is the embedding
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -372,9 +330,7 @@ def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_i
                 r"it has adapters, but the job has no \[lora\]": {},
                 r"rank 4, but lora\.rank of the job gives 8": {**LORA, "lora__rank": 8},
                 r"alpha 8, but lora\.alpha of the job gives 4": {**LORA, "lora__alpha": 4},
-                r"target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]": {
-                    **LORA, "lora__target_modules": ["q_proj"],
-                },
+                r"target_modules .* 12 more, .* \['q_proj'\]": {**LORA, "lora__target_modules": ["q_proj"]},
             },
         ),
     ],
@@ -470,10 +426,7 @@ def test_all_linear_layers_are_not_named_with_others():
 @pytest.mark.parametrize(
     ("targets", "layers"),
     [
-        (
-            ["q_proj", "v_proj"],
-            {f"layers.{n}.self_attn.{name}" for n in (0, 1) for name in ("q_proj", "v_proj")},
-        ),
+        (["q_proj"], {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}),
         (["layers.1.mlp.up_proj"], {"layers.1.mlp.up_proj"}),
     ],
 )

@@ -42,10 +42,7 @@ def test_float32_on_a_cpu_by_hand():
 
 
 def test_of_a_cache_in_pages_one_longest_request_must_fit():
-    rows, paged = (
-        memory_needs(SHAPE, CPU, is_gpu=True),
-        memory_needs(SHAPE, replace(CPU, paged=True), is_gpu=True),
-    )
+    rows, paged = (memory_needs(SHAPE, replace(CPU, paged=paged), is_gpu=True) for paged in (False, True))
     # logits of five rows over 10 tokens, and what is made of them
     sampling = 5 * 10 * 52
     assert paged.device == rows.device | {"sampling": sampling}
@@ -66,26 +63,6 @@ def test_a_cache_in_pages_takes_no_more_than_it_may_and_at_least_one_longest_req
     assert memory_needs(SHAPE, with_keys(CPU, cache_gib=1 / 2**30), is_gpu=True).device["cache"] == 7 * row
 
 
-def test_bfloat16_on_a_gpu_by_hand():
-    use = replace(CPU, low=True, masked=False)
-    needs = memory_needs(SHAPE, use, is_gpu=True)
-    assert needs.device["weights"] == 4000, "the master copy stays float32"
-    assert needs.device["engine"] == 2000
-    assert needs.device["cache"] == 7 * 11 * 12 * 2
-    # 26 * 4 + 8 * 8 + 6 * 4 + 4 * 2 = 200 a token and layer; autocast keeps its copy of the weights
-    assert needs.device["activations"] == 10 * (3 * 200 + 60) + 2000
-    assert needs.device["logits"] == 6 * 10 * 12 + 10 * 4 * (4 + 2)
-    assert needs.device["overhead"] == OVERHEAD
-
-
-def test_layers_by_kernels_keep_less_unless_adapters_are_trained():
-    use = replace(CPU, low=True, masked=False, fused=True)
-    # 12 * 4 + 6 * 8 + 6 * 4 + 6 * 2 = 132 a token and layer
-    assert memory_needs(SHAPE, use, is_gpu=True).device["activations"] == 10 * (3 * 132 + 39) + 2000
-    adapted = replace(SHAPE, adapters=50)
-    assert memory_needs(adapted, use, is_gpu=True).device["activations"] == 10 * (3 * 200 + 60)
-
-
 def test_each_engine_has_weights_and_a_cache_and_each_process_an_overhead():
     one = memory_needs(SHAPE, CPU, is_gpu=True)
     three = memory_needs(SHAPE, replace(CPU, engines=3, processes=4), is_gpu=True)
@@ -100,56 +77,88 @@ def test_each_engine_has_weights_and_a_cache_and_each_process_an_overhead():
     assert three.least - one.least == 2 * (4000 + 5 * 11 * 12 * 4) + 3 * OVERHEAD
 
 
-def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_theirs():
-    shape = replace(SHAPE, adapters=50)
-    use = replace(CPU, low=True, masked=False, reference=True)
-    found = memory_needs(shape, use, is_gpu=True).device
-    assert found["weights"] == 1000 * 2 + 50 * 4
-    assert (found["gradients"], found["optimizer"]) == (200, 400)
-    assert found["engine"] == 2000 + 50 * 2, "a copy of both"
-    assert found["reference"] == 50 * 4, "the adapters that RL started from"
-    assert memory_needs(SHAPE, use, is_gpu=True).device["reference"] == 2000
+# 100 weights outside of three layers of 300; four ranks, of which two are here.
+ENDS = {"ends": 100, "critic": 5}
+RANKS = {"nnodes": 2, "nproc_per_node": 2}
+FOUR = LearnerTable(**RANKS)
+LOW = {"low": True, "masked": False}
+MASK = 10 * 5 * 5  # a token: 4 bytes and a boolean for each key of its row
 
 
-def test_norms_and_biases_are_float32_in_every_copy():
-    shape, use = replace(SHAPE, vectors=100), replace(CPU, low=True, masked=False, reference=True)
-    found = memory_needs(shape, use, is_gpu=True, fixed=[shape]).device
-    assert found["weights"] == 4000
-    assert found["engine"] == found["reference"] == found["fixed"] == 900 * 2 + 100 * 4
-    adapted = memory_needs(replace(shape, adapters=50), use, is_gpu=True).device
-    assert adapted["weights"] == 900 * 2 + 100 * 4 + 50 * 4
-    assert memory_needs(shape, CPU, is_gpu=False).device["engine"] == 4000, "float32 as all else"
-
-
-def activations_with(use: MemoryUse = CPU, **changes: Any) -> int:
-    """Of all layers alike, but for the mask."""
-    return memory_needs(replace(SHAPE, **changes), use, is_gpu=False).device["activations"] - 10 * 5 * 5
-
-
-def test_head_norms_keep_queries_and_keys_three_times():
-    layer = 288 + 8 * 4 + 8 * 2
-    assert activations_with(head_norms=True) == 10 * (3 * layer + layer * 3 // 10)
-
-
-def test_layers_with_a_state_have_it_in_place_of_attention_and_some_are_an_mlp_alone():
-    # norms keep 96, the MLP 128, attention 64 bytes a token: two layers with a state of 200
-    assert activations_with(states=2, state_bytes=200) == 10 * (3 * 224 + 2 * 200 + 64 + 424 * 3 // 10)
-    # of convolutions nothing is known: they are counted as attention
-    assert activations_with(states=2) == activations_with()
-    # a mixer, a state and an MLP, each with one norm
-    parts = 3 * 48 + 64 + 200 + 128
-    assert activations_with(states=1, state_bytes=200, mlps=1, norms=1) == 10 * (parts + 248 * 3 // 10)
-
-
-def test_experts_with_adapters_are_summed_in_each_layer_and_one_has_a_gradient():
-    plain, adapted = (activations_with(adapted_experts=count) for count in (0, 300))
-    assert adapted - plain == 4 * 100 * (3 + 1)
-    use = replace(CPU, checkpointed=3)
-    plain, adapted = (activations_with(use, adapted_experts=count) for count in (0, 300))
-    assert adapted - plain == 4 * 100 * (1 + 1)
-    # an engine sums those of the layer that it computes
-    needs = memory_needs(replace(SHAPE, adapters=50, adapted_experts=300), CPU, is_gpu=False).device
-    assert needs["engine"] == 4 * (1000 + 50 + 100)
+@pytest.mark.parametrize(
+    ("shape", "use", "expected"),
+    [
+        # The master copy stays float32. 26 * 4 + 8 * 8 + 6 * 4 + 4 * 2 = 200 bytes a token and layer, and
+        # autocast keeps its copy of the weights.
+        (
+            {}, LOW,
+            {
+                "weights": 4000, "engine": 2000, "cache": 7 * 11 * 12 * 2, "overhead": OVERHEAD,
+                "activations": 10 * (3 * 200 + 60) + 2000, "logits": 6 * 10 * 12 + 10 * 4 * (4 + 2),
+            },
+        ),
+        # Layers by kernels keep 12 * 4 + 6 * 8 + 6 * 4 + 6 * 2 = 132, unless adapters are trained.
+        ({}, {**LOW, "fused": True}, {"activations": 10 * (3 * 132 + 39) + 2000}),
+        ({"adapters": 50}, {**LOW, "fused": True}, {"activations": 10 * (3 * 200 + 60)}),
+        # Adapters have gradients and moments of their own; an engine copies both, and a reference them alone.
+        (
+            {"adapters": 50}, {**LOW, "reference": True},
+            {
+                "weights": 1000 * 2 + 50 * 4, "gradients": 200, "optimizer": 400, "engine": 2000 + 50 * 2,
+                "reference": 50 * 4,
+            },
+        ),
+        ({}, {**LOW, "reference": True}, {"reference": 2000}),
+        # Norms and biases are float32 in every copy.
+        (
+            {"vectors": 100}, {**LOW, "reference": True},
+            {"weights": 4000} | dict.fromkeys(("engine", "reference", "fixed"), 900 * 2 + 100 * 4),
+        ),
+        ({"vectors": 100, "adapters": 50}, LOW, {"weights": 900 * 2 + 100 * 4 + 50 * 4}),
+        ({"vectors": 100}, {}, {"engine": 4000}),
+        # Norms of heads keep queries and keys three times.
+        ({"head_norms": True}, {}, {"activations": 10 * (3 * 336 + 100) + MASK}),
+        # Norms keep 96, the MLP 128, attention 64 bytes a token: two layers have a state of 200 in its place.
+        (
+            {"states": 2, "state_bytes": 200}, {},
+            {"activations": 10 * (3 * 224 + 2 * 200 + 64 + 424 * 3 // 10) + MASK},
+        ),
+        # Of convolutions nothing is known: they are counted as attention.
+        ({"states": 2}, {}, {"activations": 10 * (3 * 288 + 86) + MASK}),
+        # A mixer, a state and an MLP, each with one norm.
+        (
+            {"states": 1, "state_bytes": 200, "mlps": 1, "norms": 1}, {},
+            {"activations": 10 * (3 * 48 + 64 + 200 + 128 + 248 * 3 // 10) + MASK},
+        ),
+        # Experts with adapters are summed in each layer, or in the one that is computed again, and one has a
+        # gradient; an engine sums those of the layer that it computes.
+        ({"adapted_experts": 300}, {}, {"activations": 10 * (3 * 288 + 86) + MASK + 4 * 100 * (3 + 1)}),
+        (
+            {"adapted_experts": 300}, {"checkpointed": 3},
+            {"activations": 10 * (3 * 16 + 288 * 14 // 10) + MASK + 4 * 100 * (1 + 1)},
+        ),
+        ({"adapters": 50, "adapted_experts": 300}, {}, {"engine": 4 * (1000 + 50 + 100)}),
+        # Checkpointed layers keep their input, and one layer is computed at a time. The layers that keep all
+        # are done when one is computed again, and need more.
+        ({}, {"checkpointed": 3}, {"activations": 10 * (3 * 16 + 288 * 14 // 10) + MASK}),
+        ({}, {"checkpointed": 1}, {"activations": 10 * (16 + 2 * 288 + 86) + MASK}),
+        ({}, {"checkpointed": 2}, {"activations": 10 * (2 * 16 + 288 * 14 // 10) + MASK}),
+        # Of a critic with layers of its own, ranks share all but the head.
+        ({**ENDS, "critic": 1005}, {"ranks": FOUR}, {"weights": 2020, "gradients": 2020, "optimizer": 4040}),
+        # Gathered layers that are kept are whole on every rank, but for their gradients.
+        (
+            ENDS, {"ranks": LearnerTable(**RANKS, fsdp_reshard_after_forward=False)},
+            {"gathered": 1000 * 4 + (100 + 2 * 300) * 4},
+        ),
+        # Each group of ranks holds all weights.
+        (ENDS, {"ranks": LearnerTable(**RANKS, data_parallel_replicate_degree=2)}, {"weights": 2000 + 20}),
+    ],
+    ids=",".join,
+)  # fmt: skip
+def test_bytes_on_a_gpu_by_hand(shape: dict[str, Any], use: dict[str, Any], expected: dict[str, int]):
+    model = replace(SHAPE, **shape)
+    found = memory_needs(model, replace(CPU, **use), is_gpu=True, fixed=[model]).device
+    assert {kind: found[kind] for kind in expected} == expected
 
 
 def test_what_rows_share_outside_of_them_is_counted_with_the_cache():
@@ -162,13 +171,6 @@ def test_what_rows_share_outside_of_them_is_counted_with_the_cache():
         assert cache - rows[slots].device["cache"] == shared * 11 * 12 * 4
         other = replace(SHAPE, own_pass=False)
         assert memory_needs(other, use, is_gpu=False).device["cache"] == rows[slots].device["cache"]
-
-
-def test_checkpointed_layers_keep_their_input_and_one_layer_is_computed_at_a_time():
-    assert activations_with(replace(CPU, checkpointed=3)) == 10 * (3 * 16 + 288 * 14 // 10)
-    # the layers that keep all are done when one is computed again, and need more
-    assert activations_with(replace(CPU, checkpointed=1)) == 10 * (16 + 2 * 288 + 86)
-    assert activations_with(replace(CPU, checkpointed=2)) == 10 * (2 * 16 + 288 * 14 // 10)
 
 
 def test_offloaded_moments_are_in_main_memory_of_a_gpu_and_where_they_were_on_a_cpu():
@@ -184,10 +186,7 @@ def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_ne
     assert memory_needs(replace(SHAPE, adapters=50), CPU, is_gpu=True).host == {"checkpoint": 4000}
 
 
-# 100 weights outside of three layers of 300; four ranks, of which two are here.
-LAYERED = replace(SHAPE, ends=100, critic=5)
-RANKS = {"nnodes": 2, "nproc_per_node": 2}
-FOUR = LearnerTable(**RANKS)
+LAYERED = replace(SHAPE, **ENDS)
 
 
 def changes(shape: ModelShape, use: MemoryUse, *, is_gpu: bool = True) -> dict[str, int]:
@@ -205,22 +204,6 @@ def test_a_rank_holds_its_share_and_what_it_gathers():
         "optimizer": 2000 + 40,
         "gathered": (100 + 2 * 300) * (4 + 4),  # embedding and two layers, and their gradients
     }
-
-
-def test_a_critic_with_layers_of_its_own_is_shared_out_but_for_its_head():
-    use = replace(CPU, ranks=FOUR)
-    found = memory_needs(replace(LAYERED, critic=5 + 1000), use, is_gpu=True).device
-    assert [found[kind] for kind in ("weights", "gradients", "optimizer")] == [2020, 2020, 4040]
-
-
-def test_layers_that_are_kept_are_whole_on_every_rank_but_for_their_gradients():
-    use = replace(CPU, ranks=LearnerTable(**RANKS, fsdp_reshard_after_forward=False))
-    assert changes(LAYERED, use)["gathered"] == 1000 * 4 + (100 + 2 * 300) * 4
-
-
-def test_each_group_of_ranks_holds_all_weights():
-    use = replace(CPU, ranks=LearnerTable(**RANKS, data_parallel_replicate_degree=2))
-    assert changes(LAYERED, use)["weights"] == 2000 + 20
 
 
 def test_offloaded_shares_are_in_main_memory_with_those_of_the_nodes_other_ranks():
@@ -273,12 +256,6 @@ def test_the_ranks_of_a_node_share_the_memory_of_a_cpu():
 )
 def test_every_limit_that_an_error_names_makes_a_difference(more: MemoryUse):
     assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least
-
-
-def test_kept_prefixes_give_way_before_anything_fails():
-    few, many = (memory_needs(SHAPE, with_keys(CPU, kept_prefixes=kept), is_gpu=False) for kept in (0, 20))
-    assert many.least == few.least
-    assert many.device["cache"] == 5 * few.device["cache"]
 
 
 def test_fixed_policies_hold_weights_and_a_cache_of_their_own():

@@ -1,6 +1,5 @@
 """The learner sends tokens to the experts that its sampler chose, for families whose routers differ."""
 
-import asyncio
 import os
 from dataclasses import replace
 
@@ -17,13 +16,12 @@ from task_app.episode.records import policy_logprobs
 from task_app.policies.replies import OwnReplies, read_reply
 from tests.tiny_families import KEYS, VOCABULARY, tiny_model
 from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
-from tests.trainer_backend.learner.hand_made import alone, gradient, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import alone, gradient, sampled, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import ModelFolderError, SegmentError
 from trainer_backend.inference.actor import Generation
-from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.device import Placement
@@ -39,34 +37,8 @@ FEW = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 WITH_EXPERTS = tuple(name for name, keys in KEYS.items() if "num_experts" in keys)
 FAMILIES = WITH_EXPERTS if os.environ.get("TURNWISE_TEST_FAMILIES") else FEW
 CPU = Placement(torch.device("cpu"))
+RECORDED = EngineKeys(max_model_len=256, max_running=8, replay_experts=True)
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
-
-
-def sampled(
-    model, prompts: list[list[int]], *, wanted: bool | None = None, tokens: int = 10
-) -> list[Generation]:
-    """Answers of an engine, the second half of the prompts after the first."""
-    torch.set_num_threads(1)
-    keys = EngineKeys(max_model_len=256, max_running=8, replay_experts=wanted)
-    engine = LocalEngine(model, stop_ids=(), keys=keys)
-    engine.start()
-
-    async def all_of_them() -> list[Generation]:
-        found: list[Generation] = []
-        for part in (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]):
-            calls = (
-                engine.generate(
-                    ids, Sampling(seed=len(found) + k, max_tokens=tokens), request_id=f"{len(found)}.{k}"
-                )
-                for k, ids in enumerate(part)
-            )
-            found += await asyncio.gather(*calls)
-        return found
-
-    try:
-        return asyncio.run(all_of_them())
-    finally:
-        engine.stop()
 
 
 def prompts() -> list[list[int]]:
@@ -99,7 +71,7 @@ def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segm
 def test_the_experts_of_every_token_are_recorded_also_behind_a_prefix_that_was_copied(family: str):
     model, asked = tiny_model(family), prompts()
     routers = Routers(model)
-    found = sampled(model, asked, wanted=True)
+    found = sampled(model, asked[:3], asked[3:], keys=RECORDED)
     assert any(one.prompt_tokens_reused for one in found)
     for ids, one in zip(asked, found, strict=True):
         with torch.no_grad(), routers.recording() as chosen:
@@ -110,7 +82,7 @@ def test_the_experts_of_every_token_are_recorded_also_behind_a_prefix_that_was_c
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_of_each_alone(family: str):
     scorer, asked = scorer_for(family, CPU), prompts()
-    parts = named_segments(asked, sampled(tiny_model(family), asked, wanted=True))
+    parts = named_segments(asked, sampled(tiny_model(family), asked[:3], asked[3:], keys=RECORDED))
     others = [np.where(part.experts < UNKNOWN, (part.experts + 1) % 4, UNKNOWN) for part in parts]
     turned = [replace(part, experts=row.astype(np.uint16)) for part, row in zip(parts, others, strict=True)]
     model = tiny_model(family)
@@ -165,7 +137,9 @@ def replayed_alone(model, part: Segment) -> torch.Tensor:
 
 def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():
     scorer, asked = scorer_for("gpt_oss", LOW), prompts()
-    parts = named_segments(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked, tokens=24))
+    served = copy_to_serve(scorer.model, torch.bfloat16)
+    keys = RECORDED.model_copy(update={"replay_experts": None})
+    parts = named_segments(asked, sampled(served, asked[:3], asked[3:], tokens=24, keys=keys))
     packed = pack_segments(parts, row_tokens=300)
     with torch.no_grad():
         apart = [

@@ -1,66 +1,22 @@
-"""The kernels of a CPU compute what torch's operators do, and broken numbers stay broken."""
+"""The kernels that a CPU alone has compute what torch's operators do, and broken numbers stay broken."""
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.trainer_backend.models.test_kernels import CLOSE, by_threads, drawn
 from trainer_backend.models import cpu_kernels as module
-from trainer_backend.models.cpu_kernels import CpuKernels, Depths, cpu_kernels
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+from trainer_backend.models.cpu_kernels import CpuKernels, Depths
 
 
 @pytest.fixture(params=[1, 2])
-def kernels(request: pytest.FixtureRequest):
-    """By one thread and by two."""
-    built, before = cpu_kernels(), torch.get_num_threads()
-    if built is None:
-        pytest.skip("there is no C compiler")
-    torch.set_num_threads(request.param)
-    yield built
-    torch.set_num_threads(before)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def normed(states: Tensor, weight: Tensor) -> Tensor:
-    return states / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-@pytest.mark.parametrize("width", [96, 7])
-def test_a_norm_is_that_of_the_definition(kernels: CpuKernels, width: int):
-    states, weight = drawn(5, width), drawn(width, seed=1)
-    torch.testing.assert_close(
-        kernels.rms_norm(states, None, weight, 1e-6, sums_TW=states), normed(states, weight), **CLOSE
-    )
-
-
-@pytest.mark.parametrize("size", [32, 64, 24])
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_heads_are_normed_and_turned_by_their_positions(kernels: CpuKernels, size: int, has_norms: bool):
-    heads, positions = drawn(6, 7, size)[:, :5], torch.tensor([3, 0, 2, 9, 1, 1])
-    query, key = drawn(size), drawn(size, seed=3)
-    cos, sin = (drawn(10, 1, size // 2, seed=seed).repeat(1, 1, 2) for seed in (1, 2))
-    sin[..., : size // 2].neg_()  # as the engine's tables have it
-    found = kernels.rotary(
-        heads, (query, key) if has_norms else None, cos, sin, positions, queries=3, eps=1e-6
-    )
-    if has_norms:
-        heads = torch.cat([normed(heads[:, :3], query), normed(heads[:, 3:], key)], 1)
-    expected = heads * cos[positions] + heads.roll(size // 2, -1) * sin[positions]
-    torch.testing.assert_close(found, expected, **CLOSE)
-
-
-def test_a_gate_is_exact_from_minus_to_plus_100(kernels: CpuKernels):
-    gate, up = torch.linspace(-100, 100, 400).view(2, 200), drawn(2, 200)
-    found = kernels.swiglu(gate, up)
-    torch.testing.assert_close(found, F.silu(gate) * up, **CLOSE)
+def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
+    with by_threads(request.param) as built:
+        yield built
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32])
@@ -121,56 +77,6 @@ def test_tokens_attend_to_their_own_rows_up_to_themselves(kernels: CpuKernels, s
         torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), **CLOSE)
 
 
-def get_gradients(found: tuple[Tensor, ...], by: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
-    total = sum((one * weight).sum() for one, weight in zip(found, by, strict=True))
-    assert isinstance(total, Tensor)
-    return list(torch.autograd.grad(total, inputs))
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_the_gradients_of_a_norm_are_those_of_the_definition(kernels: CpuKernels, adds: bool):
-    x, added, weight, by, by_sums = (drawn(130, 24, seed=seed) for seed in range(5))
-    given = [x.clone().requires_grad_(), weight[0].clone().requires_grad_()]
-    sums = given[0] + added if adds else given[0]
-    expected = get_gradients((normed(sums, given[1]), sums), (by, by_sums), given)
-    kept = torch.empty_like(x) if adds else x
-    kernels.rms_norm(x, added if adds else None, weight[0], 1e-6, sums_TW=kept)
-    dtype = torch.float32 if adds else None
-    by_x, by_added, by_weight = kernels.rms_norm_backward(
-        kept, weight[0], by, by_sums, 1e-6, added=dtype, weighs=True
-    )
-    torch.testing.assert_close([by_x, by_weight], expected, rtol=1e-5, atol=1e-5)
-    assert (by_added is None) != adds
-
-
-@pytest.mark.parametrize("size", [32, 64, 24])
-@pytest.mark.parametrize("has_norm", [True, False])
-def test_the_gradients_of_turned_heads_are_those_of_the_definition(
-    kernels: CpuKernels, size: int, has_norm: bool
-):
-    heads, by, weight = drawn(70, 3, size), drawn(70, 3, size, seed=1), drawn(size, seed=2)
-    cos, sin = (drawn(70, size // 2, seed=seed).repeat(1, 2) for seed in (3, 4))
-    given = [heads.clone().requires_grad_(), weight.clone().requires_grad_()]
-    x = normed(*given) if has_norm else given[0]
-    first, second = x.chunk(2, -1)
-    turned = x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-    expected = get_gradients((turned,), (by,), given if has_norm else given[:1])
-    by_heads = torch.empty(70, 5, size)[:, :3]
-    by_weight = kernels.rotary_backward(
-        heads, weight if has_norm else None, cos, sin, by, by_heads_TSD=by_heads, eps=1e-6, weighs=True
-    )
-    found = [by_heads] if by_weight is None else [by_heads, by_weight]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_gradients_of_a_gate_are_those_of_the_definition(kernels: CpuKernels):
-    gate, up, by = (drawn(9, 40, seed=seed) for seed in range(3))
-    given = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
-    expected = get_gradients((F.silu(given[0]) * given[1],), (by,), given)
-    found = kernels.swiglu_backward(gate, up, by).chunk(2, dim=1)
-    torch.testing.assert_close(list(found), expected, **CLOSE)
-
-
 def trie(tokens: int, deepest: int) -> Tensor:
     """Positions in depth-first order."""
     draw, positions = random.Random(0), [0]
@@ -211,7 +117,7 @@ def test_attention_over_tries_and_its_gradients_equal_those_under_a_mask(
     torch.testing.assert_close(out.double(), expected.detach(), **CLOSE)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1).T.detach(), **CLOSE)
     found = kernels.path_backward(depths, by, q, k, v, out, lse, 0.1)
-    for one, other in zip(found, get_gradients((expected,), (by.double(),), given), strict=True):
+    for one, other in zip(found, torch.autograd.grad(expected, given, by.double()), strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 1e-6
 
 

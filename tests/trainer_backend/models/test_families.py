@@ -1,4 +1,7 @@
-"""Folders laid out as those of Qwen3, Llama 3.2 and Mistral 7B: what comes out of them is what they hold."""
+"""Folders laid out as those of Qwen3, Llama 3.2 and Mistral 7B: what comes out of them is what they hold.
+
+And what a fixed policy needs of its folder: the digest of its weights, and no rows that the actor lacks.
+"""
 
 import json
 import shutil
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import tiny_job
@@ -18,7 +22,13 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_named
-from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.folder import (
+    drop_rows_beyond,
+    embedding_rows,
+    fingerprint,
+    load_model_folder,
+    save_model_folder,
+)
 from trainer_backend.parts import Progress
 
 torch.set_num_threads(1)
@@ -45,12 +55,7 @@ def test_bfloat16_weights_become_a_master_copy_in_float32(
     assert all(tensor.dtype == torch.bfloat16 for tensor in on_disk.values())
     assert all(torch.equal(state[name], tensor.float()) for name, tensor in on_disk.items())
     assert not model.training
-
-
-def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(loaded: Loaded):
-    models = {name: model for name, (model, _) in loaded.items()}
-    tied = {name: one.lm_head.weight is one.model.embed_tokens.weight for name, one in models.items()}
-    assert tied == {"qwen3": True, "llama": True, "mistral": False}
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (family != "mistral"), "tied or not"
 
 
 @pytest.mark.parametrize(
@@ -63,9 +68,8 @@ def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(loaded: Loaded):
 )
 def test_every_end_token_of_the_generation_config_ends_a_reply(family: str, ends: list[str], loaded: Loaded):
     model, tokenizer = loaded[family]
-    assert set(stop_token_ids(model.generation_config, tokenizer)) == set(
-        tokenizer.convert_tokens_to_ids(ends)
-    )
+    found = set(stop_token_ids(model.generation_config, tokenizer))
+    assert found == set(tokenizer.convert_tokens_to_ids(ends))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -134,3 +138,59 @@ def test_a_reply_keeps_the_space_that_it_begins_with(family: str, text: str, loa
     whole = renderer.encode(("[/INST]" if family == "mistral" else "wood") + text)
     assert whole[: len(before)] == before
     assert renderer.decode(whole[len(before) :]) == text
+
+
+def two_layers(first: torch.Tensor, second: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = nn.Parameter(first), nn.Parameter(second)
+    return model
+
+
+def test_a_fingerprint_tells_values_names_shapes_and_types_apart():
+    one, two = torch.arange(6.0), torch.ones(2)
+    models = [
+        two_layers(one, two),
+        two_layers(two, one),
+        two_layers(one.view(2, 3), two),
+        two_layers(one.bfloat16(), two),
+        two_layers(one + torch.tensor([0.0, 0, 0, 0, 0, 2**-21]), two),
+    ]
+    assert len({fingerprint(model) for model in models}) == len(models)
+    assert fingerprint(models[0]) == fingerprint(two_layers(torch.arange(6.0), torch.ones(2)))
+
+
+def test_a_buffer_that_is_saved_with_the_weights_is_one_of_them():
+    def model(value: float, *, persistent: bool) -> nn.Module:
+        made = two_layers(torch.ones(2), torch.ones(2))
+        made.register_buffer("scale", torch.tensor(value), persistent=persistent)
+        return made
+
+    assert fingerprint(model(1.0, persistent=True)) != fingerprint(model(2.0, persistent=True))
+    # made anew from the config, on each machine a little differently
+    assert fingerprint(model(1.0, persistent=False)) == fingerprint(model(2.0, persistent=False))
+
+
+def test_a_fingerprint_is_that_of_the_weights_and_not_of_their_files(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    model, tokenizer = load_model_folder(model_folders["qwen3"])
+    save_model_folder(tmp_path / "again", model, tokenizer)
+    assert fingerprint(load_model_folder(tmp_path / "again")[0]) == fingerprint(model)
+    shutil.copytree(model_folders["qwen3"], tmp_path / "copy")
+    assert fingerprint(load_model_folder(tmp_path / "copy")[0]) == fingerprint(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])  # tied embedding, and not
+def test_rows_that_are_dropped_change_no_logit_of_the_others(model_folders: Mapping[str, Path], family: str):
+    model, _ = load_model_folder(model_folders[family])
+    rows = embedding_rows(model)
+    kept = rows - PADDING_ROWS
+    ids = torch.arange(8)[None]
+    with torch.inference_mode():
+        before = model(ids).logits
+        assert drop_rows_beyond(model, kept) == PADDING_ROWS
+        after = model(ids).logits
+    assert embedding_rows(model) == after.shape[-1] == kept
+    torch.testing.assert_close(after, before[..., :kept], rtol=0, atol=0)
+    assert (drop_rows_beyond(model, kept), drop_rows_beyond(model, rows)) == (0, 0)
+    assert embedding_rows(model) == kept, "a smaller model keeps its rows"

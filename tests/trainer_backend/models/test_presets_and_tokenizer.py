@@ -1,12 +1,7 @@
 import json
-import os
-
-import pytest
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,18 +69,16 @@ def test_a_vocabulary_too_small_for_the_whole_words_is_an_error_that_names_them(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_millions_of_parameters_of_its_name_and_depends_only_on_its_seed(
-    name: str, tokenizer: PreTrainedTokenizerFast
-):
-    before = torch.random.get_rng_state()
-    model = build_preset(name, tokenizer, seed=3)
-    first, (same, other) = (
-        model.state_dict(),
-        (build_preset(name, tokenizer, seed=n).state_dict() for n in (3, 4)),
-    )
-    parameters = sum(p.numel() for p in model.parameters())
+def test_a_preset_has_the_millions_of_parameters_of_its_name(name: str, tokenizer: PreTrainedTokenizerFast):
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build_preset(name, tokenizer).parameters())
     millions = float(name.rpartition("-")[2].removesuffix("m"))
     assert 0.8 * millions < parameters / 1e6 < 1.2 * millions
+
+
+def test_the_weights_of_a_preset_depend_on_its_seed_alone(tokenizer: PreTrainedTokenizerFast):
+    before = torch.random.get_rng_state()
+    first, same, other = (build_preset("tiny-0.3m", tokenizer, seed=n).state_dict() for n in (3, 3, 4))
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are not touched"
@@ -109,14 +102,6 @@ def test_the_heads_of_a_preset_are_as_wide_as_the_model_and_vllm_on_a_cpu_has_at
     assert all(preset.heads * preset.head_dim == preset.width for preset in PRESETS.values())
 
 
-def test_a_saved_tokenizer_names_a_class_that_transformers_4_knows(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-):
-    save_model_folder(tmp_path, build_preset("tiny-0.3m", tokenizer), tokenizer)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
 def test_an_unknown_preset_gets_a_suggestion(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ModelFolderError, match=r"Did you mean 'tiny-0\.3m'"):
         build_preset("tiny-0.3", tokenizer)
@@ -127,8 +112,8 @@ def test_a_saved_folder_gives_the_same_model_tokenizer_and_template(
 ):
     model = build_preset("tiny-0.3m", tokenizer, seed=2)
     save_model_folder(tmp_path, model, tokenizer)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "a class that transformers 4 knows"
     loaded, loaded_tokenizer = load_model_folder(tmp_path)
     ids = torch.tensor([tokenizer.encode("wood 1 stone 2")])
     assert torch.equal(loaded(ids).logits, model(ids).logits)

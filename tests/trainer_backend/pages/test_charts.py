@@ -24,31 +24,29 @@ def series(points, low=None, high=None):
     return Curve(at, values, low or values, high or values)
 
 
-def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_all_that_begin_so():
-    known = [
-        ("iteration", "stop/max_decisions"),
-        ("iteration", "stop/deadline"),
-        ("iteration", "loss/policy"),
-    ]
-    found = restrict(PANELS, known)
-    assert [panel.key for panel in found] == ["endings", "loss"]
-    assert [line.label for line in found[0].lines] == ["deadline", "max decisions"]
-    assert [line.label for line in found[1].lines] == ["policy"]  # no critic
+EVENTS = ["decision/nonzero_frac", "reward/nonzero_episode_frac"]
 
 
-def test_a_line_that_would_say_nothing_is_left_out():
-    known = [("iteration", name) for name in ("decision/nonzero_frac", "reward/nonzero_episode_frac")]
-    (panel,) = restrict(PANELS, known)
-    assert [line.label for line in panel.lines] == ["episodes"]
-    _, panel = restrict(PANELS, [*known, ("iteration", "episode/unique_achievements")])
-    assert [line.label for line in panel.lines] == ["decisions", "episodes"]
-
-
-def test_a_star_in_the_middle_is_what_the_legend_says():
-    names = ["mixture/actor/episodes", "mixture/big_one/episodes", "mixture/episodes", "mixture/actor/ess"]
-    found = {panel.key: panel for panel in restrict(PANELS, [("iteration", name) for name in names])}
-    assert [line.label for line in found["mix"].lines] == ["actor", "big one"]
-    assert [line.label for line in found["ess"].lines] == ["actor"]
+@pytest.mark.parametrize(
+    ("names", "panels"),
+    [
+        # A star stands for all that begin so, and in the middle for what the legend says.
+        (["stop/max_decisions", "stop/deadline"], {"endings": ["deadline", "max decisions"]}),
+        (
+            ["mixture/actor/episodes", "mixture/big_one/episodes", "mixture/episodes", "mixture/actor/ess"],
+            {"mix": ["actor", "big one"], "ess": ["actor"]},
+        ),
+        (["loss/policy"], {"loss": ["policy"]}),  # no critic
+        (EVENTS, {"event_reward": ["episodes"]}),  # without achievements, decisions would say nothing
+        (
+            [*EVENTS, "episode/unique_achievements"],
+            {"unique": ["training"], "event_reward": ["decisions", "episodes"]},
+        ),
+    ],
+)
+def test_panels_and_lines_are_those_of_metrics_of_the_run_that_say_something(names, panels):
+    found = restrict(PANELS, [("iteration", name) for name in names])
+    assert {panel.key: [line.label for line in panel.lines] for panel in found} == panels
 
 
 def test_what_stands_in_no_panel_is_drawn_alone_so_nothing_measured_is_hidden():

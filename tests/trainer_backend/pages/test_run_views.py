@@ -1,13 +1,13 @@
 """A run's head, key figures and success rates; addresses of a list; numbers as a person reads them."""
 
 import tomllib
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from starlette.datastructures import QueryParams
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.jobs.rows import replace
+from tests.trainer_backend.jobs.rows import NOON, job, replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
@@ -35,15 +35,10 @@ from trainer_backend.pages.run_view import (
 from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRecord, RunState
 from trainer_backend.store.reads_rollouts import RolloutFilter
-from trainer_backend.store.rows import Curve, Job
+from trainer_backend.store.rows import Curve
 
-NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
-JOB = Job(
-    number=1, id="a1", name="tiny", state="running", wanted="run", config=CONFIG, run_dir="/runs/tiny-2",
-    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON, iteration=4,
-    started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,
-)  # fmt: skip
+JOB = job(config=CONFIG, run_dir="/runs/tiny-2", iteration=4, started=NOON - timedelta(minutes=3))
 
 
 def head(job=JOB, state=None, **changes):

@@ -21,6 +21,9 @@ from trainer_backend.errors import RunDirectoryError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.pages.stored import PREFIXES_OF_WORDS, WORDS, Frames, read_stored, why_undrawn
 
+ONE, OTHER = rollout(1, [WOOD]), rollout(2, [WOOD])
+DRAWN = {0: b"png"}
+
 
 def test_a_file_that_was_written_again_is_read_again(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
@@ -48,20 +51,14 @@ def changed(item, **changes):
     return item.model_copy(update={"trajectory": item.trajectory.model_copy(update=changes)})
 
 
-def test_an_episode_of_a_seed_is_drawn_with_counters_of_achievements_and_without():
-    whole = rollout(1, [WOOD])
-    assert why_undrawn(whole) == ""
-    assert why_undrawn(changed(whole, achievements_counts={}, env_name="gymnasium:CartPole-v1")) == ""
-
-
 @pytest.mark.parametrize(
     ("item", "sentence"),
     [
-        (rollout(1, [WOOD]).model_copy(update={"trajectory": None}), "the rollout has no episode"),
-        (changed(rollout(1, [WOOD]), parent_rollout_id="r/0"), "began at a snapshot of rollout r/0"),
+        (ONE.model_copy(update={"trajectory": None}), "the rollout has no episode"),
+        (changed(ONE, parent_rollout_id="r/0"), "began at a snapshot of rollout r/0"),
         (rollout(1, [WOOD], group="train/1/0/maze 7"), "began at row 'maze 7' of the data set"),
-        (changed(rollout(1, [WOOD]), env_name="dialogue"), "'dialogue' draws none; pictures come from"),
-        (changed(rollout(1, [WOOD]), env_name="mcp:http://h:1/mcp"), "'mcp:http://h:1/mcp' draws none"),
+        (changed(ONE, env_name="dialogue"), "'dialogue' draws none; pictures come from"),
+        (changed(ONE, env_name="mcp:http://h:1/mcp"), "'mcp:http://h:1/mcp' draws none"),
     ],
 )
 async def test_what_is_not_played_again_is_said_in_a_sentence(tmp_path, item, sentence):
@@ -101,94 +98,75 @@ async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_hold
         go_on.set()
         assert {(await one).content for one in asked} == {b"png"}
     shown.store.close()
-    assert len(played) == 1
+    assert played == [[0, 1, 2]]
+
+
+class Source:
+    """Answers each episode that it is to draw with the next of these: pictures, or an error."""
+
+    def __init__(self, *answers):
+        self.answers, self.played = list(answers), []
+
+    def __call__(self, services, config, episode, turns):
+        self.played.append((services, config, episode.seed))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.mark.parametrize(
     "named", [{"services__task_url": ["https://elsewhere:1"]}, {"services__task_plugins": ["code.py"]}]
 )
 async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
-    job = tiny_job(**named)
-    given = []
-
-    def source(services, config, *_):
-        given.append((services, config))
-        return {0: b"png"}
-
-    await Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
-    assert given == [(ServicesTable(), job.rollout.env_config)]
+    job, source = tiny_job(**named), Source(DRAWN)
+    await Frames(source).of(small_run(job, tmp_path / "tiny").path, ONE)
+    assert source.played == [(ServicesTable(), job.rollout.env_config, 1)]
 
 
 async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_told_in_a_sentence(tmp_path):
     mine, theirs = tmp_path / "mine/maze.py", tmp_path / "theirs/maze.py"
     run = small_run(tiny_job(services__task_plugins=[str(mine), str(theirs)]), tmp_path / "tiny")
-    given = []
-
-    def source(services, *_):
-        given.append(services.task_plugins)
-        problem = Problem(
-            title="no", status=422, code="unknown", detail="unknown environment", hint="install it"
-        )
-        raise Refused(problem.model_dump_json(), problem)
-
-    frames = Frames(source, may_run=lambda file: file == mine)
+    problem = Problem(title="no", status=422, code="unknown", detail="unknown environment", hint="install it")
+    source = Source(*[Refused(problem.model_dump_json(), problem)] * 2)
     with pytest.raises(NoPictures) as told:
-        await frames.of(run.path, rollout(1, [WOOD]))
-    assert given == [(mine,)]
+        await Frames(source, may_run=lambda file: file == mine).of(run.path, ONE)
+    ((services, _, _),) = source.played
+    assert services.task_plugins == (mine,)
     assert str(told.value) == (
         f"'crafter' comes from {theirs}, and a page runs code from the folders of --allow-root alone: "
         f"turnwise trainer --allow-root {theirs.parent}"
     )
     with pytest.raises(NoPictures, match="cannot play 'crafter': unknown environment; install it"):
-        await Frames(source, may_run=lambda file: True).of(run.path, rollout(1, [WOOD]))
+        await Frames(source, may_run=lambda file: True).of(run.path, ONE)
 
 
-async def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
-    answers = [TaskAppError("away"), {0: b"png"}]
+@pytest.fixture
+def run_dir(tmp_path):
+    return small_run(tiny_job(), tmp_path / "tiny").path
 
-    def source(*_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
-    frames, shown = Frames(source), rollout(1, [WOOD])
+async def test_pictures_that_could_not_be_drawn_are_tried_again(run_dir):
+    frames = Frames(Source(TaskAppError("away"), DRAWN))
     with pytest.raises(TaskAppError, match="away"):
-        await frames.of(run.path, shown)
-    assert await frames.of(run.path, shown) == {0: b"png"}
+        await frames.of(run_dir, ONE)
+    assert await frames.of(run_dir, ONE) == DRAWN
 
 
-async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
-    played = []
-
-    def source(_services, _config, episode, turns):
-        played.append(episode.seed)
-        if episode.seed == 1:
-            raise ReplayDeparts("the replay departed")
-        return dict.fromkeys(turns, b"png")
-
-    frames, shown = Frames(source), rollout(1, [WOOD])
+async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(run_dir):
+    frames = Frames(Source(ReplayDeparts("the replay departed"), DRAWN))
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
-            await frames.of(run.path, shown)
-    assert (played, frames.cached(run.path, shown)) == ([1], "the replay departed")
+            await frames.of(run_dir, ONE)
+    assert frames.cached(run_dir, ONE) == "the replay departed"
     # It says nothing about other episodes of its run.
-    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}
+    assert await frames.of(run_dir, OTHER) == DRAWN
 
 
-async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_of_a_run(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
-    played = []
-
-    def source(*_):
-        played.append(1)
-        raise NoPictures("it draws none")
-
-    frames, shown, other = Frames(source), rollout(1, [WOOD]), rollout(2, [WOOD])
-    assert frames.cached(run.path, other) is None
-    for one in (shown, other):
+async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_of_a_run(run_dir):
+    frames = Frames(Source(NoPictures("it draws none")))
+    assert frames.cached(run_dir, OTHER) is None
+    for one in (ONE, OTHER):
         with pytest.raises(NoPictures, match="it draws none"):
-            await frames.of(run.path, one)
-    assert (len(played), frames.cached(run.path, rollout(3, [WOOD]))) == (1, "it draws none")
+            await frames.of(run_dir, one)
+    assert frames.cached(run_dir, rollout(3, [WOOD])) == "it draws none"

@@ -5,25 +5,26 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import torch
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest
 from tests.conftest import ListReporter, at_the_task_app, policy_server, tiny_job, warmed_up
 from tests.processes import until
+from tests.trainer_backend.learner.hand_made import change
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.processes.gateway import Gateway, load_s
@@ -53,12 +54,6 @@ class Learner:
     def score_ids(self, ids: Sequence[int]) -> list[float]:
         return self.real.score_ids(ids)
 
-    def change(self) -> None:
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for weight in self.real.model.parameters():
-                weight += 0.02 * torch.randn_like(weight)
-
 
 def answers(batch: Batch) -> dict[str, list[Any]]:
     """By the plan's id, the exact tokens of each decision."""
@@ -67,21 +62,6 @@ def answers(batch: Batch) -> dict[str, list[Any]]:
         for rollout in batch.rollouts
         if rollout.trajectory is not None
     }
-
-
-@dataclass
-class Story:
-    """What was seen of two gateways, from their start to their end."""
-
-    one: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
-    two: dict[int, Batch] = field(default_factory=dict)
-    totals: Mapping[str, float] = field(default_factory=dict)
-    each: list[Mapping[str, float]] = field(default_factory=list)
-    urls: tuple[str, ...] = ()
-    refusals: list[str] = field(default_factory=list)
-    served: list[list[int]] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
-    states: list[tuple[str, str]] = field(default_factory=list)
 
 
 async def versions(inference: Inference) -> list[int]:
@@ -108,117 +88,55 @@ class FirstElsewhere:
         return LOCAL.key(variable)
 
 
-async def in_one_process(job: Any, learner: Learner, dispatcher: Dispatcher, story: Story) -> None:
-    with policy_server(job) as server:
-        async with server.serving(learner.real) as actor:
-            planner = job_parts.planner(job, "alone", actor.inference)
-            for iteration in (1, 2):
-                await actor.publish(iteration - 1)
-                story.one[iteration] = answers(await dispatcher.collect(planner.training(iteration)))
-                learner.change()
-
-
-async def in_processes(
-    job: Any, learner: Learner, dispatcher: Dispatcher, directory: RunDirectory, story: Story
-) -> None:
-    reporter = ListReporter()
-    with job_parts.gateways(job, FixedSetup(), directory, reporter.say, FirstElsewhere()) as gateways:
-        planner = job_parts.planner(job, "apart", gateways.inference)
-        story.urls = gateways.inference.urls
-        async with gateways.serving(learner) as server:
-            server.watch(reporter)
-            await server.publish(0)
-            story.two[1] = await dispatcher.collect(planner.training(1))
-            story.totals = await server.totals()
-            story.each = [await gateway.totals() for gateway in server.gateways]
-            learner.change()
-            await server.publish(1)
-            story.two[2] = await server.while_serving(dispatcher.collect(planner.training(2)))
-            learner.change()
-            for damage in ("missing", "cut"):
-                learner.damage = damage
-                with pytest.raises(WeightsRefused) as caught:
-                    await server.publish(2 + len(damage))
-                story.refusals.append(str(caught.value))
-                story.served.append(await versions(gateways.inference))
-            story.pids = [gateway.pid for gateway in server.gateways]
-    story.states = [(name, state) for role, name, state in reporter.processes if role == "gateway"]
-
-
-@pytest.fixture(scope="module")
-def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    story, folder = Story(), tmp_path_factory.mktemp("gateways")
-    # One request at a time, so that its numbers do not depend on what else is being sampled.
-    own = {**warmed_up(trained), "inference__deterministic": True}
-    alone, apart = tiny_job(**own), tiny_job(**own, cluster={}, services__gateways=2)
-    directory = create_run(apart, folder / "run")
-
-    async def play() -> None:
-        async with AsyncExitStack() as stack:
-            apps = await stack.enter_async_context(
-                job_parts.task_apps(at_the_task_app(alone), folder / "log")
-            )
-            dispatcher = Dispatcher(apps, timeout_s=300)
-            await in_one_process(alone, make_learner(alone), dispatcher, story)
-            await in_processes(apart, make_learner(apart), dispatcher, directory, story)
-
-    asyncio.run(play())
-    return story
-
-
-def make_learner(job: Any) -> Learner:
+def make_learner(job: JobConfig) -> Learner:
     return Learner(LocalLearner.fresh(learner_parts.learner_config(job), []))
 
 
-def test_a_published_folder_gives_the_tokens_and_log_probs_of_an_engine_of_this_process(story: Story):
-    for iteration in (1, 2):
-        assert answers(story.two[iteration]) == story.one[iteration]
-        assert len(story.one[iteration]) == 8
-
-
-def test_two_gateways_share_a_plan(story: Story):
-    asked = [requests["requests"] for requests in story.each]
-    assert min(asked) >= 8 and sum(asked) == 64 == story.totals["requests"]
-    assert len(set(story.urls)) == 2
-    served = ["starting", "serving", "serving"]  # of versions 0 and 1
-    for gateway in ("gateway_0", "gateway_1"):
-        assert [state for name, state in story.states if name == gateway] == served
-
-
-def test_a_publish_that_was_cut_short_is_refused_and_the_version_before_serves(story: Story):
-    missing, cut = story.refusals
-    assert "no such folder" in missing and "version_9" in missing
-    assert "the file cannot be read" in cut and "version_5" in cut
-    assert story.served == [[1, 1], [1, 1]]
-
-
-def test_the_processes_end_with_the_run(story: Story):
-    for pid in story.pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_last_line(
+async def test_two_gateways_sample_what_one_process_does_refuse_a_cut_publish_and_end_with_the_run(
     trained: Any, tmp_path: Path
 ):
-    job = tiny_job(**warmed_up(trained), cluster={})
-    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
-    directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
-    with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
-        async with gateways.serving(make_learner(job)) as server:
-            publish = asyncio.ensure_future(server.publish(0))
-            killed: set[int] = set()
-            while not publish.done():
-                await asyncio.sleep(0.01)
-                pid = server.gateways[0].pid
-                if pid is not None and pid not in killed:
-                    killed.add(pid)
-                    os.kill(pid, signal.SIGKILL)
-            with pytest.raises(EngineStopped) as caught:
-                await publish
-    assert len(killed) == 3
-    assert "gateway_0 ended 3 times without answering a request, with SIGKILL" in str(caught.value)
-    assert str(caught.value).endswith("gateway_0.log ends with: its last words")
+    # One request at a time, so that its numbers do not depend on what else is being sampled.
+    own = {**warmed_up(trained), "inference__deterministic": True}
+    alone, apart = tiny_job(**own), tiny_job(**own, cluster={}, services__gateways=2)
+    directory, reporter = create_run(apart, tmp_path / "run"), ListReporter()
+    async with job_parts.task_apps(at_the_task_app(alone), tmp_path / "log") as apps:
+        dispatcher, learner = Dispatcher(apps, timeout_s=300), make_learner(alone)
+        change(learner.real)
+        with policy_server(alone) as here:
+            async with here.serving(learner.real) as actor:
+                await actor.publish(1)
+                planner = job_parts.planner(alone, "alone", actor.inference)
+                expected = answers(await dispatcher.collect(planner.training(1)))
+        learner = make_learner(apart)
+        with job_parts.gateways(apart, FixedSetup(), directory, reporter.say, FirstElsewhere()) as gateways:
+            planner = job_parts.planner(apart, "apart", gateways.inference)
+            async with gateways.serving(learner) as server:
+                server.watch(reporter)
+                await server.publish(0)
+                change(learner.real)
+                await server.publish(1)
+                found = await server.while_serving(dispatcher.collect(planner.training(1)))
+                totals, each = await server.totals(), [await one.totals() for one in server.gateways]
+                for damage, version, told in (
+                    ("missing", 9, "no such folder"),
+                    ("cut", 5, "the file cannot be read"),
+                ):
+                    learner.damage = damage
+                    with pytest.raises(WeightsRefused, match=told) as caught:
+                        await server.publish(version)
+                    assert f"version_{version}" in str(caught.value)
+                    assert await versions(gateways.inference) == [1, 1], "the version before serves"
+                pids = [gateway.pid for gateway in server.gateways]
+    assert answers(found) == expected and len(expected) == 8
+    asked = [requests["requests"] for requests in each]
+    assert min(asked) >= 8 and sum(asked) == 64 == totals["requests"]
+    assert len(set(gateways.inference.urls)) == 2
+    for gateway in ("gateway_0", "gateway_1"):
+        states = [state for role, name, state in reporter.processes if (role, name) == ("gateway", gateway)]
+        assert states == ["starting", "serving", "serving"]  # of versions 0 and 1
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 class Unplaced:
@@ -269,7 +187,7 @@ class FolderLearner:
         folder.mkdir(parents=True)
 
 
-Scripted = Callable[[str], AbstractAsyncContextManager[tuple[Gateways, ListReporter]]]
+Scripted = Callable[..., AbstractAsyncContextManager[tuple[Gateways, ListReporter]]]
 
 
 @pytest.fixture
@@ -279,16 +197,38 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     @asynccontextmanager
-    async def serving(script: str) -> AsyncIterator[tuple[Gateways, ListReporter]]:
+    async def serving(script: str, *, serves: bool = True) -> AsyncIterator[tuple[Gateways, ListReporter]]:
         monkeypatch.setenv("SCRIPT", script)
         job, reporter = tiny_job(cluster={}), ListReporter()
         directory = create_run(job, tmp_path / "run")
         with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
             async with asyncio.timeout(60), gateways.serving(FolderLearner()) as server:
-                await server.publish(0)
+                if serves:
+                    await server.publish(0)
                 yield server, reporter
 
     return serving
+
+
+async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_last_line(
+    scripted: Scripted, tmp_path: Path
+):
+    (tmp_path / "began").touch()  # so that no start ever serves
+    async with scripted("hears of moves", serves=False) as (server, _):
+        RunDirectory(tmp_path / "run", "run").gateway_log(0).write_text("its last words\n", encoding="utf-8")
+        publish = asyncio.ensure_future(server.publish(0))
+        killed: set[int] = set()
+        while not publish.done():
+            await asyncio.sleep(0.01)
+            pid = server.gateways[0].pid
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineStopped) as caught:
+            await publish
+    assert len(killed) == 3
+    assert "gateway_0 ended 3 times without answering a request, with SIGKILL" in str(caught.value)
+    assert str(caught.value).endswith("gateway_0.log ends with: its last words")
 
 
 async def test_totals_of_broken_gateways_are_the_newest_that_are_known(scripted: Scripted):

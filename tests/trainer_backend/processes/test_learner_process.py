@@ -4,11 +4,11 @@ import asyncio
 import math
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from pydantic import SecretStr
 from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from tests.conftest import ListReporter, free_port, tiny_job
+from tests.conftest import ListReporter, tiny_job
+from tests.processes import until
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.critic import CriticTargets
@@ -38,8 +39,7 @@ from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
 from trainer_backend.parts import CreditedEpisode, Learner, LearnerFactory, Progress
-from trainer_backend.processes.launching import LEARNER, ExternalLauncher
-from trainer_backend.processes.learner_process import LearnerConnection
+from trainer_backend.processes.learner_process import LearnerConnection, LearnerProcess
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -93,6 +93,11 @@ def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[A
     return results
 
 
+def huge(episodes: list[CreditedEpisode]) -> list[CreditedEpisode]:
+    """The episodes with advantages that no gradient can hold."""
+    return [replace(item, advantages=[1e38] * len(item.advantages)) for item in episodes]
+
+
 def sent(learner: Learner) -> dict[str, float]:
     """The norms of the weights that a server is sent."""
     receiver = Receiver(learner.offer("127.0.0.1"), Worker("a", 0, 1))
@@ -108,49 +113,12 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-class Operator(ListReporter):
-    """Starts a learner once the run waits for it, as a scheduler does: without standard input, elsewhere."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        port = free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", folder / "operator.log"
-        self._words = [sys.executable, "-m", "trainer_backend.learner.process", "--port", str(port)]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def say(self, text: str) -> None:
-        super().say(text)
-        assert self._process is None
-        environ, here = {**os.environ, "PYTHONPATH": os.getcwd()}, self.log.parent
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._words, cwd=here, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-@pytest.fixture
-def operator(tmp_path: Path) -> Iterator[Operator]:
-    operator = Operator(tmp_path)
-    yield operator
-    operator.kill()
-
-
 async def test_it_is_the_learner_of_this_process_bit_for_bit_with_its_errors_until_a_stop_and_a_kill(
-    played, operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    played, tmp_path: Path
 ):
-    """An external one; `contract/test_cluster.py` has those that a run starts."""
-    monkeypatch.setenv(LEARNER_KEY, "of-both-sides")
     expected = calls_in_order(learner_parts.local_learners(JOB), played, tmp_path / "here")
-    job = tiny_job(**TABLES, cluster={"launcher": "external"}, learner={"url": operator.url})
-    launcher, directory = ExternalLauncher({LEARNER: operator.url}), RunDirectory(tmp_path, "run")
-    async with job_parts.learner_process(job, directory, operator, launcher) as process:
-        (line,) = operator.lines
-        assert line.startswith(f"waiting for the learner at {operator.url}, at most 600 s: ConnectError")
+    directory = RunDirectory(tmp_path, "run")
+    async with job_parts.learner_process(JOB, directory, ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
         learner, _ = await asyncio.to_thread(process.resumed, tmp_path / "there" / "iteration_2")
@@ -163,24 +131,19 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_with_its_errors_unt
         (tmp_path / "file").touch()
         error = await raised(CheckpointError, learner.save, tmp_path / "file" / "iteration_3", Progress())
         assert "free some space" in error.hint
-        _, episodes = played
-        huge = [
-            CreditedEpisode(item.rollout_id, item.segments, [1e38] * len(item.advantages), item.critic)
-            for item in episodes
-        ]
-        stopped = await raised(NonFiniteLoss, learner.update, huge, iteration=3)
+        stopped = await raised(NonFiniteLoss, learner.update, huge(played[1]), iteration=3)
         assert stopped.steps_taken == 0
         failed = await raised(LearnerFailed, learner.score, {"r": []})
         assert "an error inside the learner in 'score'" in str(failed)
-        await stopped_and_killed(process, operator, played[0], tmp_path)
+        await stopped_and_killed(process, played[0], tmp_path)
     assert plan.startswith("memory (cpu, float32)")
     assert results == expected
     assert read_files(tmp_path / "there") == read_files(tmp_path / "here")
     assert "iteration_2/training_state/optimizer.safetensors" in read_files(tmp_path / "there")
-    assert "Traceback" in operator.log.read_text()
+    assert "Traceback" in directory.learner_log.read_text()
 
 
-async def stopped_and_killed(process: Any, operator: Operator, teacher: Any, folder: Path) -> None:
+async def stopped_and_killed(process: LearnerProcess, teacher: Any, folder: Path) -> None:
     """A kill in the middle of a call is told, and a stop ends a call."""
 
     class Enough(Exception):
@@ -200,9 +163,9 @@ async def stopped_and_killed(process: Any, operator: Operator, teacher: Any, fol
     assert len(await asyncio.to_thread(learner.score_ids, [3, 4])) == 1, "it serves the next call"
 
     def kill(done: int, total: int) -> None:
-        operator.kill()
+        os.kill(process.pid, signal.SIGKILL)
 
-    with pytest.raises(LearnerLost, match=r"has ended in the call 'warm_up'$"):
+    with pytest.raises(LearnerLost, match=r"has ended with SIGKILL .* in the call 'warm_up'; the last line"):
         await asyncio.to_thread(learner.warm_up, teacher, kill)
     with pytest.raises(LearnerLost, match="in the call 'save'"):
         await asyncio.to_thread(learner.save, folder / "iteration_0", Progress())
@@ -231,33 +194,20 @@ async def test_a_process_that_does_not_start_is_told_with_its_last_words_and_a_k
             raise AssertionError
 
 
-class Showing(ListReporter):
-    """Sets an event once a process is shown as lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost = asyncio.Event()
-
-    def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
-        super().process(name, role=role, state=state, **more)
-        if state == "lost":
-            self.lost.set()
-
-
 async def test_what_a_library_prints_blocks_no_call_and_an_end_between_two_calls_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a torchrun around this process
-    reporter = Showing()
+    reporter = ListReporter()
     job = JOB.model_copy(update={"learner": JOB.learner.model_copy(update={"timeout_s": 10.0})})
     async with job_parts.learner_process(job, RunDirectory(tmp_path, "run"), reporter) as process:
         learner = await asyncio.to_thread(process.fresh, [], None)
         await asyncio.to_thread(learner.publish, tmp_path / "version_1")  # it prints 2 MB
         assert not reporter.lines
         await asyncio.to_thread(learner.save, tmp_path / "iteration_1", Progress())
-        await asyncio.wait_for(reporter.lost.wait(), 60)
+        await until(lambda: ("learner", "learner", "lost") in reporter.processes)
     (line,) = reporter.lines
     assert line.startswith("the learner's process ended with exit code 7; the last line of its log, ")
     assert line.endswith("learner.log: 'its last words'")

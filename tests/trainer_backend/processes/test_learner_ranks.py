@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from bench.study_ranks import LIMITS, Group, judged
 from tests.conftest import tiny_job
-from tests.trainer_backend.processes.test_learner_process import calls_in_order, played
+from tests.trainer_backend.processes.test_learner_process import calls_in_order, huge, played
 from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, LearnerLost, NonFiniteLoss
 from trainer_backend.job.load import dump_job
 from trainer_backend.models.folder import load_model_folder
-from trainer_backend.parts import CreditedEpisode, Progress
+from trainer_backend.parts import LearnerFactory, Progress
 
 __all__ = ["played"]
 # A critic, a KL in the rewards, a rate that follows the KL of steps, and several passes; every rank has
@@ -114,13 +114,8 @@ def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(r
 
 
 def test_an_error_that_every_rank_meets_ends_the_call_alone(runs, group, played):
-    _, episodes = played
-    huge = [
-        CreditedEpisode(item.rollout_id, item.segments, [1e38] * len(item.advantages), item.critic)
-        for item in episodes
-    ]
     with pytest.raises(NonFiniteLoss) as caught:
-        group.learner.update(huge, iteration=3)
+        group.learner.update(huge(played[1]), iteration=3)
     assert caught.value.steps_taken == 0
     assert len(group.learner.score_ids(range(3, 12))) == 8
 
@@ -159,20 +154,30 @@ def test_a_critic_with_layers_of_its_own_is_shared_out_too(group, played, tmp_pa
         "training__critic_batch_decisions": 16,
         "training__entropy_coef": 0.0,
     }
+    teacher, episodes = played
+    parts = {item.rollout_id: item.segments for item in episodes}
+
+    def trained(factory: LearnerFactory, folder: Path) -> list[Any]:
+        learner = factory.fresh(teacher, None)
+        learner.save(folder / "iteration_0", Progress())
+        results = [learner.values(parts), learner.update(episodes, iteration=1)]
+        learner.save(folder / "iteration_1", Progress(1, 1, 4))
+        learner, progress = factory.resumed(folder / "iteration_1")
+        results += [learner.values(parts), learner.update(episodes, iteration=2)]
+        learner.save(folder / "iteration_2", Progress(2, 2, 8))
+        return [progress, *results]
+
     one, two = tmp_path / "one", tmp_path / "two"
-    expected = calls_in_order(learner_parts.local_learners(tiny_job(**own)), played, one)
+    alone = learner_parts.local_learners(tiny_job(**own))
+    expected = trained(alone, one)
     group.connection.ask("open", dump_job(tiny_job(**own, learner__nproc_per_node=2)))
-    results = calls_in_order(group, played, two)
-    assert any(value != 0.0 for row in results[9].values() for value in row)
-    for found, was in zip(results, expected, strict=True):
-        rows = [found, was]
-        if isinstance(found, dict):
+    results = trained(group, two)
+    assert any(value != 0.0 for row in results[3].values() for value in row)
+    for rows in zip(results, expected, strict=True):
+        if isinstance(rows[0], dict):
             rows = [{key: row[key] for key in row if not key.startswith("learner/")} for row in rows]
         assert_close(*rows)
-    (_, here), (_, there) = (
-        learner_parts.local_learners(tiny_job(**own)).resumed(folder / "iteration_2") for folder in (one, two)
-    )
-    assert here == there
+    assert alone.resumed(two / "iteration_2")[1] == Progress(2, 2, 8)
     files = [load_file(folder / "iteration_2/training_state/critic.safetensors") for folder in (one, two)]
     assert files[0].keys() == files[1].keys()
     assert max(float((files[0][name] - files[1][name]).abs().max()) for name in files[0]) < 1e-4

@@ -3,25 +3,23 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 import trainer_backend
-from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
-from tests.trainer_backend.processes.test_vllm_servers import ECHO, SERVER, command, table
+from tests.processes import until
+from tests.trainer_backend.processes.ray_orchestrator import role
 from trainer_backend.errors import JobError
-from trainer_backend.parts import Hardware
-from trainer_backend.processes.launching import Place, Resources, Role
+from trainer_backend.processes.launching import Place
 from trainer_backend.processes.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
-from trainer_backend.processes.vllm_servers import VllmServers
-from trainer_backend.rundir.layout import RunDirectory
 
 
 def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
@@ -59,35 +57,26 @@ def address() -> Iterator[str]:
     cluster.shutdown()
 
 
-# It says where it is placed, who has started it, its key, and one of its node's, and then waits.
-SCRIPT = (
-    "import os, sys; print('listening on', sys.argv[1], os.getppid(), os.environ['KEY'], "
-    "os.environ.get('KEY_OF_NODES'), flush=True); input()"
-)
-
-
-def role(name: str, folder: Path, **keys: Any) -> Role:
-    def command(place: Place) -> list[str]:
-        return [sys.executable, "-c", SCRIPT, f"http://{place.host}"]
-
-    resources = Resources(name, device="cpu", **keys)
-    return Role(
-        name, command, {"KEY": "the key"}, folder / f"{name}.log", frozenset({"KEY_OF_NODES"}),
-        resources=resources,
-    )  # fmt: skip
+@asynccontextmanager
+async def opened(address: str, run: str, say: Callable[[str], None] = print) -> AsyncIterator[RayLauncher]:
+    launcher = RayLauncher(run, 60.0, say)
+    await launcher.open(address)
+    try:
+        yield launcher
+    finally:
+        await launcher.close()
 
 
 async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is_told(
     address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     lines: list[str] = []
-    launcher = RayLauncher("run", 60.0, lines.append)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    await launcher.open(address)
-    try:
+    async with opened(address, "run", lines.append) as launcher:
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
+        loop.remove_signal_handler(signal.SIGTERM)
         assert "SIGTERM received" not in capfd.readouterr().err, "a stop is no crash"
         process = await launcher.start(role("learner", tmp_path))
         first = await process.address()
@@ -101,6 +90,11 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         process = await launcher.start(role("learner", tmp_path, count=2))
         assert await process.address() != first, "a job with other resources has other places"
         await process.end(10.0)
+        pair = role("learner", tmp_path, count=2)
+        replicas = [await launcher.start(replace(pair, name=f"{n}", replica=n)) for n in range(2)]
+        assert len({await one.address() for one in replicas}) == 2, "each has a place of its own"
+        assert await replicas[1].end(10.0) is False
+        assert await replicas[0].end(10.0) is False
         with pytest.raises(JobError, match=r"many can never be placed by Ray: it needs 3 times 1 CPU"):
             await launcher.start(role("many", tmp_path, count=3))
         missing = replace(role("learner", tmp_path), command=lambda place: ["/nowhere/python"])
@@ -109,71 +103,41 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
         assert refusal.value.hint is None, "a disk is not what is missing"
         with pytest.raises(JobError, match=r"other cannot be started at .*, which does not see .*nowhere"):
             await launcher.start(role("other", tmp_path / "nowhere"))
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        await launcher.close()
     assert lines == []
 
 
-async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_when_it_is_started_again(
+# It listens where it is told to, without a word.
+SILENT = (
+    "import signal, socket, sys; "
+    "listener = socket.create_server((sys.argv[1], int(sys.argv[2]))); signal.pause()"
+)
+
+
+async def test_a_server_without_a_ready_line_is_given_a_port_of_its_node_and_is_killed_there(
     address: str, tmp_path: Path
 ):
-    python, version = fake_environment(tmp_path / "vllm"), tmp_path / "version_0"
-    (tmp_path / "vllm" / SERVER).write_text(ECHO)
-    version.mkdir()
-    (version / "config.json").write_text("{}")
-    lines: list[str] = []
-    launcher = RayLauncher("vllm", 60.0, lines.append)
-    await launcher.open(address)
-    run = RunDirectory(tmp_path, "run")
-    servers = VllmServers(
-        table(python), Hardware("float32"), run, lines.append, launcher=launcher, device="cpu"
-    )
-    moves: list[tuple[str, str]] = []
+    places: list[Place] = []
 
-    async def moved(url: str, new_url: str) -> None:
-        moves.append((url, new_url))
+    def command(place: Place) -> list[str]:
+        places.append(place)  # in this process, where `VllmServer` takes its address from it
+        return [sys.executable, "-c", SILENT, place.host, str(place.port)]
 
-    servers.on_move(moved)
-    try:
-        await servers.start(version)
-        (url,) = servers.urls
-        assert f"--port {url.rpartition(':')[2]} " in await command(url), "it listens on its node"
-        servers.renew(url)
-        while (
-            f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is restarted"
-            not in lines
-        ):
-            await asyncio.sleep(0.05)
-        while not moves:
-            await asyncio.sleep(0.05)
-        assert moves == [(url, *servers.urls)] and url not in servers.urls
-        assert f"--model {run.weights / 'start'} " in await command(servers.urls[0])
-    finally:
-        await servers.stop()
-        await launcher.close()
+    server = replace(role("server", tmp_path), command=command, has_ready_line=False, is_ours=False)
+    async with opened(address, "server") as launcher:
+        process = await launcher.start(server)
+        [place] = places
 
+        def answers() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex((place.host, place.port)) == 0
 
-# An orchestrator that starts a role whenever it has ended, and tells where.
-ORCHESTRATOR = """
-import asyncio, sys
-from pathlib import Path
-from tests.trainer_backend.processes.test_ray import RayLauncher, role
-
-async def work(address, folder, run, lease_s):
-    launcher = RayLauncher(run, 60.0, lambda line: None, float(lease_s))
-    await launcher.open(address)
-    while True:
-        process = await launcher.start(role("learner", Path(folder)))
-        print(process.pid, await process.address(), flush=True)
-        await process.ended()
-
-asyncio.run(work(*sys.argv[1:]))
-"""
+        await until(answers)
+        process.signal(signal.SIGKILL)
+        assert await process.ended() == -signal.SIGKILL
 
 
 async def orchestrator_at(*words: object) -> tuple[asyncio.subprocess.Process, tuple[str, str]]:
-    command = (sys.executable, "-c", ORCHESTRATOR, *map(str, words))
+    command = (sys.executable, "-m", "tests.trainer_backend.processes.ray_orchestrator", *map(str, words))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     return process, await next_start(process)
 
@@ -191,36 +155,30 @@ async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothi
     orchestrator, (pid, place) = await orchestrator_at(address, tmp_path, "killed", "30")
     orchestrator.kill()
     await orchestrator.communicate()
-    launcher = RayLauncher("killed", 60.0, print)
-    await launcher.open(address)
-    try:
+    async with opened(address, "killed") as launcher:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
         process = await launcher.start(role("learner", tmp_path))
         assert await process.address() == place
-    finally:
-        await launcher.close()
 
 
 async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_given_places_again(
     address: str, tmp_path: Path
 ):
     orchestrator, (pid, _) = await orchestrator_at(address, tmp_path, "paused", "2")
-    launcher = RayLauncher("witness", 60.0, print)
-    await launcher.open(address)
-    try:
-        orchestrator.send_signal(signal.SIGSTOP)
-        while any(actor["name"] == "paused" for actor in ray.util.list_named_actors(all_namespaces=True)):
-            await asyncio.sleep(0.05)
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
-        orchestrator.send_signal(signal.SIGCONT)
-        again, place = await next_start(orchestrator)
-        assert again != pid and place.startswith("http://")
-    finally:
-        orchestrator.kill()
-        await orchestrator.communicate()
-        await launcher.close()
+    async with opened(address, "witness"):
+        try:
+            orchestrator.send_signal(signal.SIGSTOP)
+            while any(actor["name"] == "paused" for actor in ray.util.list_named_actors(all_namespaces=True)):
+                await asyncio.sleep(0.05)
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+            orchestrator.send_signal(signal.SIGCONT)
+            again, place = await next_start(orchestrator)
+            assert again != pid and place.startswith("http://")
+        finally:
+            orchestrator.kill()
+            await orchestrator.communicate()
 
 
 async def test_a_ray_that_is_not_there_is_told_at_once():

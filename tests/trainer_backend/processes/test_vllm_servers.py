@@ -7,13 +7,15 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.processes import wait_until
+from tests.conftest import free_port
+from tests.processes import until, wait_until
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
@@ -143,13 +145,11 @@ async def test_a_server_that_dies_or_is_renewed_is_restarted_from_a_copy_that_st
         assert "--max-model-len 64 --dtype float32 " in words
         process = process_at(url)
         os.kill(process, signal.SIGKILL)
-        while process_at(url) in (None, process):
-            await asyncio.sleep(0.05)
+        await until(lambda: process_at(url) not in (None, process))
         assert await command(url) == words
-        process = process_at(url)
+        again = process_at(url)
         servers.renew(url)
-        while process_at(url) in (None, process):
-            await asyncio.sleep(0.05)
+        await until(lambda: process_at(url) not in (None, again))
     wait_until(lambda: process_at(url) is None, within_s=5)  # the kernel ends it when its guard has ended
     assert lines[1:] == [
         f"replica {url}: vLLM 0.32.0, context 64",
@@ -159,8 +159,8 @@ async def test_a_server_that_dies_or_is_renewed_is_restarted_from_a_copy_that_st
     ]
 
 
-class OnceFaulty:
-    """A launcher whose second start fails."""
+class Elsewhere:
+    """A launcher that has another port for each start, and whose second start fails."""
 
     def __init__(self, error: Exception) -> None:
         self.starts, self.error = 0, error
@@ -169,22 +169,33 @@ class OnceFaulty:
         self.starts += 1
         if self.starts == 2:
             raise self.error
-        return await LOCAL.start(role)
+        place = Place("127.0.0.1", port=free_port())
+        return await LOCAL.start(replace(role, command=lambda _: role.command(place)))
 
     def key(self, variable: str) -> str:
         return LOCAL.key(variable)
 
 
 @pytest.mark.parametrize("error", [NotPlaced("no node has room"), OSError("no room in memory")])
-async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(error, tmp_path, monkeypatch):
+async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again_and_tells_where_it_is_next(
+    error, tmp_path, monkeypatch
+):
     monkeypatch.setattr(VllmServer, "pauses_s", (0.01, 60.0))
     lines: list[str] = []
-    async with started(tmp_path, lines, OnceFaulty(error)) as (servers, url):
+    moves: list[tuple[str, str]] = []
+
+    async def moved(url: str, new_url: str) -> None:
+        moves.append((url, new_url))
+
+    async with started(tmp_path, lines, Elsewhere(error)) as (servers, url):
+        servers.on_move(moved)
+        assert f"--port {url.rpartition(':')[2]} " in await command(url)
         servers.renew(url)
-        while not lines[-1].endswith(f"cannot be started, and is tried again: {error}"):
-            await asyncio.sleep(0.01)
+        await until(lambda: lines[-1].endswith(f"cannot be started, and is tried again: {error}"))
         servers.renew(url)  # there may be none to kill
-        assert await command(url)
+        await until(lambda: moves)
+        assert moves == [(url, *servers.urls)] and url not in servers.urls
+        assert await command(servers.urls[0])
 
 
 async def test_the_python_that_is_asked_for_its_vllm_hears_no_ctrl_c_of_the_terminal(tmp_path):

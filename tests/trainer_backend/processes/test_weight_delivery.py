@@ -6,10 +6,10 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.processes import until
 from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
-from tests.trainer_backend.learner.hand_made import make_learner, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import change, make_learner, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
@@ -20,12 +20,6 @@ from trainer_backend.processes.weight_delivery import WeightBroadcast
 @pytest.fixture
 def learner() -> LocalLearner:
     return make_learner(tiny_tokenizer())
-
-
-def change(learner: LocalLearner) -> None:
-    with torch.no_grad():
-        for weight in learner.model.parameters():
-            weight += 0.02 * torch.randn_like(weight)
 
 
 class Run:
@@ -79,8 +73,7 @@ async def test_a_server_that_comes_back_between_two_publishes_is_sent_the_weight
         loads = list(run.fakes[1].loads)
         lost.state = "lost"
         watch = asyncio.ensure_future(run.pool.look_after())
-        while lost.state != "serving":
-            await asyncio.sleep(0.01)
+        await until(lambda: lost.state == "serving")
         watch.cancel()
         assert len(fake.loads) == 1 and run.fakes[1].loads == loads and other.loads == 1
 
@@ -92,8 +85,7 @@ async def test_a_server_that_is_slow_at_a_publish_is_sent_the_weights_after_it(l
         await run.publish(0)
         assert [replica.state for replica in run.pool.replicas] == ["serving", "stale"]
         run.fakes[1].may_pause.set()
-        while run.pool.replicas[1].state != "serving":
-            await asyncio.sleep(0.01)
+        await until(lambda: run.pool.replicas[1].state == "serving")
         watch.cancel()
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,50 +12,40 @@ from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.rules import biases
-from trainer_backend.rundir.layout import RunDirectory
 
 
-def job_file(folder: Path, **rollout_only: str) -> Path:
-    table = "".join(f'{key} = "{value}"\n' for key, value in rollout_only.items())
-    path = folder / "job.toml"
-    path.write_text(
-        f'[model]\npreset = "tiny-0.3m"\n[rollout_only]\n{table}[rollout_allocation_schedule]\nalpha = 0.5\n'
+@pytest.fixture
+def mixed(trained, tmp_path) -> Path:
+    """A job with a fixed policy."""
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'model.preset = "tiny-0.3m"\nrollout_only.model_path = "{trained[0].path}"\n'
+        "rollout_allocation_schedule.alpha = 0.5\n"
     )
-    return path
+    return file
 
 
-def test_a_fixed_policy_that_fits_is_told_with_its_folder(
-    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
-):
-    run = trained[0].path
-    found = CliRunner().invoke(app, ["check", str(job_file(tmp_path, model_path=str(run)))])
+def test_a_fixed_policy_that_fits_is_told_with_its_folder(trained, mixed):
+    found = CliRunner().invoke(app, ["check", "--no-trial", str(mixed)])
     assert found.exit_code == 0
-    assert f"fixed policy 'fixed': {run}/checkpoints/iteration_" in found.stderr.replace("\n", "")
+    checkpoint = f"{trained[0].path}/checkpoints/iteration_"
+    assert f"fixed policy 'fixed': {checkpoint}" in found.stderr.replace("\n", "")
 
 
 @pytest.mark.usefixtures("own_boards")
-def test_check_takes_the_schedule_of_the_page_as_the_page_says(
-    trained: tuple[RunDirectory, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_check_takes_the_schedule_of_the_page_as_the_page_says(mixed, monkeypatch):
     tree = Path(__file__).parents[3]
-    page = (tree / "docs/mixture.md").read_text(encoding="utf-8")
-    code = (tree / "examples/plugins/pulses.py").read_text(encoding="utf-8")
-    (command,) = re.findall(r"\$ turnwise (check .*)", page)
-    (tmp_path / "pulses.py").write_text(code)
-    job_file(tmp_path, model_path=str(trained[0].path))
-    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"\$ turnwise (check .*)", (tree / "docs/mixture.md").read_text("utf-8"))
+    shutil.copy(tree / "examples/plugins/pulses.py", mixed.parent)
+    monkeypatch.chdir(mixed.parent)
     found = CliRunner().invoke(app, [*command.split(), "--no-trial"])
     assert found.exit_code == 0
     assert re.search(r'type = "pulses" +# default: "constant"', found.stdout)
-    assert (
-        "rollout_allocation_schedule.alpha is not read by rollout_allocation_schedule.type = 'pulses'"
-        in found.stderr
-    )
+    key = "rollout_allocation_schedule"
+    assert f"{key}.alpha is not read by {key}.type = 'pulses'" in found.stderr
 
 
-def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
-    tmp_path: Path, model_folders: dict[str, Path]
-):
+def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(tmp_path, model_folders):
     file = tmp_path / "job.toml"
     file.write_text('lora = { target_modules = ["q_proj", "query_proj"] }\n')
     for model in ('preset="tiny-0.3m"', f"path={model_folders['llama']}"):
@@ -74,9 +63,7 @@ def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
         ("qwen3", "chat_template", "reads no 'chat_template'; known: "),
     ],
 )
-def test_settings_that_a_chat_template_does_not_read_are_told(
-    tmp_path: Path, model_folders: dict[str, Path], family: str, name: str, told: str
-):
+def test_settings_that_a_chat_template_does_not_read_are_told(tmp_path, model_folders, family, name, told):
     file = tmp_path / "job.toml"
     file.write_text(
         f'model = {{ path = "{model_folders[family]}", chat_template_kwargs = {{ {name} = "1" }} }}'
@@ -129,9 +116,7 @@ def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without
         ),
     ],
 )
-def test_what_biases_the_gradient_of_a_job_is_named_by_its_keys(
-    algorithm: dict[str, Any], training: dict[str, Any], keys: list[str]
-):
+def test_what_biases_the_gradient_of_a_job_is_named_by_its_keys(algorithm, training, keys):
     tables = {
         "model": {"preset": "tiny-0.3m"},
         "algorithm": {"gamma": 1.0, **algorithm},

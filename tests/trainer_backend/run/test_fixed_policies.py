@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
-from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.layout import create_run
 
 GATEWAY = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("k"), 256)
 SERVER = {"inference_url": "https://gpu.example:8443/v1", "model": "Qwen/Qwen3-8B"}
@@ -80,9 +80,7 @@ def local(path: Path, **keys: Any) -> dict[str, Any]:
     return {"model_path": str(path), **keys}
 
 
-def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
-    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
-):
+def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(trained, tmp_path):
     run = trained[0].path
     newest = run / "checkpoints" / "iteration_2"
     assert find_folders(mixed(local(newest)))["fixed"] == newest
@@ -92,12 +90,6 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
     shutil.copytree(run, copy)
     (copy / "checkpoints" / "best.json").unlink()
     assert find_folders(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
-
-
-def test_a_job_without_fixed_policies_looks_at_nothing():
-    job = tiny_job()
-    assert (find_folders(job), fixed_servers(job)) == ({}, {})
-    assert FixedPolicies().policies == {} and FixedPolicies().verify() == []
 
 
 def test_what_is_no_model_is_told_by_the_name_of_the_policy(tmp_path: Path, folder: Path):
@@ -134,30 +126,31 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_
         find_folders(mixed(local(folder)), model_folders["qwen3"])
 
 
-def other_end(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def end_otherwise(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     edit_json(folder / "generation_config.json", eos_token_id=ends)
-
-
-def few_positions(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    edit_json(folder / "config.json", max_position_embeddings=64)
-
-
-def broken_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (folder / "model.safetensors").write_bytes(b"broken")
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
-        (other_end, JobError, r"ends its answers with the ids \[0, (\d+)\], the actor with \[\1\]"),
-        (few_positions, ModelFolderError, r"^\[rollout_only\] 'fixed': .*made for 64 positions"),
-        (broken_weights, ModelFolderError, r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"),
+        (end_otherwise, JobError, r"ends its answers with the ids \[0, (\d+)\], the actor with \[\1\]"),
+        (
+            lambda folder, _: edit_json(folder / "config.json", max_position_embeddings=64),
+            ModelFolderError,
+            r"^\[rollout_only\] 'fixed': .*made for 64 positions",
+        ),
+        (
+            lambda folder, _: (folder / "model.safetensors").write_bytes(b"broken"),
+            ModelFolderError,
+            r"^\[rollout_only\] 'fixed': .*the model cannot be loaded",
+        ),
     ],
+    ids=["other end", "few positions", "broken weights"],
 )
 def test_a_folder_that_cannot_be_served_with_the_actor_is_refused_by_its_name(
     tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer,
-    damage: Callable[[Path, PreTrainedTokenizerFast], None], error: type[TrainerError], words: str,
+    damage: Any, error: type[TrainerError], words: str,
 ):  # fmt: skip
     shutil.copytree(folder, tmp_path / "copy")
     damage(tmp_path / "copy", tokenizer)
@@ -205,9 +198,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
         found.verify()
 
 
-async def test_an_update_has_the_memory_of_their_caches_too(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
-):
+async def test_an_update_has_the_memory_of_their_caches_too(tokenizer, folder, server):
     learner = make_learner(tokenizer)
     found = one_fixed(learner, folder, server)
     (policy,) = found._local
@@ -221,9 +212,7 @@ async def test_an_update_has_the_memory_of_their_caches_too(
         assert not memory.slabs
 
 
-async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
-):
+async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason(tokenizer, folder, server):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = make_learner(tokenizer)
     found = one_fixed(learner, folder, server)
@@ -254,9 +243,7 @@ def test_each_is_asked_at_the_gateway_by_its_own_name_and_a_servers_key_goes_now
     }
 
 
-def test_a_key_that_is_not_set_is_told_before_anything_is_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_key_that_is_not_set_is_told_before_anything_is_started(folder, monkeypatch):
     monkeypatch.delenv("GPU_KEY", raising=False)
     job = mixed(local(folder), {"name": "far", "api_key_env": "GPU_KEY", **SERVER})
     with pytest.raises(JobError, match=r"'far': api_key_env: the environment variable GPU_KEY is not set"):
@@ -273,9 +260,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_started(
         (4, "group", 0, 4),
     ],
 )
-def test_engines_that_may_sample_at_a_time_share_the_threads(
-    folder: Path, threads: int, unit: str, local_policies: int, each: int
-):
+def test_engines_that_may_sample_at_a_time_share_the_threads(folder, threads, unit, local_policies, each):
     job = mixed(local(folder), unit=unit, inference__threads=threads)
     folders = {str(number): folder for number in range(local_policies)}
     setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)

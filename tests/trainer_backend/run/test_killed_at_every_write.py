@@ -68,9 +68,7 @@ def looks_unbroken(folder: Path, whole: Path) -> None:
     assert read_status(run.path).state.state == "ended"
 
 
-def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_weights(
-    unbroken: Path, tmp_path: Path
-):
+def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_weights(unbroken, tmp_path):
     writes = int((unbroken / "writes.txt").read_text())
     assert writes > 50
     for number in range(0, writes, 5):  # all of them were tried once; a fifth finds what breaks the order
@@ -91,9 +89,7 @@ def test_killed_again_and_again_it_ends_with_the_same_weights(unbroken: Path, tm
     looks_unbroken(tmp_path, unbroken)
 
 
-def test_on_a_disk_that_is_full_at_any_moment_it_ends_and_goes_on_when_there_is_room(
-    unbroken: Path, tmp_path: Path
-):
+def test_on_a_disk_that_is_full_at_any_moment_it_ends_and_goes_on_when_there_is_room(unbroken, tmp_path):
     filled = 0
     for kilobytes in range(20, 200, 20):
         with mounted(tmp_path / "disk", kilobytes=kilobytes) as disk:

@@ -1,14 +1,12 @@
-"""`turnwise train JOB --seeds 0,1`, and [multi_turn].interaction_config_path: what a start makes of them."""
+"""`turnwise train JOB --seeds 0,1`, and files that a job names and that are not there."""
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend import job_parts
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
 from trainer_backend.rundir.new_job import load_new_job
@@ -58,27 +56,26 @@ def test_the_run_of_another_job_is_not_continued(job: Path, tmp_path: Path):
         planned(job, "0", run=tmp_path / "sweep", overrides=("training.group_size=2",))
 
 
-def test_all_seeds_run_one_code(job: Path, tmp_path: Path):
-    head = "from trainer_backend.operator_plugins import estimator\n"
-    code = head + "@estimator('of_a_sweep')\ndef mine(*_): return {}"
+ESTIMATOR = """
+from trainer_backend.operator_plugins import estimator
+@estimator("of_a_sweep")
+def mine(*_): return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [("job.trainer_plugins", ESTIMATOR), ("services.task_plugins", "ENVIRONMENTS = {}")],
+)
+def test_all_seeds_run_one_code(job: Path, tmp_path: Path, key: str, code: str):
     file = tmp_path / "sweep_plugin.py"
-    file.write_text(code.format("[]"))
-    runs = run_of_each_seed([job], None, None, [f"job.trainer_plugins={file}"], seeds="0,1")
+    file.write_text(code)
+    runs = run_of_each_seed([job], None, None, [f'{key}=["{file}"]'], seeds="0,1")
     next(runs)
-    file.write_text(code.format("None"))
-    with pytest.raises(JobError, match="has changed since the first seed"):
+    file.write_text(f"{code}  # of another kind")
+    with pytest.raises(JobError, match=rf"{key} has changed since the first seed"):
         next(runs)
     load_plugins([])
-
-
-def test_all_seeds_play_one_environment(job: Path, tmp_path: Path):
-    file = tmp_path / "mine.py"
-    file.write_text("ENVIRONMENTS = {}")
-    runs = run_of_each_seed([job], None, None, [f'services.task_plugins=["{file}"]'], seeds="0,1")
-    next(runs)
-    file.write_text("ENVIRONMENTS = {}  # of another kind")
-    with pytest.raises(JobError, match=r"a file of services\.task_plugins has changed since the first seed"):
-        next(runs)
 
 
 @pytest.mark.parametrize(
@@ -93,39 +90,6 @@ def test_seeds_need_a_job_and_no_run_to_resume(job: Path, tmp_path: Path):
     for given in ((None, None, None), ([job], None, tmp_path)):
         with pytest.raises(JobError, match="--seeds needs a job TOML and no --resume"):
             list(run_of_each_seed(*given, (), seeds="0"))
-
-
-GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
-
-
-async def test_the_jobs_own_task_app_has_the_interactions_of_the_file(tmp_path):
-    job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(GSM8K))
-    async with job_parts.task_apps(job, tmp_path / "log") as apps, httpx.AsyncClient() as http:
-        (client,) = apps.serving
-        key = client.api_key.get_secret_value()
-        answer = await http.get(f"{client.url}/info", headers={"X-API-Key": key})
-    assert answer.json()["capabilities"]["interactions"] == ["gsm8k"]
-
-
-async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("interaction: [{class_name: unknown_module.It}]")
-    job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(file))
-    with pytest.raises(JobError, match=r"did not start: .*No module named 'unknown_module'"):
-        async with job_parts.task_apps(job, tmp_path / "log"):
-            raise AssertionError("it started")
-
-
-def test_the_path_is_one_from_the_folder_of_the_job_and_survives_being_written(tmp_path):
-    (tmp_path / "mine.yaml").touch()
-    job = tmp_path / "job.toml"
-    job.write_text(
-        '[model]\npreset = "tiny-0.3m"\n[multi_turn]\nenable = true\ninteraction_config_path = "mine.yaml"\n'
-    )
-    loaded = load_job(job).config
-    assert loaded.multi_turn.interaction_config_path == tmp_path / "mine.yaml"
-    job.write_text(dump_job(loaded))
-    assert load_job(job).config == loaded
 
 
 @pytest.mark.parametrize(

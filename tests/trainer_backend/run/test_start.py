@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from service_kit.errors import PortTaken
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
-from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend import job_parts, learner_parts
@@ -66,23 +64,20 @@ class Impatient(ListReporter):
 def stopped(tmp_path_factory: pytest.TempPathFactory):
     """A run that was stopped in its warm-up."""
     job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1000)
-    before = threading.enumerate()
     directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Impatient()
     with pytest.raises(Stopped, match="in the warm-up"):
-        asyncio.run(run_job(job, directory, reporter, resume=False))
-    return directory, reporter, set(threading.enumerate()) - set(before)
+        asyncio.run(run_job(at_the_task_app(job), directory, reporter, resume=False))
+    return directory, reporter
 
 
-def test_ctrl_c_ends_the_warm_up_and_its_thread_within_a_few_steps(stopped):
-    _, reporter, threads = stopped
-    _, done, total = reporter.stages[-1]
-    assert reporter.stages[-1][0] == "warm-up"
-    assert done < total / 10
-    assert not [thread for thread in threads if "asyncio" in thread.name]
+def test_ctrl_c_ends_the_warm_up_within_a_few_steps(stopped):
+    _, reporter = stopped
+    stage, done, total = reporter.stages[-1]
+    assert stage == "warm-up" and done < total / 10
 
 
 def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
-    directory, _, _ = stopped
+    directory, _ = stopped
     (before,) = rows_of(directory, "teacher")
     stored = read_rollouts(directory.rollouts_file("warmup"))
     job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1, rollout__max_tokens=3)
@@ -137,22 +132,6 @@ def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_ch
     assert latest_checkpoint(run.checkpoints) == run.checkpoints / "iteration_1"
 
 
-class OneEpisode:
-    """A dispatcher that plays one episode, whatever it is asked for."""
-
-    async def collect(self, requests: Sequence[RolloutRequest], progress: object, keep: object) -> Batch:
-        return Batch((rollout(1, [WOOD]),))
-
-    async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
-
-
-async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
-    dispatcher: Any = OneEpisode()
-    planner = job_parts.planner(tiny_job(), "run.1")
-    beginning = make_beginning(tiny_job(), directory, planner, dispatcher, reporter)
-    return await beginning._play("teacher", planner.warmup())
-
-
 def make_beginning(
     job: JobConfig, directory: RunDirectory, planner: Planner, dispatcher: Any, reporter: ListReporter
 ) -> Beginning:
@@ -187,22 +166,26 @@ async def test_what_will_be_slow_is_noted_and_the_memory_plan_is_only_said(tmp_p
     monkeypatch.setattr(LocalFactory, "plan_memory", lambda *_: said)
     job, reporter = tiny_job(), ListReporter()
     directory = create_run(job, tmp_path / "run")
-    beginning = make_beginning(job, directory, job_parts.planner(job, "run.1"), OneEpisode(), reporter)
+    beginning = make_beginning(job, directory, job_parts.planner(job, "run.1"), None, reporter)
     await beginning.load(resume=False)
     assert reporter.lines == ["memory: enough", "no kernels", "no bfloat16"]
     assert reporter.notes == reporter.lines[1:]
 
 
-class HalfWayDispatcher:
-    """Plays so many of each plan, and is killed where that is not all."""
+class Starts:
+    """Starts of a run before its first checkpoint, each up to its warm-up.
 
-    def __init__(self) -> None:
-        self.most, self.numbers = 0, list[int]()
+    It is their dispatcher too, which plays so many of each plan, and is killed where that is not all.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory, self.reporter = directory, ListReporter()
+        self.most, self.asked = 0, list[int]()
 
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
     ) -> Batch:
-        self.numbers.append(len(requests))
+        self.asked.append(len(requests))
         played = tuple(finished(request) for request in requests[: self.most])
         for item in played:
             keep(item)
@@ -212,33 +195,48 @@ class HalfWayDispatcher:
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
+    def beginning(self, job: JobConfig) -> Beginning:
+        planner = job_parts.planner(job, f"{self.directory.run_id}.{len(self.asked)}")
+        return make_beginning(job, self.directory, planner, self, self.reporter)
 
-async def begun_again(
-    directory: RunDirectory, job: JobConfig, dispatcher: Any, reporter: ListReporter
-) -> Any:
-    """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
-    planner = job_parts.planner(job, f"{directory.run_id}.{len(dispatcher.numbers)}")
-    beginning = make_beginning(job, directory, planner, dispatcher, reporter)
-    for _ in range(2):  # a start that was killed after it has changed nothing for the next one
-        if line := beginning._keep_stored():
-            reporter.say(line)
-    directory.go_back_to(-1, reporter.say)
-    directory.replace_job(job)
-    try:
-        return await beginning._play("teacher", planner.warmup())
-    except TaskAppError:
-        return None
+    async def again(self, *, most: int | None = None, **overrides: Any) -> list[Trajectory] | None:
+        """What the teacher has played; None where the start was killed before that."""
+        job, self.most = tiny_job(**overrides), self.most if most is None else most
+        beginning = self.beginning(job)
+        for _ in range(2):  # a start that was killed after it has changed nothing for the next one
+            if line := beginning._keep_stored():
+                self.reporter.say(line)
+        self.directory.go_back_to(-1, self.reporter.say)
+        self.directory.replace_job(job)
+        try:
+            return await beginning._play("teacher", beginning._planner.warmup())
+        except TaskAppError:
+            return None
+
+    def as_an_earlier_version_left_it(self, plan: Sequence[RolloutRequest] | None = None) -> Path:
+        """Take out what earlier versions did not write; the spool of a plan has one digest of it."""
+        path, stored = self.directory.spool_file("warmup"), self.directory.rollouts_file("warmup")
+        if plan is None:
+            path.unlink()
+        else:
+            header = json.dumps({"plan": plan_digest(plan, ()), "policy_version": 0})
+            lines = path.read_text().splitlines(keepends=True)[1:]
+            path.write_text("".join((f"{header}\n", *lines)))
+            stored.unlink()
+        return stored
 
 
-async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(tmp_path: Path):
-    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayDispatcher()
-    # episodes of the job, how many are played, how many are asked for
-    starts = [(8, 5, 8), (8, 8, 3), (10, 10, 2), (4, 0, 0), (9, 0, 0)]
-    for start, (episodes, dispatcher.most, number) in enumerate(starts):
-        played = await begun_again(directory, tiny_job(warmup__episodes=episodes), dispatcher, reporter)
-        assert dispatcher.numbers[-1] == number
-        assert played is None if start == 0 else len(played) == episodes
+@pytest.fixture
+def starts(tmp_path: Path) -> Starts:
+    return Starts(create_run(tiny_job(), tmp_path / "run"))
+
+
+async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(starts: Starts):
+    for episodes, most, number in ((8, 5, 8), (8, 8, 3), (10, 10, 2), (4, 0, 0), (9, 0, 0)):
+        played = await starts.again(warmup__episodes=episodes, most=most)
+        assert starts.asked[-1] == number
+        assert played is None if most < number else len(played) == episodes
+    directory = starts.directory
     assert rows_of(directory, "teacher")[-1]["recovery/rollouts_reused"] == 9
     told: list[str] = []
     copy_others_aside(directory.spool_file("warmup"), played, told.append)
@@ -250,32 +248,28 @@ async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_u
     assert not list(directory.rollouts.glob("*.spool.jsonl"))
 
 
-async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    directory, dispatcher = create_run(tiny_job(), tmp_path / "run"), HalfWayDispatcher()
-    dispatcher.most, disk = 4, Disk(directory.rollouts, monkeypatch)
-    await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, ListReporter())
+async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(starts, monkeypatch):
+    disk = Disk(starts.directory.rollouts, monkeypatch)
+    await starts.again(warmup__episodes=4, most=4)
     rename = disk.heard.index("rename .warmup.parquet.tmp to warmup.parquet")
     assert disk.heard[rename - 3 : rename - 1] == ["flush warmup.spool.jsonl", "flush ."]
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_file_has_the_plans_games(
-    tmp_path: Path, seed: int
+    starts: Starts, seed: int
 ):
-    draws, dispatcher = random.Random(seed), HalfWayDispatcher()
-    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    draws, directory = random.Random(seed), starts.directory
     spool, known = directory.spool_file("warmup"), set[str]()
-    for _ in range(14):
-        job = tiny_job(warmup__episodes=draws.randint(1, 6), job__seed=draws.randint(1, 2))
-        plan = request_digests(job_parts.planner(job, "run").warmup(), ())
+    for _ in range(8):
+        changes = {"warmup__episodes": draws.randint(1, 6), "job__seed": draws.randint(1, 2)}
+        plan = request_digests(job_parts.planner(tiny_job(**changes), "run").warmup(), ())
         missing = [digest for digest in plan.values() if digest not in known]
-        dispatcher.most = draws.randint(0, 6)
+        most = draws.randint(0, 6)
         before = spool.stat().st_size if spool.exists() else 0
-        played = await begun_again(directory, job, dispatcher, reporter)
-        assert dispatcher.numbers[-1] == len(missing)
-        kept = missing[: dispatcher.most]
+        played = await starts.again(most=most, **changes)
+        assert starts.asked[-1] == len(missing)
+        kept = missing[:most]
         if played is not None:
             assert len(played) == len(plan)
             stored = read_rollouts(directory.rollouts_file("warmup"))
@@ -289,62 +283,56 @@ async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_f
     assert not list(directory.rollouts.glob("*unused*"))
 
 
-def as_an_earlier_version_left_it(
-    directory: RunDirectory, plan: Sequence[RolloutRequest] | None = None
-) -> Path:
-    """Take out what earlier versions did not write; a spool has one digest of its plan, if one is given."""
-    path, stored = directory.spool_file("warmup"), directory.rollouts_file("warmup")
-    if plan is None:
-        path.unlink()
-    else:
-        header = json.dumps({"plan": plan_digest(plan, ()), "policy_version": 0})
-        lines = path.read_text().splitlines(keepends=True)[1:]
-        path.write_text("".join((f"{header}\n", *lines)))
-        stored.unlink()
-    return stored
-
-
 @pytest.mark.parametrize("is_spool", [False, True], ids=["stored", "spooled"])
 @pytest.mark.parametrize(("episodes", "number"), [(6, 2), (4, 0), (3, 0)])
 async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbers_of_episodes(
-    tmp_path: Path, episodes: int, number: int, is_spool: bool
+    starts: Starts, episodes: int, number: int, is_spool: bool
 ):
-    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayDispatcher()
-    job, dispatcher.most = tiny_job(warmup__episodes=4), 6
-    await begun_again(directory, job, dispatcher, reporter)
-    as_an_earlier_version_left_it(directory, job_parts.planner(job, "run").warmup() if is_spool else None)
-    job = tiny_job(warmup__episodes=episodes)
-    assert len(await begun_again(directory, job, dispatcher, reporter)) == episodes
-    assert dispatcher.numbers[-1] == number
-    await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter)
-    assert dispatcher.numbers[-1] == 0
+    four = tiny_job(warmup__episodes=4)
+    await starts.again(warmup__episodes=4, most=6)
+    starts.as_an_earlier_version_left_it(job_parts.planner(four, "run").warmup() if is_spool else None)
+    assert len(await starts.again(warmup__episodes=episodes)) == episodes
+    assert starts.asked[-1] == number
+    await starts.again(warmup__episodes=4)
+    assert starts.asked[-1] == 0
 
 
-@pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "cluster", "damage"])
-async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_path: Path, doubt: str):
-    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayDispatcher()
-    job, dispatcher.most = tiny_job(warmup__episodes=4), 6
-    await begun_again(directory, job, dispatcher, reporter)
-    stored = as_an_earlier_version_left_it(directory)
-    if doubt == "another start":  # of an earlier version: its row has no time, since it played nothing
-        directory.go_back_to(-1, reporter.say)
+@pytest.mark.parametrize(
+    "doubt",
+    [{}, {"job__seed": 2}, DIALOGUE, {"cluster": {}}, None],
+    ids=["another start", "other worlds", "data", "cluster", "damage"],
+)
+async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(starts, doubt):
+    directory = starts.directory
+    await starts.again(warmup__episodes=4, most=6)
+    stored = starts.as_an_earlier_version_left_it()
+    if doubt == {}:  # of an earlier version: its row has no time, since it played nothing
+        directory.go_back_to(-1, starts.reporter.say)
         directory.append_metrics({"kind": "teacher", "iteration": 0})
-    elif doubt == "other worlds":
-        directory.replace_job(tiny_job(warmup__episodes=4, job__seed=2))
-    elif doubt == "data":
-        directory.replace_job(tiny_job(warmup__episodes=4, **DIALOGUE))
-    elif doubt == "cluster":
-        directory.replace_job(tiny_job(warmup__episodes=4, cluster={}))
+    elif doubt is not None:
+        directory.replace_job(tiny_job(warmup__episodes=4, **doubt))
     else:
         stored.write_bytes(b"PAR1 but no more")
     left = stored.read_bytes()
-    await begun_again(directory, job, dispatcher, reporter)
-    assert dispatcher.numbers == [4, 4]
+    await starts.again(warmup__episodes=4)
+    assert starts.asked == [4, 4]
     aside = directory.rollouts / "warmup.parquet.unused-1"
     assert aside.read_bytes() == left
-    assert any(f"warmup.parquet is left as {aside.name}, and what it" in line for line in reporter.lines)
+    assert any(
+        f"warmup.parquet is left as {aside.name}, and what it" in line for line in starts.reporter.lines
+    )
+
+
+async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_word(starts: Starts):
+    assert await starts.again(warmup__episodes=4, most=3) is None
+    beginning = starts.beginning(tiny_job().model_copy(update={"warmup": None}))
+    beginning._leave_spools("teacher", "prompts")
+    beginning._leave_spools("teacher", "prompts")
+    starts.directory.remove_spools(0)
+    lines = starts.reporter.lines
+    told = [line for line in lines if "for a stage that this start does not play" in line]
+    assert len(told) == 1 and told[0].startswith("3 rollouts of warmup.spool.jsonl")
+    assert [path.name for path in starts.directory.rollouts.iterdir()] == ["warmup.unused-1.jsonl"]
 
 
 def test_a_resume_tells_that_a_warm_up_which_is_done_is_not_changed(trained):
@@ -396,33 +384,6 @@ def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path)
     assert not (directory.path / "task_app.log").exists()
 
 
-async def starts_until(
-    directory: RunDirectory, losses: int, *, most: int, stopped: bool = False
-) -> list[bool]:
-    """Whether each start of a run resumed that loses its learner so often."""
-    starts: list[bool] = []
-    stop = asyncio.Event()
-
-    async def start(resume: bool) -> Ended:
-        starts.append(resume)
-        if len(starts) > losses:
-            return Ended(Progress(), stopped="")
-        if stopped:
-            stop.set()
-        raise LearnerLost("the learner's process has ended")
-
-    reporter = ListReporter()
-    with RecordingReporter.opened(directory, reporter) as recording:
-        recording.runs_as("tiny.1")
-        try:
-            await restart_on_loss(start, recording, stop, most=most, resume=False)
-        except LearnerLost:
-            starts.append(False)
-        assert recording.resumes == len(reporter.lines) == starts.count(True)
-        assert recording.left_behind == ("tiny.1" if True in starts else "")
-    return starts
-
-
 @pytest.mark.parametrize(
     ("losses", "most", "stopped", "starts"),
     [
@@ -435,20 +396,23 @@ async def starts_until(
 async def test_a_run_that_loses_its_learner_resumes_so_often_and_not_after_a_stop(
     tmp_path: Path, losses: int, most: int, stopped: bool, starts: list[bool]
 ):
-    directory = create_run(tiny_job(), tmp_path / "run")
-    assert await starts_until(directory, losses, most=most, stopped=stopped) == starts
+    resumed: list[bool] = []
+    stop, reporter = asyncio.Event(), ListReporter()
 
+    async def start(resume: bool) -> Ended:
+        resumed.append(resume)
+        if len(resumed) > losses:
+            return Ended(Progress(), stopped="")
+        if stopped:
+            stop.set()
+        raise LearnerLost("the learner's process has ended")
 
-async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_word(tmp_path: Path):
-    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayDispatcher()
-    dispatcher.most = 3
-    assert await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter) is None
-    job = tiny_job().model_copy(update={"warmup": None})
-    beginning = make_beginning(job, directory, job_parts.planner(job, "run"), dispatcher, reporter)
-    beginning._leave_spools("teacher", "prompts")
-    beginning._leave_spools("teacher", "prompts")
-    directory.remove_spools(0)
-    told = [line for line in reporter.lines if "for a stage that this start does not play" in line]
-    assert len(told) == 1 and told[0].startswith("3 rollouts of warmup.spool.jsonl")
-    assert [path.name for path in directory.rollouts.iterdir()] == ["warmup.unused-1.jsonl"]
+    with RecordingReporter.opened(create_run(tiny_job(), tmp_path / "run"), reporter) as recording:
+        recording.runs_as("tiny.1")
+        try:
+            await restart_on_loss(start, recording, stop, most=most, resume=False)
+        except LearnerLost:
+            resumed.append(False)
+        assert recording.resumes == len(reporter.lines) == resumed.count(True)
+        assert recording.left_behind == ("tiny.1" if True in resumed else "")
+    assert resumed == starts

@@ -81,28 +81,19 @@ async def test_a_wait_that_is_cancelled_ends_the_thread_too():
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("first", "by", "others", "last"),
+    ("before", "first", "by", "others", "last"),
     [
-        ([signal.SIGINT], "Ctrl-C", [signal.SIGINT], "Ctrl-C"),
+        ([], [signal.SIGINT], "Ctrl-C", [signal.SIGINT], "Ctrl-C"),
         # A terminal that closes sends it twice: by the kernel and by its shell.
-        ([signal.SIGHUP], "SIGHUP", [signal.SIGHUP, signal.SIGINT], "Ctrl-C"),
-        ([signal.SIGTERM], "SIGTERM", [signal.SIGTERM], "SIGTERM"),
+        ([], [signal.SIGHUP], "SIGHUP", [signal.SIGHUP, signal.SIGINT], "Ctrl-C"),
+        ([], [signal.SIGTERM], "SIGTERM", [signal.SIGTERM], "SIGTERM"),
+        # Under nohup a closed terminal stops nothing.
+        (["nohup"], [signal.SIGHUP, signal.SIGTERM], "SIGTERM", [signal.SIGINT], "Ctrl-C"),
     ],
 )
 def test_the_first_signal_is_answered_and_a_second_ends_the_process_whatever_its_threads_do(
-    first: list[signal.Signals], by: str, others: list[signal.Signals], last: str
+    before: list[str], first: list[signal.Signals], by: str, others: list[signal.Signals], last: str
 ):
-    process_hears(first, by, others, last)
-
-
-@pytest.mark.timeout(60)
-def test_under_nohup_a_closed_terminal_stops_nothing():
-    process_hears([signal.SIGHUP, signal.SIGTERM], "SIGTERM", [signal.SIGINT], "Ctrl-C", "nohup")
-
-
-def process_hears(
-    first: list[signal.Signals], by: str, others: list[signal.Signals], last: str, *before: str
-) -> None:
     command = [*before, sys.executable, "-c", SLEEPER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

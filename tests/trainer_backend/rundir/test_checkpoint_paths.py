@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import (
     STATE_FILE,
@@ -112,13 +111,6 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint_behind_and_is_finished_b
     prune_checkpoints(checkpoints, 9, stays=always)
     assert not list(checkpoints.glob(".*.gone"))
     assert names(checkpoints) == {*(f"iteration_{n}" for n in (0, 5, 15, 20)), "iteration_5_backup"}
-
-
-def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):
-    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
-    with full_disk(), pytest.raises(RunDirectoryError, match=r"best\.json cannot be written"):
-        mark_best(BestMark(checkpoints / "iteration_20", 0.5))
-    assert best_checkpoint(checkpoints) == checkpoints / "iteration_5"
 
 
 def test_a_folder_that_cannot_be_removed_is_named(checkpoints: Path):

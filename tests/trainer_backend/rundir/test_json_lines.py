@@ -81,12 +81,6 @@ def test_the_same_planned_rollout_is_not_learned_from_twice_whatever_start_has_p
     append_to_ledger(tmp_path, LedgerEntry(2, 2, ("run.3/train/2/0/0",)))
 
 
-def test_a_planned_rollout_has_one_id_in_every_start_and_attempt():
-    assert plan_id("crafter.0123.4567/train/3/0/1") == plan_id("crafter.0123.89ab/train/3/0/1:2")
-    assert plan_id("run.1/train/3/0/1") == "train/3/0/1"
-    assert plan_id("a") == "a"
-
-
 TRUTH = TrueAdvantage("a", 1, 0.0, 0.5, 0.1, None, 2, 0, 2, 9)
 SETTING = TruthSetting(
     run_id="r", iteration=1, checkpoint="iteration_0", digest="d1", gamma=0.9, continuations=2, horizon=None,

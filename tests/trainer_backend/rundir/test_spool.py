@@ -11,8 +11,9 @@ from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.rundir.disk import full_disk
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
+from trainer_backend.collect.plan import retried
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.rundir.spool import Spool, plan_digest, request_digests, tidy_spools
+from trainer_backend.rundir.spool import Spool, plan_digest, tidy_spools
 
 HEADER = '{"policy_version": 0}'
 
@@ -74,11 +75,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def left(path: Path) -> list[Rollout]:
-    """A first start has kept two of three."""
+    """A first start has kept two of three, the second in its second attempt."""
     told: list[str] = []
     spool, requests = begun(path, plan("run.1"), told), plan("run.1")
     assert spool.rollouts_for(requests) == {}
-    kept = [finished(item) for item in requests[:2]]
+    kept = [finished(item) for item in (requests[0], retried(requests[1]))]
     for rollout in kept:
         spool.keep(rollout)
     assert told == []
@@ -96,36 +97,18 @@ def test_what_was_kept_stands_for_its_requests_in_the_next_start_under_its_ids(p
     assert told == ["2 rollouts of iteration_1.spool.jsonl were collected before, and are used"]
 
 
-def test_a_second_attempt_stands_for_the_request_that_it_was_made_for(path: Path):
-    spool = begun(path, plan("run.1"), [])
-    again = finished(request("run.1", 0)).model_copy(
-        update={"rollout_id": "run.1/train/1/0/0:1", "attempt": 1}
-    )
-    spool.keep(again)
-    requests = plan("run.2")
-    found = begun(path, requests, []).rollouts_for(requests)
-    assert {name: item.rollout_id for name, item in found.items()} == {
-        "run.2/train/1/0/0": "run.2/train/1/0/0:1"
-    }
-
-
 def test_a_branch_leaves_the_parent_of_this_start(path: Path):
-    name = "train/1/0/0/branch-2/0"
-
-    def of(run: str) -> RolloutRequest:
-        start = {"snapshot": "s", "parent_rollout_id": f"{run}/train/1/0/0", "parent_turn": 1}
-        return request(
-            run, 0, rollout_id=f"{run}/{name}", group_id=f"{run}/train/1/0/0/branch-2", start=start
-        )
-
+    group = "train/1/0/0/branch-2"
     spool = begun(path, plan("run.1"), [])
-    played = finished(request("run.1", 0, rollout_id=f"run.1/{name}"))
+    played = finished(request("run.1", 0, rollout_id=f"run.1/{group}/0"))
     trajectory = played.trajectory.model_copy(
         update={"parent_rollout_id": "run.1/train/1/0/0", "parent_turn": 1}
     )
     spool.keep(played.model_copy(update={"trajectory": trajectory}))
-    (found,) = begun(path, plan("run.2"), []).rollouts_for([of("run.2")]).values()
-    assert found.group_id == "run.2/train/1/0/0/branch-2"
+    start = {"snapshot": "s", "parent_rollout_id": "run.2/train/1/0/0", "parent_turn": 1}
+    asked = request("run.2", 0, rollout_id=f"run.2/{group}/0", group_id=f"run.2/{group}", start=start)
+    (found,) = begun(path, plan("run.2"), []).rollouts_for([asked]).values()
+    assert found.group_id == f"run.2/{group}"
     assert found.trajectory is not None and found.trajectory.parent_rollout_id == "run.2/train/1/0/0"
 
 
@@ -135,8 +118,9 @@ def test_a_branch_leaves_the_parent_of_this_start(path: Path):
         {"policy": {"policy_name": "openai", "config": {"temperature": 0.7}}},
         {"env": {"env_name": "crafter", "config": {"text": "full"}}},
         {"start": {"seed": 6}},
+        {"gateway": "http://theirs"},
     ],
-    ids=["temperature", "environment", "world"],
+    ids=["temperature", "environment", "world", "a foreign server"],
 )
 def test_what_was_collected_for_something_else_stays_and_is_used_when_that_is_asked_for_again(
     path: Path, changes: Any, monkeypatch: pytest.MonkeyPatch
@@ -159,16 +143,22 @@ def test_what_was_collected_for_something_else_stays_and_is_used_when_that_is_as
     assert [one.sibling for one in again.rollouts_for(plan("run.4", **changes)).values()] == [0, 2]
 
 
-def test_rollouts_of_other_weights_are_set_aside_and_told(path: Path):
+def test_rollouts_of_other_weights_are_set_aside_under_names_of_their_own_and_told(path: Path):
     kept, told = left(path), []
     before = path.read_bytes()
-    assert begun(path, plan("run.2"), told, version=5).rollouts_for(plan("run.2")) == {}
+    spool = begun(path, plan("run.2"), told, version=5)
+    assert spool.rollouts_for(plan("run.2")) == {}
     (aside,) = path.parent.glob("*.unused-1.jsonl")
     assert aside.read_bytes() == before
     assert told == [
         f"{len(kept)} rollouts of {path.name} were collected by other weights, or their header is lost; they "
         f"are left in {aside.name}, unused"
     ]
+    spool.keep(finished(request("run.2", 0)))
+    begun(path, plan("run.3"), [], version=6)
+    assert [item.name[-14:] for item in sorted(path.parent.glob("*.unused-*"))] == [
+        "unused-1.jsonl", "unused-2.jsonl",
+    ]  # fmt: skip
 
 
 def test_a_rejected_rollout_leaves_those_of_other_plans_where_they_are(path: Path):
@@ -189,15 +179,6 @@ def test_the_header_of_an_earlier_version_names_its_requests_where_they_are_thes
     assert begun(path, plan("run.2")[:2], []).rollouts_for(plan("run.2")) == {}
     assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
     assert len(begun(path, plan("run.4")[:1], []).rollouts_for(plan("run.4"))) == 1
-
-
-def test_two_that_are_set_aside_have_two_names(path: Path):
-    left(path)
-    begun(path, plan("run.2"), [], version=5).keep(finished(request("run.2", 0)))
-    begun(path, plan("run.3"), [], version=6)
-    assert [item.name for item in sorted(path.parent.glob("*.unused-*"))] == [
-        "iteration_1.unused-1.jsonl", "iteration_1.unused-2.jsonl",
-    ]  # fmt: skip
 
 
 def test_a_rollout_that_a_kill_cut_short_is_asked_for_again(path: Path):
@@ -227,14 +208,6 @@ def test_a_rollout_that_does_not_fit_the_disk_is_not_kept_and_those_before_it_ar
     ):
         spool.keep(finished(request("run.2", 2)))
     assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
-
-
-def test_the_digests_of_a_plan_know_every_key_but_those_of_a_start():
-    digests = request_digests(plan("run.1"), ("http://a",))
-    assert list(digests) == ["train/1/0/0", "train/1/0/1", "train/1/0/2"]
-    assert request_digests(plan("run.9", gateway="http://b", key="x"), ("http://a", "http://b")) == digests
-    others = request_digests(plan("run.1", gateway="http://b"), ("http://a",))  # a foreign server
-    assert all(others[name] != digest for name, digest in digests.items())
 
 
 def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):

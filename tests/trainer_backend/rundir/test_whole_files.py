@@ -11,7 +11,7 @@ from tests.trainer_backend.pages.hand_made import FIRST
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunNotWritten
 from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
-from trainer_backend.rundir.files import append_line, replace_lines, replace_text
+from trainer_backend.rundir.files import append_line, replace_lines
 from trainer_backend.rundir.fixed_record import RemoteModel, begin_record
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import write_rollouts
@@ -50,38 +50,39 @@ def whole(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("write", "name"),
     [
-        (lambda run: run.replace_job(tiny_job()), "job.toml"),
-        (lambda run: run.forget_after(0), "metrics.jsonl"),
-        (lambda run: write_rollouts(run.rollouts_file("warmup"), FIRST), "rollouts/warmup.parquet"),
-        (lambda run: mark_best(BestMark(run.checkpoints / "iteration_1", 0.5)), "checkpoints/best.json"),
-        (lambda run: begin_record(run, {"a": RemoteModel("m", "http://x")}), "fixed_policies.json"),
+        (lambda run, n: run.replace_job(tiny_job(training__iterations=n)), "job.toml"),
+        (lambda run, n: run.forget_after(2 - n), "metrics.jsonl"),
+        (lambda run, n: write_rollouts(run.rollouts_file("warmup"), FIRST[:n]), "rollouts/warmup.parquet"),
+        (lambda run, n: mark_best(BestMark(run.checkpoints / "iteration_1", n)), "checkpoints/best.json"),
+        (lambda run, n: begin_record(run, {"a": RemoteModel(str(n), "http://x")}), "fixed_policies.json"),
     ],
 )
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_afterwards(
-    tmp_path: Path,
+def test_a_file_is_whole_on_the_disk_before_it_has_its_name_and_a_full_disk_leaves_the_one_before(
+    run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
-    write: Callable[[RunDirectory], None],
+    write: Callable[[RunDirectory, int], None],
     name: str,
 ):
-    run = create_run(tiny_job(), tmp_path / "run")
-    run.append_metrics({"kind": "iteration", "iteration": 1})
+    for iteration in range(3):
+        run.append_metrics({"kind": "iteration", "iteration": iteration})
+    write(run, 1)
+    before = (run.path / name).read_bytes()
+    with full_disk(), pytest.raises(RunNotWritten, match=f"{name} cannot be written"):
+        write(run, 2)
+    assert (run.path / name).read_bytes() == before
     disk = Disk(run.path, monkeypatch)
-    write(run)
+    write(run, 2)
     assert disk.heard == whole(name)
+    assert (run.path / name).read_bytes() != before
 
 
-def test_a_run_that_is_made_is_on_the_disk_with_all_that_makes_it_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_is_made_is_on_the_disk_with_all_that_makes_it_one(tmp_path, monkeypatch):
     disk = Disk(tmp_path / "run", monkeypatch)
     create_run(tiny_job(), tmp_path / "run")
     assert disk.heard == [*whole("job.toml"), *whole("run.json"), "flush .."]
 
 
-def test_a_resume_with_nothing_to_forget_writes_no_file_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_resume_with_nothing_to_forget_writes_no_file_again(run, monkeypatch):
     run.append_metrics({"kind": "iteration", "iteration": 1})
     append_to_ledger(run.path, LedgerEntry(1, 1, ("a",)))
     disk = Disk(run.path, monkeypatch)
@@ -89,19 +90,10 @@ def test_a_resume_with_nothing_to_forget_writes_no_file_again(
     assert disk.heard == []
 
 
-def test_the_first_line_of_a_file_is_on_the_disk_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_first_line_of_a_file_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
     disk = Disk(tmp_path, monkeypatch)
     for number in range(2):
         append_line(tmp_path / "a.jsonl", {"n": number}, durable=True)
     append_line(tmp_path / "b.jsonl", {"n": 0}, durable=False)
     replace_lines(tmp_path / "b.jsonl", [], durable=False)
     assert disk.heard == ["flush a.jsonl", "flush .", "flush a.jsonl", "rename .b.jsonl.tmp to b.jsonl"]
-
-
-def test_what_was_there_stays_when_the_disk_is_full(tmp_path: Path):
-    replace_text(tmp_path / "a", "before")
-    with full_disk(), pytest.raises(RunNotWritten, match="a cannot be written"):
-        replace_text(tmp_path / "a", "after")
-    assert (tmp_path / "a").read_text() == "before"

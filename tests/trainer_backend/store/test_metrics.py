@@ -30,9 +30,7 @@ def read(files: MetricsFiles, run: Path) -> list[int]:
         return list(file.points("iteration", "loss").iterations) if file.size else []
 
 
-def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewritten(
-    tmp_path: Path, parsed: list[bytes]
-):
+def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewritten(tmp_path, parsed):
     files, path = MetricsFiles(), tmp_path / METRICS_FILE
     for text, found, new in (
         (lines(1, 2, 3), [1, 2, 3], 3),

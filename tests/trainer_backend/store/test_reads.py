@@ -43,18 +43,10 @@ def test_jobs_are_told_what_their_metrics_say_before_a_sync_does(store: Store, r
     assert reads.refresh(store, []) == []
 
 
-def test_curves_are_named_by_their_kind(store: Store, job: Job):
-    assert reads.metric_names(store, job.id) == (
-        "app/finished/own",
-        "episode/outcome_reward",
-        "policy/version",
-        "time/collect_s",
-        "time/update_s",
-    )
+def test_curves_are_named_by_their_kind_and_come_by_name_or_by_the_beginning_of_it(store, job):
+    told = ("app/finished/own", "episode/outcome_reward", "policy/version", "time/collect_s", "time/update_s")
+    assert reads.metric_names(store, job.id) == told
     assert reads.metric_names(store, job.id, "evaluation") == ("eval/outcome_reward",)
-
-
-def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
     found = reads.series(store, [job.id], ["time/*", "policy/version", "nowhere"])[job.id]
     assert list(found) == ["policy/version", "time/collect_s", "time/update_s"]
     numbers = (1.0, 2.0)
@@ -115,9 +107,7 @@ def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: Job):
         assert ids(store, job, RolloutFilter(**where)) == found, where
 
 
-def test_a_count_is_exact_by_facets_and_bounded_otherwise(
-    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_count_is_exact_by_facets_and_bounded_otherwise(store, job, monkeypatch):
     monkeypatch.setattr(reads_rollouts, "MOST_COUNTED", 3)
     for where, counted in (
         (RolloutFilter(), (7, True)),
@@ -200,11 +190,13 @@ def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: S
             reads_rollouts.rollout(store, job.id, name)
 
 
-def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: Job):
+def test_siblings_are_those_of_the_same_group_and_iteration_and_who_learned_from_one_is_told(store, job):
     row = reads_rollouts.rollout(store, job.id, "train/2/0/1")
     found = reads_rollouts.siblings(store, job.id, row)
     assert [item.rollout_id for item in found] == [f"run/train/2/0/{n}" for n in range(3)]
     assert row in found
+    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/1") == 2
+    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/2") is None  # it failed
 
 
 def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store, job: Job):
@@ -217,11 +209,6 @@ def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store,
     }
     assert [item.advantage for item in found["s"]] == [0.5, -0.5, -0.25]
     assert reads_rollouts.anchors(store, job.id, row, "s", limit=2) == found["s"][:2]
-
-
-def test_what_an_update_learned_from_is_told(store: Store, job: Job):
-    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/1") == 2
-    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/2") is None  # it failed
 
 
 def count_questions(store: Store, *reads: Callable[[], object]) -> list[int]:
@@ -256,9 +243,7 @@ def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, jo
             read(store, [job.id, "nobody"])
 
 
-def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
-    store: Store, run: RunDirectory, job: Job
-):
+def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(store, run, job):
     def questions() -> list[int]:
         row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
         return count_questions(
@@ -305,9 +290,7 @@ def three(store: Store, job: Job, tmp_path: Path) -> None:
     sync_run(store, made.id, run)
 
 
-def test_the_list_of_runs_is_sorted_by_each_column_and_those_without_a_value_come_last(
-    store: Store, three: None
-):
+def test_the_list_of_runs_is_sorted_by_each_column_and_those_without_a_value_come_last(store, three):
     expected = {"created": "abc", "name": "abc", "iteration": "bca", "finished": "acb", "outcome": "cab"}
     for sort, ascending in {**expected, "evaluation": "abc", "state": "cab"}.items():
         found = "".join(listed(store, sort=sort, descending=False))

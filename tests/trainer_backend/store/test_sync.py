@@ -2,7 +2,6 @@
 
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,7 @@ def count(store: Store, name: str) -> int:
         return connection.scalar(select(func.count()).select_from(METADATA.tables[name])) or 0
 
 
-def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
-    store: Store, run: RunDirectory, job: str
-):
+def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(store, run, job):
     for iteration in (1, 2):
         finish(run, iteration)
     evaluate(run, 2, 3.0)
@@ -62,9 +59,7 @@ def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
     assert {name: count(store, name) for name in METADATA.tables} == rows
 
 
-def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
-    store: Store, run: RunDirectory, job: str, tmp_path: Path
-):
+def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(store, run, job, tmp_path):
     sync_run(store, job, run)
     for iteration in (1, 2, 3):
         finish(run, iteration)
@@ -76,9 +71,7 @@ def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
     late.close()
 
 
-def test_what_a_resumed_run_forgot_is_forgotten_and_its_rows_get_numbers_above_the_old_ones(
-    store: Store, run: RunDirectory, job: str
-):
+def test_what_a_resumed_run_forgot_is_forgotten_and_its_rows_get_numbers_above_the_old_ones(store, run, job):
     for iteration in (1, 2, 3):
         finish(run, iteration)
     sync_run(store, job, run)
@@ -95,9 +88,7 @@ def test_what_a_resumed_run_forgot_is_forgotten_and_its_rows_get_numbers_above_t
     assert reads_rollouts.learning_iteration(store, job, "run/train/3/0/0") is None
 
 
-def test_a_run_that_begins_again_with_a_file_of_the_same_size_is_seen(
-    store: Store, run: RunDirectory, job: str
-):
+def test_a_run_that_begins_again_with_a_file_of_the_same_size_is_seen(store, run, job):
     run.append_metrics(metrics_row(1, **{"loss/kl": 0.25}))
     sync_run(store, job, run)
     size = run.metrics_file.stat().st_size
@@ -162,9 +153,7 @@ def test_a_job_that_is_gone_is_told_and_takes_its_run_with_it(store: Store, run:
         sync_run(store, job, run)
 
 
-def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
-    store: Store, run: RunDirectory, job: str, together: Callable[..., list[Any]]
-):
+def test_syncs_of_one_run_at_the_same_time_bring_everything_once(store, run, job, together):
     for iteration in (1, 2):
         finish(run, iteration)
     together(4, lambda _: sync_run(store, job, run))

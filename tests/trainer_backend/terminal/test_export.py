@@ -128,9 +128,7 @@ def test_an_export_without_a_row_leaves_nothing_and_says_why(run: RunDirectory, 
     assert set(tmp_path.iterdir()) == before
 
 
-def test_a_file_that_is_damaged_or_removed_meanwhile_is_named_and_not_the_one_that_is_written(
-    run: RunDirectory, tmp_path: Path
-):
+def test_a_file_that_is_damaged_or_removed_meanwhile_is_named_and_not_the_one_that_is_written(run, tmp_path):
     broken = run.rollouts_file("warmup")
     broken.write_bytes(b"PAR1 but no more")
     with pytest.raises(RunDirectoryError, match=f"^{broken} cannot be read: "):

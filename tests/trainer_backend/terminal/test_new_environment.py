@@ -81,9 +81,7 @@ def test_it_is_served_and_plays_a_random_episode_with_its_frames_over_http(path:
     assert not any(step["step_info"]["invalid_reason"] for step in trajectory["steps"])
 
 
-def test_its_job_trains_also_from_the_parent_folder_which_has_a_folder_of_its_name(
-    folder: Path, path: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_its_job_trains_also_from_the_parent_folder_which_has_a_folder_of_its_name(folder, path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
     small = (
         "training.iterations=1", "training.group_size=2", "rollout.episodes_per_batch=4",
@@ -126,9 +124,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
         ("none", "makes a class that Python does not allow"),
     ],
 )
-def test_a_name_that_cannot_be_imported_or_means_something_else_already_is_refused(
-    tmp_path: Path, name: str, reason: str
-):
+def test_a_name_that_cannot_be_imported_or_means_something_else_already_is_refused(tmp_path, name, reason):
     with pytest.raises(JobError, match=reason):
         write_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []

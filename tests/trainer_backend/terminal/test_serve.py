@@ -67,9 +67,7 @@ def test_a_run_serves_its_best_checkpoint_until_it_is_stopped(trained):
             stranger.models.list()
 
 
-def test_a_model_folder_is_served_without_a_job_and_to_this_machine_without_a_key(
-    model_folders: Mapping[str, Path],
-):
+def test_a_model_folder_is_served_without_a_job_and_to_this_machine_without_a_key(model_folders):
     loaded, folder = what_to_serve(model_folders["llama"], None, ["model.device=cpu"])
     job = loaded.config
     with (
@@ -112,9 +110,7 @@ def test_serving_needs_one_copy_of_the_model_and_its_cache(trained):
     assert replace(policy.plan, free=4 * weights - 1).shortage() is not None
 
 
-def test_what_cannot_be_served_is_told_before_anything_is_loaded(
-    tmp_path: Path, model_folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_served_is_told_before_anything_is_loaded(tmp_path, model_folders, monkeypatch):
     with pytest.raises(ModelFolderError, match=r"config\.json: it cannot be read"):
         what_to_serve(tmp_path, None, [])
     with pytest.raises(RunDirectoryError, match="no checkpoint yet"):

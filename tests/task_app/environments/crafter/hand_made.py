@@ -70,14 +70,11 @@ def draws_between(before: CrafterEngine, after: CrafterEngine, most: int = 4000)
     raise AssertionError(f"no meeting within {most} draws")
 
 
-def played_games() -> list[str]:
-    """The fingerprints of two games of 300 steps."""
-    prints = []
-    for seed in (3, 11):
-        engine, rng = CrafterEngine(seed), np.random.default_rng(seed)
-        engine.reset()
-        for _ in range(300):
-            engine.inventory.update(health=9, food=9, drink=9, energy=9)
-            engine.act(int(rng.integers(17)))
-        prints.append(fingerprint(engine))
-    return prints
+def played_game() -> str:
+    """The fingerprint of a game of 300 steps."""
+    engine, rng = CrafterEngine(11), np.random.default_rng(11)
+    engine.reset()
+    for _ in range(300):
+        engine.inventory.update(health=9, food=9, drink=9, energy=9)
+        engine.act(int(rng.integers(17)))
+    return fingerprint(engine)

@@ -195,21 +195,17 @@ def test_a_document_of_ten_megabytes_is_searched():
     assert len(told(environment, "loadDocument")) < 20_100
 
 
-def test_a_chunk_ends_behind_the_last_white_space_that_fits():
-    # 10 characters would end inside "four"
-    text = "one two four five"
-    assert [text[a:b] for a, b in cut_into_chunks(text, size=10, overlap=0).spans] == [
-        "one two ",
-        "four five",
-    ]
-
-
-def test_a_word_longer_than_a_chunk_is_cut():
-    assert cut_into_chunks("a" * 25, size=10, overlap=0).spans == ((0, 10), (10, 20), (20, 25))
-
-
-def test_an_overlap_repeats_the_end_of_the_chunk_before():
-    assert cut_into_chunks("a" * 25, size=10, overlap=4).spans == ((0, 10), (6, 16), (12, 22), (18, 25))
+@pytest.mark.parametrize(
+    ("text", "overlap", "spans"),
+    [
+        ("one two four five", 0, ((0, 8), (8, 17))),  # 10 characters would end inside "four"
+        ("a" * 25, 0, ((0, 10), (10, 20), (20, 25))),
+        ("a" * 25, 4, ((0, 10), (6, 16), (12, 22), (18, 25))),
+    ],
+    ids=["white space", "a long word", "an overlap"],
+)
+def test_a_chunk_of_10_characters_ends_behind_the_last_white_space_that_fits(text, overlap, spans):
+    assert cut_into_chunks(text, size=10, overlap=overlap).spans == spans
 
 
 @given(st.text("ab \n", max_size=300), st.integers(2, 40), st.integers(0, 20))
@@ -240,9 +236,9 @@ def test_the_chunk_with_the_rarer_word_is_found_first_and_ties_go_to_the_earlier
     assert index.hits("HARBOUR", at_most=1) == [3]
 
 
-@pytest.mark.parametrize("texts", [["..."], ["", "- -"], ["words here"]])
-def test_words_that_stand_nowhere_find_nothing(texts):
-    assert SearchIndex(texts).hits("absent", at_most=5) == []
+def test_words_that_stand_nowhere_find_nothing():
+    for texts in (["..."], ["", "- -"], ["words here"]):
+        assert SearchIndex(texts).hits("absent", at_most=5) == []
 
 
 def test_a_snippet_shows_where_most_words_of_the_query_stand_together():

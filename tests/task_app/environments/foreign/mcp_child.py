@@ -1,18 +1,23 @@
 """An MCP server of a process by hand: `python mcp_child.py HOW [FILE]` says how it answers its first call.
 
-FILE is written when its stdin closes, or as HOW says.
+FILE is written when its stdin closes, or as HOW says. HOW `game` is the game of mcp_server.py, without the
+package `mcp`, which is slow to import.
 """
 
 import itertools
 import json
 import os
+import random
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-TOOL = {"name": "step", "inputSchema": {"type": "object", "properties": {"move": {}}}}
+
+def tool(name: str, argument: str, **schema: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {argument: schema}, "required": [argument]}
+    return {"name": name, "inputSchema": parameters}
 
 
 def say(text: str) -> None:
@@ -100,19 +105,43 @@ HOWS = {
     "only_tells": only_tells,
     "closes": lambda request_id: sys.exit(),
     "large": lambda request_id: say("x" * 100_000_000),
-    "answers_another": lambda request_id: answer(request_id + 1, {}),
 }
 
 
+class Game:
+    """A right guess pays 1 and ends the episode, a wrong one costs 0.1."""
+
+    own = 0
+
+    def answer(self, request_id: Any, call: Any) -> None:
+        ((_, number),) = call["arguments"].items()
+        if call["name"] == "start":
+            self.own = random.Random(number).randint(0, 9)
+            answer(request_id, {"content": [{"type": "text", "text": "a number from 0 to 9"}]})
+        elif number < 0:
+            told = {"type": "text", "text": "there is no such number"}
+            answer(request_id, {"isError": True, "content": [told]})
+        else:
+            hint = "right" if number == self.own else "higher" if number < self.own else "lower"
+            reply = {"hint": hint, "reward": 1.0 if hint == "right" else -0.1, "done": hint == "right"}
+            text = {"type": "text", "text": json.dumps(reply)}
+            answer(request_id, {"content": [text], "structuredContent": reply})
+
+
 def main(how: str, file: str | None = None) -> None:
-    results: dict[str, Any] = {"tools/list": {"tools": [TOOL]}}
+    game, tools = Game(), [tool("step", "move")]
+    if how == "game":
+        tools = [tool("start", "seed", type="integer"), tool("guess", "number", type="integer")]
+    results: dict[str, Any] = {"tools/list": {"tools": tools}}
     if how == "newer":
         results["initialize"] = {"protocolVersion": "2099-01-01"}
     methods = []
     for line in sys.stdin:
         asked = json.loads(line)
         methods.append(asked["method"])
-        if asked["method"] == "tools/call":
+        if asked["method"] == "tools/call" and how == "game":
+            game.answer(asked["id"], asked["params"])
+        elif asked["method"] == "tools/call":
             HOWS[how](asked["id"])
         elif "id" in asked:
             answer(asked["id"], results.get(asked["method"], {}))

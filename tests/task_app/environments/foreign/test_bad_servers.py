@@ -1,26 +1,19 @@
 """Foreign servers that misbehave: the rollout fails with a reason, and is never scored."""
 
 import json
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 from websockets.sync.server import ServerConnection, serve
 
-from service_kit.output import MAX_LOG_BYTES
-from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
-from task_app.protocols import Environment, ToolRequest
+from task_app.protocols import ToolRequest
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.environments.foreign.contracts import environment
 from tests.task_app.rollout_client import accept, wait_for_all
@@ -72,7 +65,6 @@ BAD = {
     "hangs": (lambda connection: None, "did not answer within 2 s"),
     "closes": (lambda connection: connection.close(), "closed its socket in mid-episode"),
     "large": (says("x" * 100_000_000), "answered more than 10000 bytes"),
-    "unknown": (says({"type": "state", "data": {}}), "speaks another protocol"),
     "broken": (
         says({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "oh"}}),
         "answered EXECUTION_ERROR to step: oh",
@@ -114,41 +106,19 @@ def test_an_action_that_the_server_refuses_is_a_no_op():
 
 
 @pytest.mark.parametrize(
-    ("schema", "sentence"),
+    ("move", "sentence"),
     [
-        ("<html>", "answered no JSON"),
-        ('{"action": {"properties": {}}}', "neither MCP tools nor an action with fields"),
-        ('{"action": {"properties": {"move": {"type": "nonsense"}}}}', "the schema of tool 'step' is none"),
-        ('{"action": [1]}', "action is [1] (list); it should be an object"),
+        ({"type": "nonsense"}, "the schema of tool 'step' is none"),
+        ({"$ref": "http://127.0.0.1:1/secret"}, "refers to what it does not define"),  # and is never fetched
+        ({"$ref": "#/properties/move"}, "the schema of tool 'step' cannot be applied: "),
     ],
 )
-def test_a_server_of_something_else_is_told_as_such(schema, sentence):
-    with openenv(says(START), schema.encode) as name, pytest.raises(ForeignFailed) as failed:
-        environment(name).reset(0)
-    assert sentence in failed.value.detail
-
-
-@pytest.mark.parametrize(
-    ("reference", "sentence"),
-    [
-        ("http://127.0.0.1:1/secret", "refers to what it does not define"),  # and is never fetched
-        ("#/properties/move", "the schema of tool 'step' cannot be applied: "),
-    ],
-)
-def test_a_schema_with_a_bad_reference_fails_the_episode_and_is_no_mistake_of_the_model(reference, sentence):
-    schema = json.dumps({"action": {"properties": {"move": {"$ref": reference}}}})
-    with openenv(says(START), schema.encode) as name:
+def test_a_bad_schema_fails_the_episode_and_is_no_mistake_of_the_model(move, sentence):
+    schema = json.dumps({"action": {"properties": {"move": move}}})
+    with openenv(says(START), schema.encode) as name, pytest.raises(ForeignFailed, match=sentence):
         foreign = environment(name)
         foreign.reset(0)
-        with pytest.raises(ForeignFailed, match=sentence):
-            foreign.step((ToolRequest("step", {"move": "up"}, '{"move": "up"}'),))
-
-
-def test_an_unreachable_server_is_told_as_such():
-    with openenv(says(START)) as name:
-        pass
-    with pytest.raises(ForeignFailed, match="ConnectError"):
-        environment(name).reset(0)
+        foreign.step((ToolRequest("step", {"move": "up"}, '{"move": "up"}'),))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +135,6 @@ def test_a_request_names_no_host_beyond_the_operators_list(name, kind):
     with pytest.raises(kind) as refused:
         environment(name)
     assert refused.value.where == "env_name"
-    assert "secret" not in refused.value.detail or kind is InvalidRequest
 
 
 class Mcp(BaseHTTPRequestHandler):
@@ -181,13 +150,8 @@ class Mcp(BaseHTTPRequestHandler):
     call: "McpAnswer"
     leave: "McpAnswer"
 
-    def parse_request(self) -> bool:
-        is_one = super().parse_request()
-        if is_one:
-            self.keys.append(self.headers["x-key"])
-        return is_one
-
     def do_POST(self) -> None:
+        self.keys.append(self.headers["x-key"])
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         results = {"tools/list": {"tools": [{"name": "step", "inputSchema": {"type": "object", **MOVE}}]}}
         if asked["method"] == "tools/call":
@@ -196,14 +160,11 @@ class Mcp(BaseHTTPRequestHandler):
             self.answers(message(asked.get("id"), results.get(asked["method"], {})))
 
     def do_DELETE(self) -> None:
+        self.keys.append(self.headers["x-key"])
         self.leave(None)
 
-    def answers(self, text: str, *, kind: str = "application/json", length: int | None = None) -> None:
-        """
-        Args:
-            length: that is promised; by default there is as much.
-        """
-        self.begins(kind, len(text) if length is None else length)
+    def answers(self, text: str, *, kind: str = "application/json") -> None:
+        self.begins(kind, len(text))
         self.wfile.write(text.encode())
 
     def begins(self, kind: str, length: int | None = None) -> None:
@@ -248,23 +209,8 @@ def only_pings(handler: Mcp, request_id: Any) -> None:
 
 
 def closes_in_the_middle(handler: Mcp, request_id: Any) -> None:
-    text = message(request_id, {})
-    handler.answers(text[:10], length=len(text))
-
-
-def closes(handler: Mcp, request_id: Any) -> None:
-    handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def much(kind: str, start: str) -> McpAnswer:
-    """100 MB, or as much of it as the reader takes."""
-
-    def call(handler: Mcp, request_id: Any) -> None:
-        handler.begins(kind)
-        with suppress(OSError):
-            handler.wfile.write(start.encode() + b"x" * 100_000_000)
-
-    return call
+    handler.begins("application/json", 100)
+    handler.wfile.write(b'{"jsonrpc"')
 
 
 def a_byte_too_much(handler: Mcp, request_id: Any) -> None:
@@ -293,16 +239,9 @@ def mcp(
 BAD_MCP: dict[str, tuple[McpAnswer, str]] = {
     "hangs": (hangs, "did not answer within 2 s"),
     "only_pings": (only_pings, "did not answer within 2 s"),
-    "closes": (closes, "RemoteProtocolError: Server disconnected without sending a response"),
     "closes_in_the_middle": (closes_in_the_middle, "peer closed connection"),
     "ends_its_events": (lambda handler, _: handler.answers(": ping\n\n", kind=EVENTS), "no JSON"),
-    "large": (much("application/json", ""), "answered more than 10000 bytes"),
-    "large_events": (much(EVENTS, "data: "), "answered more than 10000 bytes"),
     "a_byte_too_much": (a_byte_too_much, "answered more than 10000 bytes"),
-    "answers_another": (
-        lambda handler, number: handler.answers(message(number + 1, {})),
-        "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
-    ),
     "events_of_another": (
         lambda handler, _: handler.answers(f"data: {message(True, {})}\n\n", kind=EVENTS),
         "the answer to tools/call: id is True (bool); it should be 3, that of the request",
@@ -315,7 +254,6 @@ BAD_MCP: dict[str, tuple[McpAnswer, str]] = {
         results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
         "reward is nan (float); it should be a finite number",
     ),
-    "broken": (lambda handler, _: handler.send_error(500, "oh"), "answered 500 to POST"),
 }
 
 
@@ -324,128 +262,6 @@ def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left
     call, sentence = BAD_MCP[how]
     with mcp(call) as name:
         fails_and_is_left(name, "Go.", sentence, {"task": "Go."})
-
-
-def child(how: str, *arguments: str) -> dict[str, McpServer]:
-    """The server `child` of a process that answers its first call so."""
-    command = (str(Path(__file__).with_name("mcp_child.py")), how, *arguments)
-    return {"child": McpServer(command=sys.executable, args=command)}
-
-
-def paid_once(servers: dict[str, McpServer], **reach: Any) -> Environment:
-    """An episode in that process, whose first call paid 1."""
-    foreign = environment("mcp:child", mcp_servers=servers, **reach)
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
-    return foreign
-
-
-BAD_CHILD = {
-    "hangs": "did not answer within 2 s",
-    "only_tells": "did not answer within 2 s",
-    "closes": "has ended its process",
-    "large": "answered more than 10000 bytes",
-    "did_not_read": "what?",
-    "answers_another": "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
-}
-
-
-@pytest.mark.parametrize("how", BAD_CHILD)
-def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_left(how):
-    fails_and_is_left("mcp:child", "Go.", BAD_CHILD[how], {"task": "Go."}, mcp_servers=child(how))
-
-
-def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
-    foreign = paid_once(child("reads_no_more"), environment_deadline_s=2.0)
-    large = "x" * 1_000_000  # more than a pipe holds
-    with pytest.raises(ForeignDeadline, match="did not answer within 2 s"):
-        foreign.step((ToolRequest("step", {"move": large}, json.dumps({"move": large})),))
-    foreign.close()
-
-
-@pytest.mark.parametrize("how", ["goes_at_a_signal", "ignores_a_signal"])
-def test_the_end_of_the_service_tells_a_process_amid_a_call_that_hangs_to_end_and_kills_it(how, tmp_path):
-    file = tmp_path / "left"
-    foreign = paid_once(child(how, str(file)), environment_deadline_s=60.0)
-    with ThreadPoolExecutor(1) as pool:
-        step = pool.submit(foreign.step, CALL)
-        end_all(1.0)
-        with pytest.raises(ForeignFailed, match="has ended its process"):
-            step.result(20)
-    foreign.close()
-    assert file.exists() == (how == "goes_at_a_signal")
-
-
-def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(tmp_path, monkeypatch):
-    monkeypatch.setenv("ENVIRONMENT_API_KEY", "secret")
-    folder = str(tmp_path.resolve())
-    server = child("shows")["child"].model_copy(update={"cwd": folder, "env": {"HERE": folder}})
-    paid_once({"child": server}).close()
-
-
-@pytest.mark.parametrize(
-    ("how", "last"),
-    [("asks", "left"), ("goes_at_a_signal", "told")],
-    ids=["it may ask and tell in mid-call", "it outlives its stdin, and is told before it is killed"],
-)
-def test_an_mcp_process_ends_by_itself_or_by_a_signal(how, last, tmp_path):
-    file = tmp_path / "left"
-    foreign = paid_once(child(how, str(file)))
-    assert not file.exists()
-    foreign.close()
-    assert file.read_text() == last
-
-
-def test_an_mcp_process_that_floods_its_stderr_is_drained_into_the_log_up_to_a_bound():
-    with capture_logs() as logs:
-        paid_once(child("floods")).close()
-    assert {entry["environment"] for entry in logs} == {"mcp:child"}
-    logged = sum(len(entry["text"]) for entry in logs if entry["event"] == "environment_printed")
-    (left_out,) = [entry for entry in logs if entry["event"] == "environment_prints_left_out"]
-    assert 0 < logged <= MAX_LOG_BYTES and left_out["bytes"] > 19_900_000
-    assert left_out["last"].endswith("has paid")
-
-
-def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything(tmp_path):
-    file = tmp_path / "asked"
-    with pytest.raises(ForeignFailed, match="2099-01-01"):
-        environment("mcp:child", mcp_servers=child("newer", str(file))).reset(0)
-    assert file.read_text() == "initialize", "it is written when its stdin closes"
-
-
-def test_an_mcp_process_that_does_not_start_is_told_as_such():
-    servers = {
-        "gone": McpServer(command="/nowhere/server"),
-        "dies": McpServer(command="false"),
-        "odd": McpServer(command="true", env={"A=B": ""}),
-    }
-    with pytest.raises(ForeignFailed, match=r"TURNWISE_MCP_SERVERS .*/nowhere"):
-        environment("mcp:gone", mcp_servers=servers).reset(0)
-    with pytest.raises(ForeignFailed, match="illegal environment variable name"):
-        environment("mcp:odd", mcp_servers=servers).reset(0)
-    with pytest.raises(ForeignFailed, match="mcp:dies has ended its process"):
-        environment("mcp:dies", mcp_servers=servers).reset(0)
-
-
-@pytest.mark.parametrize(
-    ("name", "detail"),
-    [
-        ("files", "'files' is no URL, and no MCP server"),
-        ("off", "MCP server 'off' is disabled"),
-        ("none", "MCP server 'none' has neither a command nor a url"),
-        ("old", "MCP server 'old' speaks sse"),
-    ],
-)
-def test_a_request_reaches_no_server_beyond_the_operators_file(name, detail):
-    servers = {
-        "off": child("hangs")["child"].model_copy(update={"disabled": True}),
-        "none": McpServer(),
-        "old": McpServer(url="https://far.example/mcp", type="sse"),
-    }
-    with pytest.raises(InvalidRequest) as refused:
-        environment(f"mcp:{name}", mcp_servers=servers)
-    assert (refused.value.where, detail in refused.value.detail) == ("env_name", True)
-    assert "far.example" not in refused.value.detail + refused.value.hint + repr(servers)
 
 
 def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_tells_either():
@@ -513,44 +329,16 @@ def test_the_reward_of_a_tool_without_an_output_schema_stands_in_its_text(result
         foreign.close()
 
 
-@contextmanager
-def openenv_that_closes() -> Iterator[str]:
-    """It pays 1 for the first call, and closes its socket at the second."""
-    first = iter([says(paid(1.0, at=1)), BAD["closes"][0]])
-    with openenv(lambda connection: next(first)(connection)) as name:
-        yield name
-
-
-@contextmanager
-def mcp_that_closes() -> Iterator[str]:
-    """It pays 1 for the first call, and closes in the middle of the second."""
-    first = iter([pays(1.0), closes_in_the_middle])
-    with mcp(lambda handler, request_id: next(first)(handler, request_id)) as name:
-        yield name
-
-
-@pytest.mark.parametrize("server", [openenv_that_closes, mcp_that_closes])
-async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing(server):
-    def act():
-        return PlannedPolicy({"type": "tool_call", "name": "step", "arguments": {"move": 1}})
-
-    with server() as name:
-        async with running_app(boards(act=act)) as client:
-            await accept(
-                client,
-                rollout(
-                    "bad",
-                    env={"env_name": name, "config": {"prompts": "fresh"}},
-                    policy={"policy_name": "act"},
-                ),
-            )
+async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing():
+    answers = iter([pays(1.0), closes_in_the_middle])
+    move = {"type": "tool_call", "name": "step", "arguments": {"move": 1}}
+    with mcp(lambda handler, request_id: next(answers)(handler, request_id)) as name:
+        env = {"env_name": name, "config": {"prompts": "fresh"}}
+        async with running_app(boards(act=lambda: PlannedPolicy(move))) as client:
+            await accept(client, rollout("bad", env=env, policy={"policy_name": "act"}))
             bad = (await wait_for_all(client, 1))["bad"]
-    assert (bad.status, bad.failure.code, bad.failure.decisions_done) == (
-        "failed",
-        "foreign_environment_failed",
-        1,
-    )
-    assert bad.trajectory is None
+    assert (bad.status, bad.trajectory) == ("failed", None)
+    assert (bad.failure.code, bad.failure.decisions_done) == ("foreign_environment_failed", 1)
 
 
 def test_an_mcp_server_that_hangs_when_it_is_left_delays_no_caller():

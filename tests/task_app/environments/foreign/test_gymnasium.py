@@ -98,6 +98,7 @@ def act(*actions):
 @pytest.mark.parametrize("promise", PROMISES)
 def test_one_that_tells_its_state_keeps_the_contract_of_snapshots_too(promise):
     assert isinstance(environment("gymnasium:Rooms-v0"), RestorableEnvironment)
+    assert not isinstance(environment("gymnasium:FrozenLake-v1"), RestorableEnvironment)
     keeps(promise, "gymnasium:Rooms-v0")
 
 
@@ -120,10 +121,6 @@ def test_the_registered_limit_truncates_also_after_a_restored_moment():
     other.restore(rooms.snapshot())
     assert not other.step(act(0, 0)).truncated
     assert other.step(act(0)).truncated
-
-
-def test_without_get_state_there_are_no_snapshots():
-    assert not isinstance(environment("gymnasium:FrozenLake-v1"), RestorableEnvironment)
 
 
 def test_names_of_actions_replace_their_numbers():
@@ -251,7 +248,8 @@ def test_a_name_reaches_nothing_but_what_is_registered_and_can_be_made(env_name,
     assert sentence in refused.value.detail
 
 
-def test_a_missing_package_is_named_with_its_extra():
+def test_without_the_package_all_else_is_loaded_and_it_is_named_with_its_extra():
+    # In a process of its own: here all modules are loaded with it.
     code = """
 import sys
 sys.modules["gymnasium"] = None

@@ -1,6 +1,7 @@
-"""`target_kl` and the schedule `desired_kl` on a real tiny model: which steps are taken, and how large."""
+"""The steps of an update on a real tiny model: what is scored before them, which are taken, and how large."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -12,6 +13,7 @@ import torch
 from tests.trainer_backend.learner.hand_made import (
     SIZE,
     are_equal,
+    copy_tensors,
     make_config,
     make_episodes,
     make_learner,
@@ -20,13 +22,102 @@ from tests.trainer_backend.learner.hand_made import (
 from tests.trainer_backend.segment_columns import make_batch
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
+from trainer_backend.errors import NonFiniteLoss, SamplerMismatch
 from trainer_backend.learner import step_size
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
 from trainer_backend.learner.step_size import RATE_FILE, kl_of_decisions, sample_decisions
 from trainer_backend.learner.stepping import Scored
+from trainer_backend.learner.update import LogprobCache
 from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
+
+ADVANTAGES = [1.0, -0.5, 0.25, -1.0]
+TOKENS = 5  # of each episode
+
+
+def off_by(episodes: list[CreditedEpisode], nats: float) -> list[CreditedEpisode]:
+    """As if their sampler had found every token likelier than the learner does."""
+    return [
+        replace(item, segments=[replace(part, logprobs=part.logprobs + nats)])
+        for item in episodes
+        for part in item.segments
+    ]
+
+
+def scored_before(learner: LocalLearner, episodes: list[CreditedEpisode]) -> LogprobCache:
+    """The log-probs of a pass of their own, with which no step has to score."""
+    rows = learner.scorer.score([item.segments[0] for item in episodes], SIZE)
+    return LogprobCache({item.rollout_id: [row] for item, row in zip(episodes, rows, strict=True)})
+
+
+# Steps of all episodes, of two, and pieces of one.
+CUTS = {
+    "one step": {"training__update_passes": 1},
+    "two passes": {"training__update_passes": 2},
+    "steps of two": {"training__update_passes": 2, "training__batch_decisions": 2},
+    "pieces": {"training__row_tokens": 16, "training__micro_batch_tokens": 64, "training__update_passes": 1},
+}
+
+
+@pytest.mark.parametrize("level", ["token", "decision", "episode"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_update_is_that_of_segments_that_were_scored_before_it(tokenizer, cut: str, level: str):
+    settings = {**CUTS[cut], "training__behaviour_weight_level": level, "training__kl_coef": 0.1}
+    own, before = make_learner(tokenizer, **settings), make_learner(tokenizer, **settings)
+    episodes = off_by(make_episodes(own, ADVANTAGES), -0.3)  # weights of 1.35
+    found = own.update(episodes, iteration=1)
+    expected = before.policy_update().run(episodes, iteration=1, cache=scored_before(before, episodes))
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    other = before.weights()
+    for name, tensor in own.weights().items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("cut", "settings", "scored", "stepped"),
+    [
+        ("one step", {}, 0, 4),
+        ("two passes", {}, 0, 8),
+        ("steps of two", {}, 2, 8),
+        ("one step", {"algorithm__ratio_level": "episode"}, 4, 4),
+        ("one step", {"lora__rank": 4, "lora__dropout": 0.5}, 4, 4),
+    ],
+)
+def test_only_what_the_first_step_lacks_or_cannot_score_is_scored_before_it(
+    tokenizer, cut: str, settings: dict, scored: int, stepped: int
+):
+    learner, seen = make_learner(tokenizer, **CUTS[cut], **settings), []
+    episodes = make_episodes(learner, ADVANTAGES)
+    learner.model.get_input_embeddings().register_forward_hook(
+        lambda _, given, __: seen.append(given[0].numel())
+    )
+    learner.update(episodes, iteration=1)
+    assert sum(seen) == TOKENS * (scored + stepped)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_token_that_was_sampled_otherwise_is_found_before_a_step_is_taken(tokenizer, cut: str):
+    learner = make_learner(tokenizer, **CUTS[cut], training__mismatch_limit=0.01)
+    episodes = make_episodes(learner, ADVANTAGES)
+    for number in range(len(episodes)):  # in the first step or not
+        before = copy_tensors(learner)
+        (bad,) = off_by(episodes[number : number + 1], 0.1)
+        told = rf"rollout r{number}, turn 1.*beyond it: 2 of 8 tokens"
+        with pytest.raises(SamplerMismatch, match=told) as caught:
+            learner.update([*episodes[:number], bad, *episodes[number + 1 :]], iteration=1)
+        assert caught.value.steps_taken == 0, "so the run saves what it has"
+        assert are_equal(learner.model.state_dict(), before)
+
+
+def test_log_probs_that_are_not_finite_are_named_before_they_reach_a_gradient(tokenizer):
+    learner = make_learner(tokenizer, **CUTS["one step"])
+    episodes = make_episodes(learner, ADVANTAGES)
+    (bad,) = off_by(episodes[:1], float("nan"))
+    with pytest.raises(NonFiniteLoss, match=r"rollout r0, turn 1, token 3: the sampler's log-prob is nan"):
+        learner.update([bad, *episodes[1:]], iteration=1)
+    assert all(weight.grad is None for weight in learner.model.parameters())
 
 
 def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpisode:
@@ -35,24 +126,16 @@ def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpiso
     return CreditedEpisode(name, [segment(name, [5, 6], [20], [own])], [advantage])
 
 
-def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
-    free, held = (
-        make_learner(tokenizer, training__update_passes=5, training__entropy_coef=0.0, **limit)
-        for limit in ({}, {"training__target_kl": 1e-9})
+def test_the_step_that_finds_it_too_far_and_those_after_it_are_skipped_and_counted(tokenizer):
+    free, held, once = (
+        make_learner(tokenizer, training__update_passes=passes, training__entropy_coef=0.0, **limit)
+        for passes, limit in ((5, {}), (5, {"training__target_kl": 1e-9}), (1, {}))
     )
-    went_on = free.update([episode(free, "r", 1.0)], iteration=1)
-    stopped = held.update([episode(held, "r", 1.0)], iteration=1)
+    went_on, stopped, _ = (one.update([episode(one, "r", 1.0)], iteration=1) for one in (free, held, once))
     assert (went_on["optim/steps"], went_on["optim/steps_skipped"]) == (5, 0)
     assert (stopped["optim/steps"], stopped["optim/steps_skipped"]) == (1, 4)
     assert stopped["loss/kl_to_proximal"] > 1e-9
     assert stopped["loss/approx_kl"] < 1e-9  # the mean over the steps taken: the first began at the proximal
-
-
-def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
-    once = make_learner(tokenizer, training__update_passes=1)
-    held = make_learner(tokenizer, training__update_passes=5, training__target_kl=1e-9)
-    for learner in (once, held):
-        learner.update([episode(learner, "r", 1.0)], iteration=1)
     assert are_equal(once.weights(), held.weights())
 
 

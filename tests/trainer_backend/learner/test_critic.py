@@ -1,4 +1,7 @@
-"""The critic on a real tiny model: what it learns, what it leaves alone, what a checkpoint holds of it."""
+"""The critic on a real tiny model, a head of the policy or with layers of its own.
+
+What it learns, what it leaves alone, what a checkpoint holds of it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer_backend.learner.hand_made import are_equal, copy_tensors, make_learner, segment
+from tests.trainer_backend.learner.test_optimizer import Shortage
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, make_targets
 from trainer_backend.core.segments import Segment
-from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
@@ -74,14 +78,6 @@ def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
     assert load_file(tmp_path / VALUE_HEAD_FILE)["std"].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("critic", CRITICS)
-@pytest.mark.parametrize("advantage", LEVELS)
-def test_at_first_every_value_is_0(tokenizer, advantage, critic):
-    found = scored(make_critic(tokenizer, advantage, **critic), states(3))
-    assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
-    assert advantage == "gae" or found["r0"].rows_T == [[0.0] * 3]
-
-
 @pytest.mark.parametrize(
     ("advantage", "settings"),
     [("gae", {}), ("gae_token", TRUNK), ("gae_token", {**OWN, "training__critic_batch_decisions": 8})],
@@ -103,32 +99,6 @@ def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
         learner = make_critic(tokenizer, **{"training__entropy_coef": 0.0, **settings})
         learner.update(make_episodes(learner, [5.0, -3.0], advantage=1.0), iteration=1)
         assert are_equal(learner.model.state_dict(), plain.model.state_dict()) == (settings is not TRUNK)
-
-
-@pytest.mark.parametrize("advantage", LEVELS)
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_value_loss(
-    tokenizer, advantage, clip
-):
-    clipped = {} if clip is None else {"training__value_clip": clip}
-    learner = make_critic(
-        tokenizer, advantage, **TRUNK, **clipped, training__entropy_coef=0.0, training__row_tokens=16
-    )
-    learner.update(make_episodes(learner, [1.0, -1.0] * 6), iteration=1)  # so that no weight is 0
-    episodes, found = make_episodes(learner, [2.0, -1.0, 0.5] * 4), []
-    for tokens in (4096, 64):
-        training = learner.config.training.model_copy(update={"micro_batch_tokens": tokens})
-        learner.config = replace(learner.config, training=training)
-        update = learner.policy_update()
-        parts = update.weighed(episodes).scored
-        metrics = update.gradient(parts, {episode.rollout_id: episode for episode in episodes})
-        trunk = torch.cat([weight.grad.flatten() for weight in learner.model.parameters()])
-        found.append((metrics["value/loss"], learner._head._weight_D.grad.clone(), trunk))
-    (whole, head, trunk), (cut, head_of_cut, trunk_of_cut) = found
-    assert whole > 0.1
-    assert cut == pytest.approx(whole, abs=1e-6)
-    torch.testing.assert_close(head_of_cut, head, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(trunk_of_cut, trunk, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("overrides", [*CRITICS, pytest.param({"lora__rank": 4}, id="adapters")])
@@ -196,34 +166,32 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_and_the_head_has_its_ow
             "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' "
             "reads the policy's; a fresh one begins, all values 0",
         ),
+        (
+            {},
+            {"algorithm__advantage": "stepwise"},
+            "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none",
+        ),
     ],
-    ids=["none to head", "head to own", "own to head"],
+    ids=["none to head", "head to own", "own to head", "head to none"],
 )
-def test_a_run_that_changes_its_critic_begins_with_a_fresh_one_and_says_so(
+def test_a_run_that_changes_its_critic_begins_with_a_fresh_one_or_with_none_and_says_so(
     tokenizer, tmp_path: Path, before, after, told
 ):
-    learner = make_critic(tokenizer, **before)
+    learner, folder = make_critic(tokenizer, **before), tmp_path / "iteration_1"
     if learner.config.value_level is not None:
         learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    critic = after.get("training__critic", "head")
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic=critic) == told
-    assert (told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None) == (before is OWN)
-    again, _ = LocalLearner.resumed(make_critic(tokenizer, **after).config, tmp_path / "iteration_1")
-    assert scored(again, states(1)) == {"r0": [0.0]}
-
-
-def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path: Path):
-    learner = make_critic(tokenizer)
-    learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    told = told_on_resume("stepwise", tmp_path / "iteration_1")
-    assert told == "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none"
-    assert told_on_resume("gae", tmp_path / "iteration_1") is None
-    again, progress = LocalLearner.resumed(make_learner(tokenizer).config, tmp_path / "iteration_1")
+    learner.save(folder, Progress(1, 1, 2))
+    advantage, critic = after.get("algorithm__advantage", "gae"), after.get("training__critic", "head")
+    assert told_on_resume(advantage, folder, critic=critic) == told
+    assert (told_on_resume("gae", folder, critic="own") is None) == (before is OWN)
+    assert (told_on_resume("gae", folder) is None) == (before == {})
+    again, progress = LocalLearner.resumed(make_critic(tokenizer, **after).config, folder)
     assert progress.iteration == 1
-    again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
-    assert not (tmp_path / "iteration_2/training_state" / VALUE_HEAD_FILE).exists()
+    if advantage == "gae":
+        assert scored(again, states(1)) == {"r0": [0.0]}
+    else:
+        again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
+        assert not (tmp_path / "iteration_2/training_state" / VALUE_HEAD_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -238,12 +206,19 @@ def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path, criti
         LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
 
 
-def test_a_value_loss_that_is_not_finite_touches_neither_policy_nor_head(tokenizer):
-    learner = make_critic(tokenizer)
-    episodes = make_episodes(learner, [1.0, 1.0], advantage=1.0)
+@pytest.mark.parametrize(
+    ("critic", "advantage", "told"),
+    [({}, 1.0, None), (OWN, 0.0, r"critic.*Lower training\.critic_learning_rate")],
+    ids=["head", "own layers"],
+)
+def test_a_value_loss_that_is_not_finite_touches_neither_policy_nor_critic(
+    tokenizer, critic, advantage: float, told: str | None
+):
+    learner = make_critic(tokenizer, **critic)
+    episodes = make_episodes(learner, [1.0, 1.0], advantage=advantage)
     broken = [replace(episode, critic=CriticTargets([0.0], [3e38])) for episode in episodes]
     before = copy_tensors(learner)
-    with pytest.raises(NonFiniteLoss):
+    with pytest.raises(NonFiniteLoss, match=told):
         learner.update(broken, iteration=1)
     assert are_equal(learner.model.state_dict(), before)
     assert scored(learner, states(1)) == {"r0": [0.0]}
@@ -260,21 +235,86 @@ def test_the_head_s_rate_falls_as_the_policy_s_does(tokenizer):
     assert rates[1] == pytest.approx([0.55 * 0.5 / 96, 0.55 * 0.05])
 
 
-def test_the_plan_of_memory_counts_the_head(tokenizer):
+def test_the_plan_of_memory_counts_it(tokenizer):
     learner = make_critic(tokenizer, "gae_token")
-    config, use = (
-        learner.model.config,
-        memory_use(learner.config, place("cpu"), model_shape(learner.model.config, None)),
-    )
-    plain, more = (
-        memory_needs(model_shape(config, None, critic=critic), use, is_gpu=False).device
-        for critic in (None, "head")
-    )
+    config = learner.model.config
+    plain, head, own = (model_shape(config, None, critic=critic) for critic in (None, "head", "own"))
+    assert own.critic == plain.parameters + 97 and plain.critic == 0
+    use = memory_use(learner.config, place("cpu"), plain)
+    few, more = (memory_needs(shape, use, is_gpu=False).device for shape in (plain, head))
     # 96 weights and a bias, in float32, with a gradient and two moments
-    assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {
+    assert {kind: more[kind] - few[kind] for kind in ("weights", "gradients", "optimizer")} == {
         "weights": 4 * 97, "gradients": 4 * 97, "optimizer": 8 * 97,
     }  # fmt: skip
     assert more["values"] == learner.config.training.micro_batch * 96 * 8
-    assert not memory_use(
-        make_learner(tokenizer).config, place("cpu"), model_shape(config, None)
-    ).values_by_token
+    assert not memory_use(make_learner(tokenizer).config, place("cpu"), plain).values_by_token
+
+
+def test_a_step_is_the_same_however_it_is_cut_and_with_layers_computed_again(tokenizer):
+    found, passes = [], []
+    for tokens, checkpointed in ((4096, False), (64, False), (4096, 1)):
+        learner = make_critic(
+            tokenizer,
+            **OWN,
+            training__critic_passes=1,
+            training__row_tokens=16,
+            training__gradient_checkpointing=checkpointed,
+        )
+        given = make_episodes(learner, [1.0, -1.0] * 6)
+        learner.update(given, iteration=1)  # so that the head's weights are not 0
+        critic, calls = learner._critic, []
+        weights = list(critic._scorer.model.parameters())
+        before = [weight.clone() for weight in weights]
+        learner.update(given, iteration=2)
+        assert not any(map(torch.equal, weights, before)), "all its layers learn"
+        episodes = make_episodes(learner, [2.0, -1.0, 0.5] * 4)
+        critic._table = critic._table.model_copy(update={"micro_batch_tokens": tokens})
+        for number, layer in enumerate(critic._scorer.model.model.layers):
+            layer.mlp.register_forward_pre_hook(lambda *_, of=calls, number=number: of.append(number))
+        loss = critic.gradient([part for item in episodes for part in item.segments], {
+            item.rollout_id: item.critic for item in episodes
+        })  # fmt: skip
+        found.append((loss, torch.cat([weight.grad.flatten() for weight in weights])))
+        passes.append((calls.count(0), calls.count(1)))
+    assert (passes[0], passes[2]) == ((1, 1), (2, 1))
+    (whole, gradient), *others = found
+    assert gradient.norm() > 0.01
+    for loss, other in others:
+        assert loss == pytest.approx(whole, rel=1e-6)
+        torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_while_one_warms_up_also_in_the_middle_of_a_run_the_policy_stays(tokenizer, tmp_path: Path):
+    learner = make_critic(tokenizer, **OWN, training__critic_warmup=2)
+    found = []
+    for iteration in (50, 51, 52):
+        before = copy_tensors(learner)
+        metrics = learner.update(make_episodes(learner, [1.0, -2.0], advantage=1.0), iteration=iteration)
+        assert metrics["value/loss"] > 0.0
+        found.append((metrics["optim/steps"] > 0, not are_equal(learner.model.state_dict(), before)))
+        learner.save(tmp_path / f"iteration_{iteration}", Progress(iteration, 1, 2))
+        learner, _ = LocalLearner.resumed(learner.config, tmp_path / f"iteration_{iteration}")
+    assert found == [(False, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize(("policy_learns", "steps"), [(False, 1), (True, 2)], ids=["critic alone", "both"])
+def test_an_error_of_its_second_step_counts_its_first_one_and_the_policy_s(tokenizer, policy_learns, steps):
+    learner = make_critic(
+        tokenizer,
+        **OWN,
+        training__critic_batch_decisions=1,
+        training__critic_passes=1,
+        training__critic_warmup=0 if policy_learns else 1,
+        training__update_passes=1,
+    )
+    episodes = make_episodes(learner, [1.0, 1.0], advantage=1.0)
+    Shortage(learner._critic._scorer, 2)
+    with pytest.raises(OutOfMemory, match="the critic ran out of memory") as caught:
+        learner.update(episodes, iteration=1)
+    assert caught.value.steps_taken == steps
+
+
+def test_a_token_beyond_its_vocabulary_is_refused_with_its_place(tokenizer):
+    foreign = segment("r0", [5, 6, 7], [20, 10**6], [-1.0, -1.0])
+    with pytest.raises(SegmentError, match="rollout r0, turn 1, token 4: token id 1000000, but the actor"):
+        scored(make_critic(tokenizer, **OWN), [foreign])

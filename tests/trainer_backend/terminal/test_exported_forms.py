@@ -1,15 +1,125 @@
-"""Trajectories in ATIF: each message once, exact tokens whole, and what the format forbids left out."""
+"""Rows of messages for supervised training, and trajectories in ATIF: every answer once, and exact tokens."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import PolicyLogprobs, Sampling, StepData
+from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData, StepInfo
 from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
 from tests.trainer_backend.terminal import atif_schema
-from tests.trainer_backend.terminal.test_rows import episode, said, step
 from trainer_backend.terminal.atif import make_atif
+from trainer_backend.terminal.rows import make_rows
+
+
+def said(role: str, content: str) -> Message:
+    return Message(role=role, content=content)
+
+
+def step(
+    turn: int,
+    new: Sequence[Message],
+    answer: str,
+    *,
+    reused: int = 0,
+    changed: dict[int, Message] | None = None,
+    refused: str | None = None,
+) -> StepData:
+    return StepData(
+        turn=turn,
+        observation_data=ObservationData(messages=tuple(new), messages_reused=reused, changed=changed or {}),
+        action_taken={"type": "text", "content": answer},
+        step_info=StepInfo(invalid_reason=refused),
+    )
+
+
+def episode(*steps: StepData) -> Rollout:
+    played = rollout(1, [()])
+    return played.model_copy(
+        update={"trajectory": played.trajectory.model_copy(update={"steps": tuple(steps)})}
+    )
+
+
+def words(row: dict) -> list[tuple[str, str, int | None]]:
+    return [(item["role"], item["content"], item.get("weight")) for item in row["messages"]]
+
+
+def test_where_each_prompt_is_a_fresh_one_each_decision_is_a_row():
+    rows = make_rows(episode(step(1, [said("user", "u1")], "a1"), step(2, [said("user", "u2")], "a2")))
+    assert [words(row) for row in rows] == [
+        [("user", "u1", None), ("assistant", "a1", 1)],
+        [("user", "u2", None), ("assistant", "a2", 1)],
+    ]
+    assert [row["metadata"]["turns"] for row in rows] == [[1], [2]]
+
+
+def test_a_conversation_is_one_row_with_each_answer_to_be_learned():
+    first = step(1, [said("user", "u1")], "a1")
+    new = [said("assistant", "a1"), said("user", "u2")]
+    (row,) = make_rows(episode(first, step(2, new, "a2", reused=1)))
+    assert words(row) == [
+        ("user", "u1", None), ("assistant", "a1", 1), ("user", "u2", None), ("assistant", "a2", 1),
+    ]  # fmt: skip
+    assert (row["metadata"]["turn"], row["metadata"]["turns"]) == (2, [1, 2])
+    # After an edit a row begins in which earlier answers are not learned again.
+    one, other = make_rows(
+        episode(first, step(2, new, "a2", reused=1, changed={0: said("user", "[deleted]")}))
+    )
+    assert words(one) == [("user", "u1", None), ("assistant", "a1", 1)]
+    assert words(other) == [
+        ("user", "[deleted]", None), ("assistant", "a1", 0), ("user", "u2", None), ("assistant", "a2", 1),
+    ]  # fmt: skip
+    assert other["metadata"]["turns"] == [2]
+
+
+def test_what_was_refused_stays_in_sight_and_is_not_learned():
+    refused = "no tool call"
+    (row,) = make_rows(
+        episode(
+            step(1, [said("user", "u1")], "nonsense", refused=refused),
+            step(2, [said("assistant", "nonsense"), said("user", "again")], "a2", reused=1),
+            step(3, [said("assistant", "a2"), said("user", "u3")], "nonsense", reused=3, refused=refused),
+        )
+    )
+    assert words(row) == [
+        ("user", "u1", None), ("assistant", "nonsense", 0), ("user", "again", None), ("assistant", "a2", 1),
+    ]  # fmt: skip
+    assert row["metadata"]["turns"] == [2]
+    # An episode of which nothing is worth learning has no row.
+    assert make_rows(episode(step(1, [said("user", "u1")], "x", refused="no tool call"))) == []
+    lost = rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})
+    assert make_rows(lost) == []
+
+
+def test_a_call_stands_in_its_message_as_the_model_made_it():
+    (row,) = make_rows(episode(acted(step(1, [said("user", "u1")], ""), call("c", '{"n": 1}'))))
+    assert row["messages"][-1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "act", "arguments": '{"n": 1}'}}],
+        "weight": 1,
+    }
+
+
+def test_a_row_tells_what_its_decisions_achieved_and_earned():
+    played = rollout(7, [WOOD, COW])
+    words = [
+        item.model_copy(update={"action_taken": {"type": "text", "content": "a"}})
+        for item in played.trajectory.steps
+    ]
+    credits = [{"turn": 1, "reward": 1.0}, {"turn": 2, "reward": 0.5}]
+    spoken = played.trajectory.model_copy(update={"steps": tuple(words)})
+    first, second = make_rows(played.model_copy(update={"trajectory": spoken}), credits)
+    assert first["metadata"]["achievements"] == {
+        "new_unique": ["collect_wood"],
+        "turned_true": ["collect_wood"],
+        "cumulative_unique": ["collect_wood"],
+    }
+    assert second["metadata"]["achievements"]["new_unique"] == ["eat_cow"]
+    assert second["metadata"]["achievements"]["cumulative_unique"] == ["collect_wood", "eat_cow"]
+    assert [row["metadata"]["reward"] for row in (first, second)] == [1.0, 0.5]
+    assert (first["metadata"]["seed"], first["metadata"]["outcome_reward"]) == (7, 2.0)
+    assert make_rows(episode(step(1, [said("user", "u")], "a")))[0]["metadata"]["reward"] is None
 
 
 def told(item: Rollout, **trajectory: Any) -> dict[str, Any]:
@@ -33,6 +143,11 @@ def acted(item: StepData, *calls: ToolCall, result: str = "") -> StepData:
     return item.model_copy(update={"tool_calls": calls, "step_info": info})
 
 
+def answer(text: str, *ids: str) -> Message:
+    """An answer with these calls, as later prompts show it."""
+    return Message(role="assistant", content=text, tool_calls=tuple(map(call, ids)))
+
+
 def result(call_id: str, text: str) -> Message:
     return Message(role="tool", content=text, tool_call_id=call_id)
 
@@ -49,8 +164,9 @@ def prompt_step_ids(document: dict[str, Any]) -> list[Sequence[int] | None]:
 
 def test_a_conversation_is_told_as_it_went_on():
     first = acted(step(1, [said("system", "s"), said("user", "u")], "a1"), call("c"), call("d"))
-    answer = Message(role="assistant", content="a1", tool_calls=(call("c"), call("d")))
-    second = step(2, [answer, result("c", "one"), result("d", "two"), said("user", "v")], "a2", reused=2)
+    second = step(
+        2, [answer("a1", "c", "d"), result("c", "one"), result("d", "two"), said("user", "v")], "a2", reused=2
+    )
     document = told(episode(first, second))
     assert short(document) == [
         ("system", "s"), ("user", "u"), ("agent", "a1"), ("user", "v"), ("agent", "a2"),
@@ -75,8 +191,7 @@ def test_results_that_no_prompt_shows_are_those_of_the_record_or_of_the_whole_co
     document = told(episode(one, two))
     assert (results(document, 2), results(document, 4)) == ([("c", "done")], [(None, "both")])
     last = acted(step(1, [said("user", "u")], "a"), call("c"), call("d"), result="one two")
-    answer = Message(role="assistant", content="a", tool_calls=(call("c"), call("d")))
-    history = (said("user", "u"), answer, result("c", "one"), result("d", "two"))
+    history = (said("user", "u"), answer("a", "c", "d"), result("c", "one"), result("d", "two"))
     assert results(told(episode(last), full_history=history), 2) == [("c", "one"), ("d", "two")]
 
 
@@ -84,8 +199,7 @@ def test_an_agent_and_its_sub_agent_are_told_once_each():
     """The main conversation asks a helper, and goes on with its own messages."""
     asked = acted(step(1, [said("user", "task")], "ask"), call("c"))
     helper = step(2, [said("system", "you help"), said("user", "part")], "helped")
-    answer = Message(role="assistant", content="ask", tool_calls=(call("c"),))
-    on = step(3, [said("user", "task"), answer, result("c", "helped")], "done")
+    on = step(3, [said("user", "task"), answer("ask", "c"), result("c", "helped")], "done")
     document = told(episode(asked, helper, on))
     assert short(document) == [
         ("user", "task"), ("agent", "ask"), ("system", "you help"), ("user", "part"), ("agent", "helped"),
@@ -98,8 +212,8 @@ def test_an_agent_and_its_sub_agent_are_told_once_each():
 def test_a_captured_agent_s_sub_agent_is_a_trajectory_of_its_own_where_its_answer_arrived():
     asked = acted(step(1, [said("system", "s"), said("user", "task")], "ask"), call("c"), call("d"))
     helper = step(2, [said("system", "you help"), said("user", "part")], "helped")
-    answer = Message(role="assistant", content="ask", tool_calls=(call("c"), call("d")))
-    back = [said("system", "s"), said("user", "task"), answer, result("c", "?"), result("d", "helped")]
+    back = [said("system", "s"), said("user", "task"), answer("ask", "c", "d")]
+    back += [result("c", "?"), result("d", "helped")]
     retold = [said("system", "s"), said("user", "task, so far: helped")]
     steps = asked, helper, step(3, back, "done"), step(4, retold, "really done")
     document = told(episode(*steps), env_name="agent:x")
@@ -121,15 +235,11 @@ def test_a_captured_agent_s_sub_agent_is_a_trajectory_of_its_own_where_its_answe
 def test_an_answer_arrives_after_it_was_given_so_no_two_agents_refer_to_each_other():
     """Both end with the word that the other was told, one of them before that was anybody's answer."""
     asked = acted(step(1, [said("user", "task")], "ask"), call("c"))
-    answer = Message(role="assistant", content="ask", tool_calls=(call("c"),))
-    early = step(2, [said("user", "task"), answer, result("c", "ok")], "go")
+    early = step(2, [said("user", "task"), answer("ask", "c"), result("c", "ok")], "go")
     one = acted(step(3, [said("system", "one")], "call"), call("x"))
     other = acted(step(4, [said("system", "other")], "call"), call("y"))
-    answer_x, answer_y = (
-        Message(role="assistant", content="call", tool_calls=(call(name),)) for name in "xy"
-    )
-    one_ends = step(5, [said("system", "one"), answer_x, result("x", "ok")], "ok")
-    other_ends = step(6, [said("system", "other"), answer_y, result("y", "ok")], "ok")
+    one_ends = step(5, [said("system", "one"), answer("call", "x"), result("x", "ok")], "ok")
+    other_ends = step(6, [said("system", "other"), answer("call", "y"), result("y", "ok")], "ok")
     document = told(episode(asked, early, one, other, one_ends, other_ends), env_name="agent:x")
     first, second = document["subagent_trajectories"]
     assert atif_schema.refs(document) == set() == atif_schema.refs(first)

@@ -1,7 +1,10 @@
-"""GET /rollouts/{rollout_id}/frames and POST /replay: pictures of an episode that is played again."""
+"""Pictures of sessions, the page that shows them, and pictures of an episode that is played again."""
 
+import asyncio
 import base64
 import io
+import re
+import threading
 from math import inf
 
 import numpy as np
@@ -15,11 +18,115 @@ from shared_schemas.task_definition import TaskDefinitionModel
 from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.episode.worker import RLRolloutWorker
-from task_app.observing.replaying import Replay, animated_gif
+from task_app.observing.replaying import Replay
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
-from tests.task_app.playing import new_env, post, refused, refused_at
+from tests.task_app.playing import new_env, post, refused, refused_at, step
 from tests.task_app.rollout_client import WAITING, accept, play, waiting_app
+
+
+async def created(client, env_name="counting"):
+    return (await post(client, "/env/create", env_name=env_name))["env_id"]
+
+
+async def test_crafter_is_drawn_as_a_png_of_the_size_asked_for(real):
+    env_id = await created(real, "crafter")
+    answer = await real.get(f"/env/{env_id}/frame", params={"width": 144, "height": 90})
+    sides = (0, 15, 1025, "wide")
+    refused = [await real.get(f"/env/{env_id}/frame", params={"width": side}) for side in sides]
+    assert answer.headers["content-type"] == "image/png"
+    picture = Image.open(io.BytesIO(answer.content))
+    assert (picture.format, picture.size) == ("PNG", (144, 90))
+    assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
+    assert {(one.status_code, one.json()["where"]) for one in refused} == {(422, "width")}
+
+
+async def test_an_environment_without_pictures_and_an_unknown_one_are_404(client):
+    env_id = await created(client)
+    undrawn = await client.get(f"/env/{env_id}/frame")
+    unknown = await client.get("/env/env_0/frame")
+    assert (undrawn.status_code, unknown.status_code) == (404, 404)
+    assert undrawn.json()["code"] == "unknown_id"
+    assert undrawn.json()["hint"] == "environment 'counting' draws none"
+    assert unknown.headers["content-type"] == "application/problem+json"
+
+
+async def test_pictures_wait_for_one_another_and_leave_threads_and_sessions_to_those_who_play():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Drawn(CountingEnvironment):
+        def frame(self, width, height):
+            begun.set()
+            assert go_on.wait(20.0)
+            return np.zeros((height, width, 3), np.uint8)
+
+    plug_boards = PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Drawn)}, {})
+    async with running_app(plug_boards, max_plugin_threads=2) as client, asyncio.timeout(20.0):
+        drawn = [await created(client) for _ in range(3)]
+        asked = [asyncio.create_task(client.get(f"/env/{env_id}/frame")) for env_id in drawn]
+        asked += [asyncio.create_task(client.get(f"/env/{env_id}/view")) for env_id in drawn]
+        await asyncio.to_thread(begun.wait, 20.0)
+        # A reset needs a thread, a step the session: the pictures that wait hold neither.
+        fresh = await created(client)
+        calls = [{"tool": "add", "args": {"names": ["a"]}}]
+        for env_id in (fresh, drawn[2]):
+            await post(client, "/env/step", env_id=env_id, tool_calls=calls)
+        go_on.set()
+        assert {(await one).status_code for one in asked} == {200}
+
+
+async def test_the_page_shows_picture_text_vitals_and_what_each_decision_achieved(real):
+    env_id = await new_env(real)
+    await step(real, env_id, "move_right", "move_right", "move_right", "do")
+    await step(real, env_id, "move_down", "move_right", "do")
+    await step(real, env_id, "fly")
+    page = (await real.get(f"/env/{env_id}/view")).text
+    assert '<img alt="the game after decision 3" src="data:image/png;base64,' in page
+    assert "=== CRAFTER GAME STATE ===" in page
+    assert "<li>health <b>9</b></li>" in page
+    assert "<li>achievements <b>1 of 22</b></li>" in page
+    # the first wood unlocks the achievement, the second one only counts (docs/http.md)
+    rows = re.findall(r"<tr>.*?</tr>", page)[1:]
+    classes = [re.findall(r'class="(first|again|refused)"', row) for row in rows]
+    assert classes == [["refused"], ["again"], ["first"]]
+    assert ["<code>noop</code>" in row for row in rows] == [True, False, False]
+
+
+async def test_a_page_is_sent_again_only_when_something_happened_and_loads_nothing_from_elsewhere(real):
+    env_id = await new_env(real)
+    first = await real.get(f"/env/{env_id}/view")
+    same = await real.get(f"/env/{env_id}/view", headers={"If-None-Match": first.headers["etag"]})
+    await step(real, env_id, "noop")
+    other = await real.get(f"/env/{env_id}/view", headers={"If-None-Match": first.headers["etag"]})
+    assert (same.status_code, same.content) == (304, b"")
+    assert other.status_code == 200
+    assert other.headers["etag"] != first.headers["etag"]
+    policy = first.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert policy.count("'sha256-") == 2, "its own script and style"
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", first.text)
+
+
+async def test_an_environment_without_pictures_has_a_page_too_and_what_it_writes_is_never_markup(client):
+    env_id = await created(client)
+    page = (await client.get(f"/env/{env_id}/view")).text
+    assert "<img" not in page and "step 0" in page and "None yet." in page
+    # the counting environment repeats the name of an unknown tool
+    evil = "<script>alert(1)</script>"
+    await client.post("/env/step", json={"env_id": env_id, "tool_calls": [{"tool": evil, "args": {}}]})
+    page = (await client.get(f"/env/{env_id}/view")).text
+    assert evil not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+async def test_watching_keeps_nothing_alive():
+    async with running_app(session_idle_s=1e-9, sweep_every_s=1e6) as client:
+        env_id = await created(client)
+        services = client._transport.app.state.services
+        assert (await client.get(f"/env/{env_id}/view")).status_code == 200
+        services.expire()
+        gone = await client.get(f"/env/{env_id}/view")
+    assert (gone.status_code, gone.json()["code"]) == (404, "unknown_id")
+
 
 CRAFTER = {
     "start": {"seed": 17},
@@ -42,25 +149,26 @@ def pictured():
     return PlugBoards(environments, {**default.policies, "planned": boards().policies["planned"]})
 
 
-async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start(real):
-    await play(real, rollout("a/b", **CRAFTER))
-    answer = await real.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
-    last = await real.get("/rollouts/a/b/frames", params={"turn": 6})
+async def test_an_episode_is_drawn_as_a_gif_by_its_turns_and_from_a_body_that_records_it(real):
+    trajectory, body = await played(real, **CRAFTER)
+
+    async def drawn(**params):
+        return await real.get("/rollouts/a/frames", params=params)
+
+    answer = await drawn(side=90, frame_s=0.25)
     gif = Image.open(io.BytesIO(answer.content))
     assert (answer.headers["content-type"], answer.headers["x-frames-every"]) == ("image/gif", "1")
     assert (gif.size, gif.n_frames, gif.info["duration"], gif.info["loop"]) == ((90, 90), 7, 250, 0)
-    assert Image.open(io.BytesIO(last.content)).size == (144, 144)
-
-
-async def test_a_turn_is_the_picture_that_the_environment_showed_then(real):
-    steps = (await play(real, rollout("a", **CRAFTER)))["a"].trajectory.steps
-    drawn = (await real.get("/rollouts/a/frames", params={"turn": 3})).content
     env_id = await new_env(real)
-    for step in steps[:3]:
-        calls = [call.model_dump() for call in step.tool_calls]
+    for decision in trajectory.steps[:3]:
+        calls = [call.model_dump() for call in decision.tool_calls]
         await post(real, "/env/step", env_id=env_id, tool_calls=calls)
-    same = (await real.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
-    assert drawn == same
+    shown = await real.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})
+    assert (await drawn(turn=3)).content == shown.content, "what the environment showed then"
+    frames = (await post(real, "/replay", **body | {"frames": [6, 0, 3, 6], "side": 90}))["frames"]
+    assert [frame["turn"] for frame in frames] == [0, 3, 6]
+    for frame in frames:
+        assert base64.b64decode(frame["png"]) == (await drawn(turn=frame["turn"], side=90)).content
 
 
 async def test_decisions_in_words_are_replayed():
@@ -108,18 +216,7 @@ async def test_a_long_episode_shows_every_nth_decision_and_the_last():
     assert shown == [30 * turn for turn in (0, 3, 6, 7)]
 
 
-@pytest.mark.parametrize(
-    ("query", "status", "where"),
-    [({"turn": 3}, 422, "turn"), ({"side": 4096}, 422, "side"), ({"frame_s": 0}, 422, "frame_s")],
-)
-async def test_bad_questions_are_told_what_is_wrong(query, status, where):
-    async with running_app(pictured()) as client:
-        await play(client, rollout("a"))
-        answer = await client.get("/rollouts/a/frames", params=query)
-    assert (answer.status_code, answer.json()["where"]) == (status, where)
-
-
-async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
+async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames_and_bad_questions_are_told_so():
     async with waiting_app(1) as (client, _):
         await accept(client, rollout("done"), rollout("open", **WAITING))
         await client.get("/rollouts", params={"run_id": "r", "wait_s": 20})
@@ -127,6 +224,11 @@ async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
     assert [answer.status_code for answer in answers] == [404, 409, 404]
     assert answers[0].json()["hint"] == "environment 'counting' draws none"
     assert "is running" in answers[1].json()["detail"]
+    async with running_app(pictured()) as client:
+        await play(client, rollout("a"))
+        for where, value in (("turn", 3), ("side", 4096), ("frame_s", 0)):
+            answer = await client.get("/rollouts/a/frames", params={where: value})
+            assert (answer.status_code, answer.json()["where"]) == (422, where)
 
 
 async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
@@ -161,25 +263,17 @@ async def played(client, **changes):
     return trajectory, episode.model_dump(mode="json", exclude_defaults=True)
 
 
-async def test_an_episode_in_a_body_is_drawn_as_the_rollout_that_it_records(real):
-    _, body = await played(real, **CRAFTER)
-    answer = await post(real, "/replay", **body | {"frames": [6, 0, 3, 6], "side": 90})
-    known = {
-        turn: await real.get("/rollouts/a/frames", params={"turn": turn, "side": 90}) for turn in (0, 3, 6)
-    }
-    frames = answer["frames"]
-    assert [frame["turn"] for frame in frames] == [0, 3, 6]
-    for frame in frames:
-        assert base64.b64decode(frame["png"]) == known[frame["turn"]].content
-
-
-async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_drawn_has_no_frames():
+async def test_an_episode_that_departs_from_its_record_ends_before_it_or_cannot_be_drawn_has_no_frames():
     async with running_app(pictured(), max_frames=2) as client:
         _, body = await played(client)
-        other = body["turns"][1] | {"env_rewards": [9.0]}
-        turns = {"turns": [body["turns"][0], other], "frames": [2]}
+        body |= {"frames": [2]}
+        first, last = [turn | {"result": "did 1"} for turn in body["turns"]]
+        await post(client, "/replay", **body | {"turns": [first, last]})
+        departs = ((409, "replay_departs"), "at decision 2")
         for changes, told, words in (
-            (turns, (409, "replay_departs"), "at decision 2"),
+            ({"turns": [first, last | {"env_rewards": [9.0]}]}, *departs),
+            ({"turns": [first, last | {"result": "did 2"}]}, *departs),
+            ({"config": {"length": 1}}, *departs),
             ({"env_name": "dialogue", "config": {"prompt": "?"}}, (404, "no_pictures"), ""),
             ({"frames": []}, (422, "invalid_request"), "name turns in frames, in snapshots, or in both"),
         ):
@@ -189,17 +283,6 @@ async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_dr
         for changes in (beyond, {"frames": [0, 1, 2]}, {"rollout_id": "a"}):
             (where,) = changes
             assert await refused_at(client, "/replay", **body | changes) == (422, where)
-
-
-async def test_a_recorded_result_is_compared_and_a_replay_that_ends_before_its_record_departs():
-    async with running_app(pictured()) as client:
-        _, body = await played(client)
-        body |= {"frames": [2]}
-        same, other = ([turn | {"result": text} for turn in body["turns"]] for text in ("did 1", "did 2"))
-        await post(client, "/replay", **body | {"turns": same})
-        for changes in ({"turns": [same[0], other[1]]}, {"config": {"length": 1}}):
-            told = await refused(client, "/replay", **body | changes)
-            assert told[:2] == (409, "replay_departs") and "at decision 2" in told[3]
 
 
 async def test_a_rollout_goes_on_from_a_replayed_moment_like_the_record(real):
@@ -289,8 +372,3 @@ def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
     replay = Replay(environment, EnvSpec(env_name="counting"), [ReplayTurn(terminate=True)], 3)
     first, last = [replay.picture(18) for _ in replay.moments([0, 1], until_s=1.0, clock=lambda: 0.0)]
     assert np.array_equal(first, last)
-
-
-def test_a_gif_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        animated_gif([], frame_s=0.1)
