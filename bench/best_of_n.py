@@ -2,11 +2,11 @@
 
     python -m bench.best_of_n RUN [--checkpoint iteration_0] [--games 40] [--continuations 4]
 
-A game is played to its end. At its first decision of which the policy was not sure, it is continued several
-times from the snapshot before that decision. If the best continuation ends better, it replaces the game. The
-next such decision of that game follows. The continuations share the world's random numbers only as long as
-their actions agree, so the best may owe to luck that no policy can know: the result is an upper bound of what
-such choices, one at a time, can bring. RUN is a run of a job in Crafter.
+A game is played to its end. Then several continuations are played from the snapshot before the game's first
+uncertain decision. If the best of them ends better, it replaces the rest of the game. The same is done at the
+next uncertain decision, and so on. Continuations share the world's random numbers only as long as their
+actions agree, so the best one may be lucky in a way that no policy can foresee. The result is therefore an
+upper bound of the gain by such choices, one at a time. RUN is a run of a job in Crafter.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Player:
     async def _decide(
         self, environment: CrafterEnvironment, observation: Observation, key: Sequence[object]
     ) -> tuple[list[ToolRequest], str | None, float]:
-        """Return the calls (or the reason why there are none), and the probability of the sampled answer."""
+        """Return the calls, the reason if there are none, and the probability of the sampled answer."""
         messages = [item.model_dump(exclude_none=True) for item in environment.messages(observation, ())]
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         sampling = self.sampling.model_copy(update={"seed": derived_seed("best-of-n", *map(str, key))})

@@ -4,10 +4,10 @@
 
 Games of configs/crafter_cpu.toml go from a new world until death. They are played by the scripted teacher
 and, with --model, by the model of a folder (a run's checkpoint). A gateway in this process serves the model,
-or one in its own process with --set 'cluster.launcher="local"'. The measured stage of a run consists of
-requests, episodes, answers, spool and Parquet file. Its CPU time is that of the collecting process and of its
-children: the task app, and a gateway of its own. Rounds alternate between the trees and have the same seeds;
-the first round is not counted.
+or a gateway in its own process with --set 'cluster.launcher="local"'. The measured stage consists of
+requests, episodes, answers, spool and Parquet file. Its CPU time is that of the collecting process and of
+its children: the task app, and the gateway if it has its own process. Rounds alternate between the trees
+with the same seeds; the first round is not counted.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class Stage:
 
 
 class Published:
-    """Stands in for a learner that publishes weights to separate gateways; a folder has the weights."""
+    """Stands in for a learner that publishes weights to separate gateways; the weights are in a folder."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class Published:
 
 @asynccontextmanager
 async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIterator[Stage]:
-    """Yield a stage that the model plays, or without one the teacher, with its task app and gateway."""
+    """Yield a stage with its task app and gateway. The model plays it, or the teacher without a model."""
     async with job_parts.task_apps(job, folder / "task_app.log") as apps:
         dispatcher = Dispatcher(apps, timeout_s=job.services.iteration_timeout_s)
         if model is None:
@@ -138,7 +138,7 @@ async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
 
 
 def measure(player: str, sides: "dict[str, kit.Side]", rounds: int) -> None:
-    """Time a player on each tree in turns, and print what a decision takes."""
+    """Time a player on each tree in turns, and print the time of a decision."""
     figures: dict[str, dict[str, list[float]]] = {}
     for name, sets in kit.compare_sides(__file__, sides, rounds).items():
         micro = {

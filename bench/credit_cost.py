@@ -2,13 +2,13 @@
 
     python -m bench.credit_cost [--quick]
 
-An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then all
-of credit that the training loop calls is repeated with its rollouts: tokens, rewards with their guards,
-advantages, and the figures for the log, with the critic's values that credited the iteration. The least CPU
-time of some repeats is divided by the iteration's CPU time in the trainer's process, without the task app's
-process, so the shares are rather too large. The time of rewards and advantages alone is measured too, and the
-peak memory per decision, for all decisions and for a quarter of them. The exit code is 1 if the share, or the
-growth of that memory, is above its limit.
+An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then its
+rollouts are credited again, as by the training loop and with the same values of the critic: tokens, rewards
+with their guards, advantages, and the figures for the log. The least CPU time of some repeats is divided by
+the iteration's CPU time. That is the time of the trainer's process without the task app's, so the shares are
+rather too large. The time of rewards and advantages alone is measured too, and the peak memory per decision,
+for the whole batch and for a quarter of it. The exit code is 1 if the share of credit, or the ratio of the
+memory of the batch to that of the quarter, is above its limit.
 """
 
 import sys
@@ -65,7 +65,7 @@ def report_credit(found: Played, limit: float) -> int:
 def memory_growth(
     credit: Callable[[Sequence[Rollout]], object], rollouts: Sequence[Rollout]
 ) -> tuple[float, float]:
-    """Return the peak bytes per decision of the whole batch, also as a multiple of those of a quarter."""
+    """Return the peak bytes per decision of the whole batch, and their ratio to those of a quarter."""
     groups = sorted({rollout.group_id for rollout in rollouts})
     some = set(groups[: max(1, len(groups) // 4)])
 

@@ -10,8 +10,8 @@ There are two views, because they answer different questions:
    in this process (orchestrator), and threads that libraries made. Decisions run in parallel, so the wall
    times of single decisions overlap and do not add up; CPU times do.
 
-The first iteration is left out, because everything is used for the first time in it. The other iterations
-train the policy; in the job itself, the critic learns alone in the first two. Threads are identified by the
+The first iteration is left out, because every part starts up in it. All other iterations train the policy;
+in the job itself, only the critic learns in the first two. Threads are identified by the
 names that the product gives them. A missing thread is an error, and not 0 seconds.
 """
 

@@ -130,7 +130,7 @@ class Installation:
     Attributes:
         runs: the service's data directory.
         task_url: address of the task app.
-        refusals: errors of the service that no kill explains: all but 503, its status without a store.
+        refusals: errors of the service that no kill explains: all but 503, which it sends without a store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +179,7 @@ class Installation:
         raise SystemExit(f"{self._folder}: no service took the job: {told}")
 
     def ask(self, path: str, **query: str) -> Any:
-        """Return the service's answer; None if the service or its store is away."""
+        """Return the service's answer; None if the service or its store does not run."""
         answer = self._answer("GET", path, params=query)
         return None if answer is None else answer.json()
 
@@ -218,7 +218,7 @@ class Installation:
             psutil.wait_procs(of_job, timeout=_MOMENT_S)
 
     def left_behind(self) -> set[int]:
-        """Return processes, except the service, that still have files of its data directory open."""
+        """Return the ids of processes, except the service, that have files of its data directory open."""
         until_s = time.monotonic() + _ORPHANED_S
         while (others := holders(self.runs) - {self._service.pid}) and time.monotonic() < until_s:
             time.sleep(0.1)

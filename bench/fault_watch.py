@@ -35,14 +35,14 @@ from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.metrics import list_numbers
 from trainer_backend.store.rows import ENDED
 
-# Seconds between two looks at files, between two questions to the service, and to one that is silent.
+# Seconds between two looks at files, two requests to the service, and two requests while it does not answer.
 _LOOK_S, _ASK_S, _SILENT_S = 0.02, 0.5, 0.1
 # Of the kills before the run starts, half come within _POSTING_S after the POST, half within _STARTING_S.
 _STARTING_S, _POSTING_S = 6.0, 0.04
 
 
 class Fault(NamedTuple):
-    """A fault `delay_s` after the end of `iteration`; 0 stands for the start of the run, -1 for the POST."""
+    """A kill `delay_s` after the end of `iteration`; 0 stands for the start of the run, -1 for the POST."""
 
     iteration: int
     delay_s: float
@@ -63,14 +63,14 @@ class Seen:
     """The events of one job, and its violated promises.
 
     Attributes:
-        kills: number by kind and stage, as `job in collect`.
+        kills: number by kind of process and stage, as `job in collect`.
         losses: number of rollouts that were begun and had to be requested again, by cause.
         recovery_s: by kind, seconds from a kill to the first new rollout on disk, for a learner or gateway
-            after its successor has started. Left out are kills that another one followed before that, and
-            the database, for which no rollout waits.
+            after its successor has started. A kill is left out if another kill came before that rollout. So
+            is the database, for which no rollout waits.
         answers_s: by kind, seconds until the service answers from its store again.
-        kept: finished rollouts that kills found, by planned id; each episode once, as the last kill found it.
-        ages: by how many versions the policies that sampled the tokens lagged behind those trained on them.
+        kept: by planned id, finished rollouts that kills found; each episode once, as the last kill found it.
+        ages: the numbers of versions by which sampling policies lagged behind the policies in training.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -89,8 +89,8 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill before recovery; `lines` counts the rollouts in each spool, at the kill or when the successor
-    was first seen, and `without` are the processes of this kind before the kill."""
+    """A kill from which the job has not recovered. `lines` counts the rollouts in each spool, at the kill or
+    when the successor was first seen; `without` has the processes of this kind before the kill."""
 
     kind: Kind
     at_s: float
@@ -207,7 +207,7 @@ class Watch:
         return (state.stage or state.state).partition(" ")[0]
 
     def _spools(self) -> dict[str, list[bytes]]:
-        """Return the lines of the current rollouts in each spool."""
+        """Return, for each spool, the lines of the current rollouts."""
         paths = self._place.runs.glob("*/rollouts/*.spool.jsonl")
         return {path.name: read_texts(path)[1:] for path in paths}
 
@@ -234,7 +234,7 @@ class Watch:
         return -1
 
 
-# Metrics that count the rollouts that were begun and not finished begin with this; the cause follows.
+# Beginning of the metrics that count rollouts which were begun and not finished; the cause follows.
 _LOSSES = "rollout/failure/"
 
 
@@ -296,7 +296,7 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
 def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: Seen) -> None:
     """Check that an iteration has the rollouts that kills found, unless no checkpoint held their weights.
 
-    If those were lost, the rollouts are set aside. Recorded times tell an episode from a repetition of it.
+    If the weights were lost, the rollouts are set aside. Recorded times show whether an episode was repeated.
     """
     aside = [
         Rollout.model_validate_json(line)

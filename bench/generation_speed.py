@@ -7,12 +7,12 @@
 2. Decisions of Crafter's full text (configs/crafter_cpu.toml with that text): prompts of 580 to 700 tokens,
    which share the first 461, 8 new ones, 16 and 64 callers. The engine that holds the shared tokens once is
    compared with the same engine that holds a copy in each row. --full-text measures this only.
-3. With --folder only this: 32 prompts of 150 tokens, 64 new ones each, by a larger model like SmolLM2-135M
+3. With --folder only: 32 prompts of 150 tokens, 64 new ones each, by a larger model like SmolLM2-135M
    (tests/contract/test_real_model.py makes its folder), against `generate` and vLLM (docs/vllm.md installs
-   it), in float32 on one thread each. `decoding` is the time of 64 new tokens less that of one.
+   vLLM), in float32 on one thread each. `decoding` is the time of 64 new tokens less that of one.
 
-A further row is the same engine with forward passes by `transformers`, as for models that our decoder does
-not know. The exit code is 1 if the engine misses a target.
+A further row of the tables is our engine with forward passes by `transformers`, as for models that our
+decoder does not know. The exit code is 1 if the engine misses a target.
 
 Samples have no end token, so all sides make the same number of tokens. Ratios are of CPU time, because wall
 time says little on a busy machine. The sides take turns; median and range are over the turns.
@@ -110,13 +110,13 @@ def vllm_of(python: str, folder: str) -> Iterator[Callable[[Prompts, int], float
             print(json.dumps({"prompts": prompts, "tokens": new_tokens}), file=peer.stdin, flush=True)
             return float(peer.stdout.readline())
 
-        generate([[1, 2, 3]], 2)  # what is compiled at first use
+        generate([[1, 2, 3]], 2)  # compiles what is compiled at first use
         yield generate
         peer.stdin.close()
 
 
 def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each run in each round; a run may return those of a process of its own."""
+    """Return the CPU seconds of each run in each round; a run may return seconds that it measured itself."""
 
     def timed(run: Callable[[], object]) -> float:
         start = time.process_time()
@@ -175,7 +175,7 @@ def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
 
 
 def full_text_prompts() -> Prompts:
-    """Return the prompts of every fifth decision of 64 episodes; a turn with all of them takes minutes."""
+    """Return the prompts of every fifth decision of 64 episodes; with all prompts, a turn takes minutes."""
     settings = [setting for setting in FULL_TEXT if not setting.startswith("rollout.episodes_per_batch")]
     segments = played_segments([*settings, "rollout.episodes_per_batch=64"])
     prompts = [part.token_ids[:start].tolist() for part in segments for start in part.spans["start"]]

@@ -12,7 +12,7 @@ For each shape of Qwen3, with random weights, and with learner and engine on the
                 16,384 packed tokens, a quarter of them sampled: scoring and one optimizer step, >= 35 %. The
                 first of WAYS (bench/gpu_setup.py) that fits the memory plan is trained
     memory      the peak of the update's memory, which must not exceed our plan
-    lora        whether rank 32 with 64 requests of 8192 tokens fits the plan, last shape only
+    lora        whether LoRA of rank 32 and 64 requests of 8192 tokens fit the plan, last shape only
     decode      tokens a second of LocalEngine at 1, 16 and 64 rows of 288, 1k and 4k tokens, and their share
                 of what memory bandwidth would allow: 4b at 64 x 1k >= 60 %, 0.6b at 16 x 1k >= 40 %
     prefill     tokens a second, and MFU, of the same prompts
@@ -22,7 +22,7 @@ For each shape of Qwen3, with random weights, and with learner and engine on the
 Each figure is printed and written to OUT/gpu.json as soon as it is measured. If one fails or no time is left
 for it, the others are still measured. The exit code is 1 if a bound is missed or a figure is missing. Without
 a CUDA device nothing is measured and the exit code is 0. `--smoke` does everything on a CPU with a tiny shape
-and an invented peak. The Makefile says at `gpu-wheels` how to run it on a bare machine.
+and an invented peak. The Makefile says at `gpu-wheels` how to run this script on a bare machine.
 """
 
 import argparse

@@ -31,7 +31,7 @@ LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}
 # Largest differences of the learner's log-probs from the engine's, in nats.
 MOST_RMS_LOW, MOST_FLOAT32 = 2e-2, 1e-4
 PREFILL_TOKENS = 16384
-# Rows, tokens that they share, tokens of each; longest step, relative to one that reads row by row.
+# Rows, tokens that all rows share, tokens of a row; longest step, relative to a step that reads row by row.
 SHARED_CELL, MOST_SHARED = (64, 700, 1000), 0.7
 
 
@@ -77,7 +77,7 @@ def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, 
                     continue
                 try:
                     decode_figure(report, engine, name, shape, plan, peak, (rows, context))
-                except InferenceError as error:  # such as out of memory, with the most rows alone
+                except InferenceError as error:  # such as out of memory, which only the most rows may cause
                     report.miss("decode", name, f"{rows} rows of {context}: {error}")
         if placement.device.type == "cuda":
             gib = torch.cuda.max_memory_allocated() / 2**30
@@ -96,12 +96,12 @@ def decode_figure(
     rows, context = cell
     # A row holds `context` tokens in the mean over the timed steps.
     prompts = random_prompts(rows, context - 3 * plan.new // 2, shape.vocabulary)
-    cpu = torch.device("cpu")  # no wait for the GPU: an answer has its numbers already
+    cpu = torch.device("cpu")  # no wait for the GPU, which has finished when the answers are there
 
     def run(new: int) -> float:
         return timed(lambda: asyncio.run(sampled(engine, prompts, new)), cpu)
 
-    # Other prompts first, for what is compiled or captured once: the next call then computes its own prompts.
+    # First run other prompts, to compile kernels and capture graphs: the next call then computes its own.
     asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), plan.new))
     cold, first = run(1), run(1)
     before = engine.counters.prompt_tokens_reused
@@ -131,14 +131,14 @@ def decode_figure(
 def step_seconds(run: Callable[[int], float], plan: Plan) -> float:
     """Return the seconds of a decode step; `run(n)` samples n tokens and returns the seconds it took.
 
-    The difference of a longer and a shorter call leaves out what both begin and end with.
+    The time of a shorter call is subtracted from that of a longer one, so their common overhead is left out.
     """
     short, long = ([run(1 + count * plan.new) for _ in range(plan.rounds)] for count in (1, 2))
     return (statistics.median(long) - statistics.median(short)) / plan.new
 
 
 def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
-    """Time a decode step of rows that begin with the same pages, which are read once, and row by row."""
+    """Time a decode step of rows with the same first pages: pages read once, and read again for each row."""
     rows, shared, context = SHARED_CELL
     config = make_config(name)
     keys = {"max_running": rows, "max_model_len": context + 2 * plan.new, "prefill_tokens": PREFILL_TOKENS}

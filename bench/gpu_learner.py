@@ -40,7 +40,7 @@ LONG_LORA = {"lora": {"rank": 32}, "gradient_checkpointing": True}
 def attention_figures(report: Report, name: str, plan: Plan, placement: Placement) -> None:
     """Compare the device's attention with attention under a mask, on up to 4 of the shape's layers.
 
-    Its log-probs and gradients may be at most 1.5 times as far from float32, plus 1e-5. Speed is not judged.
+    Its results may be at most 1.5 times as far from float32 as the mask's, plus 1e-5. Speed is not judged.
     """
     config = make_config(name, layers=min(4, make_config(name).num_hidden_layers))
     model = make_model(config, placement.device)
@@ -82,7 +82,7 @@ def computed(
 
 
 def apart(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-    """Return the root mean square difference of each pair of tensors, relative to that of `other`."""
+    """Return for each pair of tensors the root mean square of the difference, relative to that of `other`."""
     return [float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True)]
 
 

@@ -26,7 +26,7 @@ from trainer_backend.learner.shapes import model_shape
 
 
 class Task(NamedTuple):
-    """Something to measure.
+    """A measurement.
 
     least_s: with fewer seconds left, the task is not begun.
     """
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Report:
-    """Figures, and what could not be measured.
+    """The measured figures, and the tasks that could not be measured.
 
     Attributes:
         file: the JSON file; None writes none.
@@ -82,7 +82,7 @@ class Report:
         self._write()
 
     def measure(self, tasks: Sequence[Task]) -> None:
-        """Run the tasks in order. If one fails or too little time is left for it, note that and go on."""
+        """Run the tasks in order. If a task fails or has too little time left, note that and continue."""
         for task in tasks:
             if self.left_s < task.least_s:
                 self.miss(task.kind, task.shape, f"{max(0, self.left_s):.0f} s are left")
@@ -122,7 +122,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
 SHAPES = {"0.6b": (1024, 3072, 28, 16, 8), "4b": (2560, 9728, 36, 32, 8), "tiny": (64, 128, 2, 4, 2)}
-# From what trains most to what needs least memory.
+# Ways to train a model, from all weights to the way that needs least memory.
 WAYS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "all weights, layers checkpointed": {"gradient_checkpointing": True},
@@ -133,7 +133,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amount of measurement.
+    """The sizes and numbers of the measurements.
 
     tokens: number of tokens in an update.
     rows, contexts: decode steps are measured for every number of rows with every length of context.

@@ -5,14 +5,14 @@
     null     CPU of a POST /env/step of an environment that does nothing / CPU of FastAPI's hello       <= 1.6
     single   16 clients: steps/s of POST /env/step / 16 of OpenEnv's own, the same environment          >= 1.4
     batch    one client: steps/s of POST /env/step_many, 10 actions each in two decisions,
-             / OpenEnv + the original crafter                                                           >= 20
+             / steps/s of OpenEnv with the original crafter                                             >= 20
 
 The peer is OpenEnv's server. It needs a Python with openenv-core, crafter and structlog; without one,
 `single` and `batch` are skipped. They are judged only if that Python also has uvloop and httptools, as our
-service has. Otherwise the slower asyncio and h11 serve the peer, and each figure says so. Our clients are
-bare asyncio, OpenEnv's are its own. The sides take turns, and the best rounds are compared, because other
-load on the machine only adds time. Our server's CPU time a step, from /proc (Linux only), is printed too. The
-exit code is 1 if a figure is missed.
+service has. Otherwise the slower asyncio and h11 serve the peer, and each figure says so. Our service has
+clients of bare asyncio, OpenEnv its own clients. The sides take turns. Their best rounds are compared, as
+other load on the machine only adds time. Our server's CPU time a step, from /proc (Linux only), is printed
+too. The exit code is 1 if a figure is missed.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 PEER = str(HERE / "peers/openenv_crafter.py")
 OUR_PARTS = "uvloop and httptools"
 CLIENTS, STEPS, BATCH, REQUESTS = 16, 100, 10, 500
-# Walks about and looks around: no food is needed within STEPS, and deaths are rare.
+# The player walks and looks around. Within STEPS it needs no food, and rarely dies.
 ACTIONS = ("move_left", "do", "move_up", "noop", "move_right", "do", "move_down", "noop")
 
 

@@ -1,6 +1,6 @@
 """For bench/http_batch.py: a server in a process of its own, a light client, the server's rate and CPU time.
 
-A benchmark with a slow client measures the client. This one takes 50 microseconds a request, httpx 1,000.
+A benchmark with a slow client measures the client. This client takes 50 microseconds a request, httpx 1,000.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Rate:
-    """The work done in one window of time."""
+    """The amount of work, the wall time and the CPU time of one measurement."""
 
     count: int
     wall_s: float

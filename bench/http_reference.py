@@ -39,7 +39,7 @@ DOCUMENTS = {"task-app": describe_task_app, "trainer": describe_trainer}
 
 
 def write_reference(document: Schema) -> str:
-    """Return the operations by tag, then the types that they name."""
+    """Return the reference as Markdown: the operations by tag, then the types that they name."""
     return "\n".join([*_operations(document), *_types(document)]) + "\n"
 
 

@@ -23,8 +23,8 @@ def options(
 ) -> argparse.Namespace:
     """Parse a script's options; each of `flags` has a name, a default and a help text.
 
-    A default of False makes a switch, an empty list a flag that may be repeated, and a tuple a flag of
-    several whole numbers. A type in place of the default makes a flag of this type without a default.
+    The default False makes a switch, an empty list a flag that may be repeated, and a tuple a flag
+    of several whole numbers. A type in place of the default makes a flag of this type without a default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, *words in flags:
@@ -44,7 +44,7 @@ def options(
 
 
 T = TypeVar("T")
-ANSWER = "answer "  # begins a worker's answer, among other lines of its output
+ANSWER = "answer "  # the beginning of a worker's answer, among other lines of its output
 
 
 class Side(NamedTuple):
@@ -56,7 +56,7 @@ class Side(NamedTuple):
 
 @contextmanager
 def worker(script: str, side: Side) -> Iterator[Callable[[], dict[str, float]]]:
-    """Yield a function that returns figures of a script, which runs in a process with the code of a tree.
+    """Yield a function that asks a script for figures; the script runs in a process with the code of a tree.
 
     For each call, the script gets a line of stdin and answers with `ANSWER` and a line of JSON. It imports
     the tree's `bench.kit`, which may be older than this one. Each tree sets how its threads wait.
@@ -138,7 +138,7 @@ def describe_machine(**more: Any) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON; after a kill in the middle, the old file is still there."""
+    """Write JSON; if the process is killed meanwhile, the old file is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=1, allow_nan=allow_nan) + "\n")
 
@@ -151,7 +151,7 @@ def end_study(results: Mapping[str, Any], path: Path) -> int:
 
 
 def peak_mib(*, reset: bool = False) -> float:
-    """Return the most main memory of this process since the last reset, or with `reset` its memory now."""
+    """Return the peak of this process's main memory since the last reset; with `reset`, its memory now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

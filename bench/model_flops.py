@@ -1,18 +1,18 @@
 """The peak speed of GPUs, and the FLOPs that a model needs: arithmetic for bench/gpu.py. No torch.
 
-Only matrix products are counted. A multiplication with its addition is 2; repeated computation is left out:
+Only matrix products are counted, a multiplication and its addition as 2; no recomputation is counted:
 
     forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens
               +  2 * (V * D + M) a sampled token
 
-M are the weights of the last layer's products except for keys and values: only tokens whose prediction is
-read need them. W are the weights of all other layer products. Causal attention needs half of its n x n
-scores, for q k^T and for p v. A backward pass costs two forward passes; one for weights under adapters.
+M are the weights of the last layer's products except for keys and values; they are needed only for tokens
+whose prediction is read. W are the weights of all other layer products. Causal attention needs half of its
+n x n scores, for q k^T and for p v. A backward pass costs two forward passes, or one through frozen weights.
 
     MFU       FLOPs of an update / (its seconds * peak FLOP/s)
 
-Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B, which counts all scores and every token to the
-end, as we do not.
+Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B. Unlike us, it counts all n x n scores, and the
+last layer and the predictions of every token.
 """
 
 import re
@@ -51,7 +51,7 @@ PEAKS = {
 }
 
 
-# Words in names of devices with other peaks: slower variants of a listed device, and parts of one.
+# Words in names of devices without a peak here: slower variants of a listed device, and parts of a device.
 OTHERS = {"Ti", "D", "SUPER", "Laptop", "MIG"}
 
 
@@ -91,7 +91,7 @@ def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> flo
 
 
 def _forward(shape: ModelShape, lengths: Sequence[int], sampled: int) -> tuple[int, int, int]:
-    """Return the FLOPs of the base's products, of attention, and of adapters."""
+    """Return the FLOPs of the base model's products, of attention, and of adapters."""
     tokens = sum(lengths)
     last = shape.width * (3 * shape.mlp_width + 2 * shape.heads * shape.head_dim)
     base = 2 * (layer_weights(shape) - last) * tokens

@@ -1,7 +1,7 @@
 """The mutants of a source file: changes of one field of one node of its syntax tree.
 
-Comparisons, arithmetic, `and`, `or`, `not`, numbers, True and False, conditions, returned numbers and
-keyword arguments change; annotations, decorators, asserts, f-strings, `__repr__` and what is raised stay.
+Mutants change comparisons, arithmetic, `and`, `or`, `not`, numbers, True and False, conditions, returned
+numbers and keyword arguments. They keep annotations, decorators, asserts, f-strings, `__repr__` and raises.
 """
 
 import ast
@@ -22,7 +22,7 @@ Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Change(NamedTuple):
-    """One field of a node gets another value."""
+    """A change: one field of a node gets another value."""
 
     node: ast.AST
     field: str
@@ -30,7 +30,7 @@ class Change(NamedTuple):
     lines: range
     """Lines of the node's statement, without the statement's body."""
     imported: bool
-    """Whether the import of the file runs the node, and not a call."""
+    """Whether the node runs when the file is imported; otherwise it runs when a function is called."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
-# A shorter warm-up: episodes are as long, and prompts and answers look the same. In the job's first two
-# iterations the critic learns alone: an iteration like most others trains the policy too.
+# A shorter warm-up keeps the length of episodes, and the kind of prompts and answers. Unlike in the job's
+# first two iterations, the critic does not learn alone, since most iterations train the policy too.
 SETTINGS = (
     "training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1",
     "training.critic_warmup=0",
@@ -31,10 +31,10 @@ SETTINGS = (
 class Played:
     """An iteration of a finished run.
 
-    measured: the critic's values by which its rollouts were credited.
-    row: its line of metrics.jsonl.
-    cpu_s: CPU seconds of the trainer's process, from the end of the evaluation before the iteration to that
-        line, without those of a task app in another process.
+    measured: the critic's values by which the rollouts were credited.
+    row: the iteration's line of metrics.jsonl.
+    cpu_s: CPU seconds of the trainer's process, from the end of the evaluation before the iteration to this
+        line; a task app in another process is not included.
     """
 
     job: JobConfig
@@ -55,7 +55,7 @@ class Watching(kit.Reporter):
         self.took_s = self._looked_at = 0.0
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
-        """Note the CPU seconds since the row before, which is that of the evaluation before the iteration."""
+        """Note the CPU seconds since the previous row, which is that of an evaluation."""
         now = time.process_time()
         if row["kind"] == "iteration":
             self.took_s = now - self._looked_at
@@ -63,7 +63,7 @@ class Watching(kit.Reporter):
 
 
 def played(settings: Sequence[str] = ()) -> Played:
-    """Play, credit and train one iteration by its own job, in a temporary folder."""
+    """Play, credit and train one iteration of the job, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         return played_in(Path(folder) / "run", settings)
 

@@ -6,9 +6,9 @@
     memory    it knows everything seen in the episode (env_config.memory)
     whole     it knows the whole map
 
-Each player plays the same worlds until death with four actions a decision, and once more with blows that do
-not hurt (it can still starve). The differences show why achievements are missing: because of the view,
-early deaths, or limits that all these players share. No evaluation plays these worlds (300,000 on).
+Each player plays the same worlds until death with four actions a decision, and plays them once more with
+blows that do not hurt (it can still starve). The differences show why achievements are missing: because of
+the view, early deaths, or limits of all these players. No evaluation plays these worlds (300,000 on).
 """
 
 import json

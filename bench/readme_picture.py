@@ -2,8 +2,8 @@
 
     python -m bench.readme_picture
 
-Writes docs/img/demo-learns.png. Thin lines are the seeds' training games, the thick one their mean;
-points are the mean of the evaluations on 100 held-out worlds, with the smallest and the largest seed.
+Writes docs/img/demo-learns.png. Thin lines are the training games of each seed, the thick line their mean.
+Points are the mean of the evaluations on 100 held-out worlds, with bars from the lowest to the highest seed.
 """
 
 import json
@@ -19,7 +19,7 @@ PICTURE = kit.ROOT / "docs/img/demo-learns.png"
 
 
 def draw(figure: Figure) -> None:
-    """Both curves in one chart."""
+    """Draw training games and evaluations in one chart."""
     text = (kit.ROOT / "bench/results/demo.json").read_text(encoding="utf-8")
     runs = json.loads(text)["arms"]["demo"].values()
     axes = figure.add_subplot()

@@ -4,15 +4,15 @@
 
     full text    64 decisions of Crafter's full text (configs/crafter_cpu.toml with that text); also with a
                  model of 12M parameters
-    dialogues    invented: 8 questions of 200 tokens, 8 siblings each with answers of 150 tokens
-    short games  an iteration of configs/crafter_cpu.toml, in its steps of 256 decisions
+    dialogues    invented: 8 questions of 200 tokens, each with 8 siblings whose answers have 150 tokens
+    short games  an iteration of configs/crafter_cpu.toml, in the job's steps of 256 decisions
     crafter      1,024 random prompts and answers as long as in short games, in four steps, against trl
 
 All sides use float32, one thread, and the same tokens and optimizer steps. They take turns; the ratio
 compares the least CPU times. With and without sharing, log-probs and the gradient of a weighted sum of them
-must agree. `trl` takes part in `full text` and `crafter`, with the best micro-batch size for it of 2 to 256,
-if trl and datasets are installed (pip install trl datasets). The exit code is 1 if a ratio is below its
-limit, or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, relative to its norm).
+must agree. If trl and datasets are installed (pip install trl datasets), `trl` takes part in `full text` and
+`crafter`, with its fastest micro-batch size of 2 to 256. The exit code is 1 if a ratio is below its limit,
+or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, relative to its norm).
 """
 
 import importlib.util
@@ -78,12 +78,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The way without sharing compared with the one with it.
+    """An update without sharing, compared with the same update with sharing.
 
-    distinct: number of tokens, divided by the number that one row with all segments would hold.
+    distinct: number of tokens, divided by the number of tokens of one row that all segments share.
     computed: number of tokens computed without sharing, divided by that with sharing.
     plain_s, shared_s, trl_s: CPU seconds of the update in each round; trl_s is empty without trl.
-    logprobs, gradient: differences.
+    logprobs, gradient: the largest differences of the two ways.
     """
 
     segments: int
@@ -97,7 +97,7 @@ class Compared:
     gradient: float
 
     def ratio(self, against: str) -> float | None:
-        """Return the least CPU time of `against` over the least with sharing; None if it was not measured."""
+        """Return the least CPU time of `against`, divided by the least with sharing; None if unmeasured."""
         seconds: list[float] = getattr(self, f"{against}_s")
         return min(seconds) / min(self.shared_s) if seconds else None
 
@@ -164,7 +164,7 @@ def model_of(shape: str, vocabulary: int) -> PreTrainedModel:
 
 
 def compared(case: Case, rounds: int, folder: str | None) -> Compared:
-    """Measure a case; `folder` is where trl's trainer writes, and None leaves trl out."""
+    """Measure a case; trl's trainer writes to `folder`, and None leaves trl out."""
     segments = case.segments
     vocabulary = 1 + max(int(segment.token_ids.max()) for segment in segments)
     plain, shared = (

@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: they add README, changelog, AGENTS.md and HTTP reference as pages, and change links.
 
-The site has no repository to link to. A link to a file outside of docs/ therefore becomes its text and its
-path; one whose file is missing stays, and the strict build refuses it.
+The site has no repository to link to. A link to a file outside of docs/ therefore becomes the link's text and
+the path. A link whose file is missing is kept, and the strict build refuses it.
 """
 
 import re
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def rewrite_links(text: str, source: Path, target: Path) -> str:
-    """Return a text of the folder `source` with the links that it needs in `target`; code stays as it is."""
+    """Return a text of the folder `source` with its links changed for the folder `target`; code is kept."""
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     return "".join(
         part if index % 2 else _LINK.sub(lambda found: _rewrite(found, source, target), part)

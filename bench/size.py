@@ -1,10 +1,10 @@
 """The size of each package, and what changed since a commit: `make size`, or `make size BASE=<commit>`.
 
-Inline candidates are functions of six code lines or fewer that the code reads once: inline them unless the
-name says what the lines do not. One-reader files have fewer than 60 lines and one file that imports them:
-their code may live there. Decorated functions, methods that override or that Python calls, and tests are no
-candidates, and what only tests read does not count. A candidate is a hint: names are matched as text. `make
-size NAMES=1` lists them.
+Inline candidates are functions of six code lines or fewer whose name the code reads once: inline them unless
+the name explains the lines. One-reader files have fewer than 60 lines, and a single file imports them: their
+code may live in that file. Decorated functions, methods that override or that Python calls, and tests are no
+candidates; readers in tests do not count. A candidate is a hint, since names are matched as text. `make size
+NAMES=1` lists the candidates.
 """
 
 import ast

@@ -2,11 +2,11 @@
 
     python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …]
 
-Without a NAME it lists them. Arms start from one checkpoint a seed, or in studies of whole jobs from an
-imitation of their own. Worlds, sampling seeds, passes and rates are equal, unless an arm names others.
-What is done is skipped, what was interrupted is resumed, and after each arm bench/results/NAME.json (curves
-with 95 % intervals, settings, times, versions) and NAME.png are written again. The file keeps the seeds that
-other machines ran with the same settings. Arms are not tuned each for itself.
+Without a NAME the command lists the studies. For each seed, all arms start from one checkpoint, unless the
+study compares warm-ups or runs whole jobs. Worlds, sampling seeds, passes and rates are equal, unless an arm
+changes them; no arm is tuned on its own. Finished runs are skipped, and interrupted runs are resumed. After
+each arm, bench/results/NAME.json (curves with 95 % intervals, settings, times, versions) and NAME.png are
+written again. The JSON file keeps the seeds that other machines ran with the same settings.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from trainer_backend.job.load import load_job
 OFF = ("training.step_rewards_enabled=false", "training.step_rewards_mode=off")
 BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
 
-# Short games of configs/crafter_cpu.toml. In one process the stages take turns; ahead, they overlap.
+# Short games of configs/crafter_cpu.toml. Collecting and learning take turns, or overlap one iteration ahead.
 AHEAD = Study(
     name="ahead",
     title="collecting ahead, and learner and gateway in processes, against taking turns in one",
@@ -34,7 +34,7 @@ AHEAD = Study(
     arms={
         "turns": Arm("one process, taking turns", ()),
         "ahead": Arm("one process, one iteration ahead", ("training.max_staleness=1",)),
-        "processes": Arm(  # two threads each on two cores would wait for each other
+        "processes": Arm(  # on two cores, two threads of each process would wait for each other
             "in processes, one iteration ahead",
             (
                 "training.max_staleness=1", "cluster.launcher=local", "training.threads=1",
@@ -78,7 +78,7 @@ REWARD_MODES = Study(
     },
 )  # fmt: skip
 
-# Each arm is warmed up by the same teacher with the tools that the arm has.
+# Each arm has its own warm-up: the same teacher plays with the tools that the arm has.
 STATELM = Study(
     name="statelm",
     title="a model that edits its context against one that cannot, in one small window",
@@ -94,7 +94,7 @@ STATELM = Study(
         "editing": Arm("may delete", ()),
         "no_editing": Arm(
             "may not",
-            # With nothing on offer the job may not name what is offered, but for the default.
+            # A job without editing may list no context tools but the default ones.
             ("multi_turn.statelm_enabled=false", 'multi_turn.context_tools=["deleteContext", "checkBudget"]'),
         ),
     },
@@ -105,10 +105,10 @@ STATELM = Study(
 
 
 def fixed_policies(study: Study, folder: Path, settings: Sequence[str]) -> Mapping[str, str]:
-    """Make {good} and {bad} of settings and switches where they are not there yet.
+    """Return the folders of the models {good} and {bad} of the settings; make those that do not exist.
 
-    `good` is a clone of the scripted teacher, made once for all seeds: it imitates eight times as much as the
-    actor's warm-up. `bad` has random weights, and never writes a call that can be read.
+    `good` imitates the scripted teacher on eight times as many episodes as the actor's warm-up; all seeds
+    share it. `bad` has random weights, and never writes a call that can be parsed.
     """
     own = [setting for setting in settings if "{" not in setting]
     episodes = load_job(ROOT / study.job, own).config.warmup
@@ -120,7 +120,7 @@ def fixed_policies(study: Study, folder: Path, settings: Sequence[str]) -> Mappi
 
 
 def _random_twin(model: Path, folder: Path) -> Path:
-    """A model of the same size and tokenizer whose weights were never trained."""
+    """Return the folder of an untrained model with the size and the tokenizer of `model`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -162,10 +162,10 @@ MIXTURE = Study(
     models=fixed_policies,
 )  # fmt: skip
 
-# Which estimator learns most from the same number of decisions and optimizer steps? What `branch` plays on
-# from before a decision counts too, so it plays fewer episodes: from a decision in the middle half an episode
-# is left, so 2 * 2 of them cost two episodes more, and a third of 64 is left, in whole groups. Where what was
-# played on is not trained, or the critic learns alone for two iterations, equal steps need smaller batches.
+# Which estimator learns most from the same number of decisions and optimizer steps? Decisions of branches
+# count too, so `branch` plays fewer episodes: a branch from the middle of an episode has half its length, so
+# 2 * 2 branches cost as much as two episodes. That leaves a third of 64 episodes, in whole groups. Where
+# branches are not trained, or the critic learns alone for two iterations, equal steps need smaller batches.
 _CRITIC = ("training.critic=own", "training.critic_warmup=2", "training.batch_decisions=222")
 _BRANCH = (
     *BY_DECISION, "algorithm.advantage=branch", "algorithm.branches_per_episode=2",
@@ -179,7 +179,7 @@ CREDIT = Study(
     name="credit",
     title="estimators of credit on one warm start, equal decisions and optimizer steps",
     against="grpo",
-    # 64 episodes of 50 decisions an iteration, as the job; 15 iterations; evaluated at both ends.
+    # As in the job, 64 episodes of 50 decisions an iteration. There are 15 iterations, and two evaluations.
     settings=(
         *IN_GROUPS, "training.keep_checkpoints=1", "training.iterations=15", "evaluation.every_n_iters=15",
     ),
@@ -197,8 +197,8 @@ CREDIT = Study(
     },
 )  # fmt: skip
 
-# A corridor (tests/corridor.py): one of two ways is right in each of 30 cells, and the other ends the game.
-# Key, door and treasure earn 1 each. Three of four groups start at snapshots of the run.
+# A corridor of 30 cells (tests/corridor.py): in each, one of two ways is right, and the other ends the game.
+# Key, door and treasure earn 1 each. Except in `plain`, three of four groups start at snapshots of the run.
 _SHARE = "curriculum.share=0.75"
 STARTS = Study(
     name="starts",
@@ -220,8 +220,8 @@ STARTS = Study(
     measured="of key, door and treasure, held out",
 )  # fmt: skip
 
-# Whole jobs, each seed from its own beginning on: the demo takes ten minutes a seed on two quiet cores, whole
-# games take an hour, and the others a quarter of an hour.
+# Whole jobs, each seed with its own warm-up, if the job has one. The demo takes ten minutes a seed on two
+# quiet cores, whole games take an hour, and the others a quarter of an hour.
 _MORE = ("evaluation.instances=300",)
 JOBS = tuple(
     Study(

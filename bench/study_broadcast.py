@@ -1,13 +1,13 @@
-"""Compares two ways to bring new weights to real vLLM servers: the learner sends them, or a folder has them.
+"""Compares two ways to bring new weights to real vLLM servers: the learner sends them, or writes a folder.
 
     python -m bench.study_broadcast --vllm-python VENV/bin/python       (make study-broadcast VLLM_PYTHON=...)
 
 A job with [cluster] and weight_transfer.backend = "nccl" (gloo here) trains a tiny model on two servers. One
 is killed in the second iteration and has to come back. Transformers computes every sampled token's log-prob
-again in fp32, with the weights of the version that the token is recorded with. Then weights are swapped while
-requests run, and a server is killed while it gets weights; the other one has to serve. Last, a model of 0.4
-GB is published by folder and by broadcast in turns; this process is the learner, whose memory is measured.
-bench/results/broadcast.json has the figures; exit code 1 when one does not hold.
+again in fp32, with the weights of the version that the token's record names. Then weights are swapped while
+requests run. A server is killed while it receives weights, and the other server has to serve them.
+Last, a model of 0.4 GB is published by folder and by broadcast in turns; the memory of this process, then the
+learner, is measured. bench/results/broadcast.json has the figures; exit code 1: a promise does not hold.
 """
 
 import asyncio
@@ -59,9 +59,9 @@ PAIR_TIMEOUT_S = 20.0
 
 
 class Senders:
-    """Sends each version (a folder) by a sender of its own, as a learner does.
+    """Sends each version (a model folder) by a new sender, as a learner does.
 
-    A server is killed when the tensor at the place `killed_at` is sent.
+    A server is killed when the tensor at the index `killed_at` is sent.
     """
 
     def __init__(self, pool: Servers, folders: Sequence[Path], killed_at: int | None = None) -> None:
@@ -99,7 +99,7 @@ class Senders:
 
 
 async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]) -> dict[str, Any]:
-    """Swap weights while requests run; then kill a server during a pass, so that the other one gets them."""
+    """Swap weights while requests run; then kill a server during a send, so that only the other gets them."""
     lines: list[str] = []
     results: dict[str, Any] = {}
     async with started_servers(job.inference, directory, folders[0], broadcasts=True) as servers:
@@ -136,7 +136,7 @@ def larger_model(folder: Path, tokenizer_of: Path) -> None:
 
 
 async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
-    """Return the seconds of a publish, and its additional memory in MiB."""
+    """Return the seconds of a publish, and the additional memory that it takes, in MiB."""
     before, began = kit.peak_mib(reset=True), time.monotonic()
     await publish
     return time.monotonic() - began, kit.peak_mib() - before

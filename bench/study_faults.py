@@ -1,14 +1,14 @@
-"""Faults: short jobs of a trainer service, whose processes are killed at random times until all ended.
+"""Faults: short jobs of a trainer service, during which its processes are killed at random times.
 
     python -m bench.study_faults [--processes] [--seeds 0 1] [--out runs/faults] (make study-faults)
 
 Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. The job
 is posted over HTTP with an Idempotency-Key until the service answers. At times that a seed draws, from the
-POST to the last evaluation, one of four gets SIGKILL: the service, the job's process, the task app, the
-database. The service restarts the job's process; the study restarts the others. Afterwards, run directory and
-store must be those of the same job without faults (fault_watch.py): every iteration once; every planned
-rollout once, finished or failed, and in one line of the ledger at most; every finished rollout that a kill
-found, in its iteration; every seed as planned; no second job; no process left.
+POST to the last evaluation, the service, the job's process, the task app or the database gets SIGKILL. The
+service restarts the job's process; the study restarts the others. Afterwards, run directory and store must
+be as without faults (fault_watch.py). Every iteration and every planned rollout must be there once, with the
+planned seeds, and at most once in the ledger. A finished rollout that a kill found must be in its iteration.
+There must be no second job, and no process left.
 
 With --processes the learner and two gateways of each job are processes of their own ([cluster]), and the job
 collects an iteration ahead. Learner and gateways are killed too; the job's process restarts them. Then no
@@ -16,8 +16,8 @@ token may be older than training.max_staleness. A finished rollout may be missin
 checkpoint held the weights that sampled it; it is then in an .unused- file. If those weights were lost, no
 iteration learns from it.
 
-bench/results/faults.json and faults_processes.json have the figures by seed; a seed that is there is not run
-again. Exit code 1 when something does not hold.
+bench/results/faults.json and faults_processes.json have the figures by seed; a seed that they have is not run
+again. The exit code is 1 if something does not hold.
 """
 
 import json
@@ -45,12 +45,12 @@ SETTINGS = (
     "warmup.episodes=8", "training.threads=1", "evaluation.instances=2", "evaluation.every_n_iters=1000",
     "services.task_app_wait_s=60.0",
 )  # fmt: skip
-# With a checkpoint every second iteration, weights of some rollouts collected ahead are in no checkpoint.
+# With a checkpoint every second iteration, the weights that sampled some rollouts are in no checkpoint.
 IN_PROCESSES = (
     "cluster.launcher=local", "services.gateways=2", "inference.threads=2",
     "training.max_staleness=1", "training.recovery_every=2",
 )  # fmt: skip
-# Longer times from a kill to the first new rollout are counted.
+# Times from a kill to the first new rollout that are longer than this are counted.
 RECOVERY_S = 20.0
 
 

@@ -36,14 +36,14 @@ from bench.kit import ROOT, options, report, write_results
 from bench.mutations import Change, draw
 
 SOURCES = "trainer_backend/core trainer_backend/credit"
-# Tests of these packages, and quick tests elsewhere that check rules of these packages.
+# The tests of core/ and credit/, and quick tests elsewhere that check rules of these two packages.
 TESTS = """
     core credit test_credit.py test_recredit.py test_mixture_credit.py test_job.py job/test_unread_keys.py
     test_branches_in_the_loop.py test_forks_in_the_loop.py evaluation/test_truth_player.py
     collect/test_plan.py pages/test_conversations_are_shown.py models/test_presets_and_tokenizer.py
     learner/test_labels.py learner/test_families.py::test_the_load_of_experts_by_hand
 """
-# Not run: its learner is in other processes, which have no mutant.
+# A test that is not run: its learner is in other processes, which have no mutant.
 NOT = (
     "tests/trainer_backend/test_recredit.py::"
     "test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own"
@@ -75,7 +75,7 @@ class Watch:
 
 
 def forked(work: Callable[[], Any], *, limit: int) -> Any:
-    """Return what `work` returns in a forked process; None if that fails, is killed or runs out of time."""
+    """Run `work` in a forked process and return its result; None if it fails, is killed or takes too long."""
     with tempfile.TemporaryFile("w+") as answer:
         if (child := os.fork()) == 0:
             try:
@@ -93,7 +93,7 @@ def forked(work: Callable[[], Any], *, limit: int) -> Any:
                 os._exit(0)
         os.waitpid(child, 0)
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what tests left behind
+            os.killpg(child, signal.SIGKILL)  # remains of the tests
         answer.seek(0)
         text = answer.read()
         return json.loads(text) if text else None
@@ -113,7 +113,7 @@ class Tree(NamedTuple):
         return int(pytest.main([*fixed, *tests], [watch]))
 
     def covered(self) -> dict[str, Any]:
-        """Run all tests; return their seconds, and by file and line the tests (or test files) that ran it."""
+        """Run all tests; return their seconds, and the tests or test files that ran each line, by file."""
         cover = coverage.Coverage(data_file=None, include=[str(path) for path in self.files])
         watch = Watch(cover)
         cover.start()
@@ -146,7 +146,7 @@ def chosen(change: Change, lines: Mapping[str, Sequence[str]], seconds: Mapping[
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the score over all, and by file [killed, counted]; equivalent mutants are not counted."""
+    """Return the share of killed mutants, and by file [killed, counted]; equivalent mutants do not count."""
     counted = [row for row in rows if "equivalent" not in row]
     killed = Counter(row["file"] for row in counted if row["killed_by"])
     total = Counter(row["file"] for row in counted)
@@ -161,7 +161,7 @@ def study(tree: Tree, known: Sequence[dict[str, Any]], given: Namespace) -> Iter
     base = forked(tree.covered, limit=20 * given.limit)
     if base is None or base["code"]:
         raise SystemExit(f"the tests fail without a mutant: {base and base['failed']}")
-    for name in base["packages"]:  # imported once, and not in each forked process
+    for name in base["packages"]:  # imported here, not in each forked process
         with suppress(Exception):
             importlib.import_module(name)
     stored = {tuple(row[name] for name in _PLACE): row for row in known}

@@ -2,11 +2,11 @@
 
     python -m bench.study_ranks            (make study-ranks)
 
-On 2 and on 3 ranks, all ranks compute a step's gradient together; then the first one computes it alone, from
+On 2 and on 3 ranks, all ranks compute a step's gradient together. Then the first rank computes it alone, from
 the same weights and episodes. Prompts, answers and numbers of decisions are unequal, and proximal log-probs
 differ from the policy's. A whole update, and a resume on another number of ranks, are compared in the same
 way. Then one rank of two fails in the middle of an update, in three ways: killed, stopped, out of memory.
-bench/results/ranks.json has the figures; exit code 1 when one does not hold.
+bench/results/ranks.json has the figures; the exit code is 1 if a bound does not hold.
 """
 
 import json
@@ -141,7 +141,7 @@ def gradient(
     trained = [*(weight for weight in learner.model.parameters() if weight.requires_grad), *head]
     with torch.no_grad():
         for weight in trained:
-            weight.mul_(1.01)  # away from what a KL pulls towards
+            weight.mul_(1.01)  # away from the reference policy, so that the KL has a gradient
     drafts, rng = update.weighed(given).scored, random.Random(9)
     near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
     step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.objectives).scored
@@ -254,7 +254,7 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
     for weight in model.parameters():
-        whole(weight)  # allocates what ranks need to communicate, as their first update would
+        whole(weight)  # allocates memory for communication, as the ranks' first update would
     before = kit.peak_mib(reset=True)
     write_weights(folder, collect_weights(model), ranks)
     most = max(ranks.of_every_rank(kit.peak_mib() - before))
@@ -266,7 +266,7 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
 
 
 def judge_low_precision(ranks: Ranks) -> dict[str, float]:
-    """Compare log-probs of a sharded and a whole copy in bfloat16, as a GPU holds a reference policy."""
+    """Compare log-probs of a sharded and a whole copy in bfloat16, the reference policy's format on a GPU."""
     model, _ = tiny_model()
     held, alone = held_copy(model, torch.bfloat16), held_copy(model, torch.bfloat16)
     placement = Placement(torch.device("cpu"), low=torch.bfloat16)
@@ -281,8 +281,8 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
 def judge_experts(ranks: Ranks) -> dict[str, float]:
     """Check that tokens go to the experts that their segments name, in packed rows and in padded ones.
 
-    Every token except a segment's last is sent to the expert after that of its router. `moved` says by how
-    much this changes log-probs, in the family with the smallest change.
+    Every token except a segment's last is sent to the expert after the one that its router chooses. `moved`
+    is the change of log-probs by this, in the family of models with the smallest change.
     """
     found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
     for family in ("qwen3_moe", "gpt_oss"):
@@ -325,7 +325,7 @@ def _apart(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> floa
 
 
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
-    # Every rank holds all weights, and is a group of its own.
+    # With this setting, every rank holds all weights.
     "copies": lambda ranks: judge_gradient(
         {"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks
     ),
@@ -356,7 +356,7 @@ def judge_all(out: Path, names: Sequence[str], count: int) -> int:
 
 
 def judge(out: Path, names: Sequence[str]) -> NoReturn:
-    """Be a rank: compute each case together with the others, then on the first rank alone, and compare."""
+    """Be a rank: compute each case with all ranks, then on the first rank alone, and compare."""
     torch.set_num_threads(1)
     ranks = join_ranks()
     found = {}
@@ -456,11 +456,11 @@ def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> 
 
 
 def without_memory(rank: psutil.Process) -> None:
-    """Limit the rank's address space to what it has now."""
+    """Limit the rank's address space to its present size."""
     rank.rlimit(resource.RLIMIT_AS, (rank.memory_info().vms, resource.RLIM_INFINITY))
 
 
-# By name: fault, timeout of the learner, error of the call, most seconds until the other rank has ended.
+# By name: the fault, the learner's timeout, the call's error, the most seconds until the other rank ends.
 FAULTS: dict[str, tuple[Callable[[psutil.Process], None], float, type[TrainerError], float]] = {
     "killed": (lambda rank: rank.send_signal(signal.SIGKILL), 120.0, LearnerLost, 1.0),
     "stands still": (lambda rank: rank.send_signal(signal.SIGSTOP), TIMEOUT_S, LearnerLost, TIMEOUT_S + 5.0),

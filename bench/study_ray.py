@@ -2,12 +2,12 @@
 
     python -m bench.study_ray [--out FILE] [--runs N]
 
-A deterministic job of two iterations runs in one process, and then with `[cluster] launcher = "ray"`: a
-learner and two gateways on two Ray nodes, with a head without CPUs. In the update of iteration 2, the
+A deterministic job of two iterations runs in one process. It runs again with `[cluster] launcher = "ray"`: a
+learner and two gateways on two Ray nodes, and a head node without CPUs. In the update of iteration 2, the
 learner's node is killed with all its processes, a gateway among them. Figures:
 
     plans, sampled actions, both updates, final weights    equal to those of one process
-    rollouts lost                                          0: each is learned from once
+    rollouts lost                                          0: each is trained on once
     goes_on_s                                              from the kill to the next update, at most 60
 
 With [learner] nnodes = 2 the first update on two nodes is compared too, to 1e-6. Needs turnwise[ray].
@@ -62,7 +62,7 @@ JOB: dict[str, Any] = {
 
 
 class Story(Reporter):
-    """A run's reporter: prints all with its time, and calls `kill` once in the update of iteration 2."""
+    """A run's reporter: prints lines with their times, and calls `kill` once in the update of iteration 2."""
 
     def __init__(self, kill: Any = None) -> None:
         self._kill, self._began = kill, time.monotonic()
@@ -119,7 +119,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def read_facts(run: RunDirectory) -> dict[str, Any]:
-    """Return what a run has played and learned from, its updates, and its final weights."""
+    """Return a run's plans, actions and learned rollouts, its updates, and its final weights."""
     stored = [item for n in (1, 2) for item in read_rollouts(run.rollouts_file(f"iteration_{n}"))]
     played = [item.trajectory for item in stored if item.trajectory is not None]
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]
@@ -177,7 +177,7 @@ def main() -> int:
         slowest = max(times)
         missed += report(f"goes on within {slowest:.1f} s (at most {MOST_S:g})", slowest <= MOST_S)
         two, _ = under_ray(Path(root) / "two", kills=False, nnodes=2)
-        other = whole["updates"][0]  # differences are relative to at least 1
+        other = whole["updates"][0]  # relative differences, with a denominator of at least 1
         difference = max(
             abs(value - other[name]) / max(1.0, abs(other[name])) for name, value in two["updates"][0].items()
         )

@@ -1,4 +1,4 @@
-"""What a study found: from run directories to JSON, and from there to a picture and a table."""
+"""The results of a study: from run directories to JSON, and from JSON to a picture and a table."""
 
 import io
 import math
@@ -23,7 +23,7 @@ from trainer_backend.pages.report import last_minus_first, stage_totals
 from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.layout import open_run
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # after Okabe and Ito
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of Okabe and Ito, for the colour-blind
 _INK, _FAINT = "#1f2328", "#d0d7de"
 _SETTINGS: dict[Any, Any] = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -34,12 +34,12 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def whole_numbers() -> MaxNLocator:
-    """Ticks for an axis of counts."""
+    """Return a locator of ticks at whole numbers, for an axis of counts."""
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
 
 
 def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
-    """The PNG that `draw` makes of an empty figure."""
+    """Return a PNG of the figure that `draw` fills."""
     file = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(5.6, height_in), dpi=150, layout="constrained")
@@ -50,21 +50,21 @@ def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
-# What else evaluations tell, of environments that have it.
+# Further metrics of evaluations, in environments that have them.
 FURTHER = ("crafter_score",)
-# What else iterations of a mixture tell.
+# Further metrics of iterations, in a mixture.
 MIXED = (
     "mixture/alpha", "rollout/policy_choice", "mixture/ess", "mixture/counted_share",
     "actor/importance_weight_mean", "mixture/fixed/outcome_reward",
 )  # fmt: skip
-# In conversations with an interaction: docs/metrics.md.
+# A metric of conversations with an interaction (docs/metrics.md).
 _BY_TURN = "interaction/score_by_turn"
-# Over configs/crafter_cpu.toml: its credit and rates when these studies were made, in groups of siblings.
+# Settings over configs/crafter_cpu.toml: groups of siblings, and its former credit and rates, for comparison.
 IN_GROUPS = (
     "training.group_size=4", "training.critic=head", "training.learning_rate_final=0.2",
     "training.entropy_coef=0.003", "algorithm.gae_lambda=0.95",
 )  # fmt: skip
-# Of that job: shows that every part works, and no more.
+# Settings for --quick over the same job: they only show that every part works.
 QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
     "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
@@ -76,8 +76,8 @@ QUICK = (
 class Arm:
     """One of the variants that a study compares.
 
-    label: in pictures and tables.
-    switches: `table.key=value`; they override the job and the settings of the study.
+    label: the arm's name in pictures and tables.
+    switches: each `table.key=value`; they override the job and the settings of the study.
     """
 
     label: str
@@ -88,17 +88,17 @@ class Arm:
 class Study:
     """Arms that start from one checkpoint, a seed at a time, on one job.
 
-    name: of the folder in runs/ and of the files in bench/results/.
-    arms: by name, in the order in which they are run.
-    against: the arm whose result is taken from every other's.
-    settings: `table.key=value`, of all arms.
-    quick: in place of them, with --quick.
-    job: the file that all of it starts from.
-    measure: what arms are compared by: a metric of iterations and evaluations, without its room.
-    measured: what that is, in words.
-    from_the_start: an arm's run begins with its own warm-up, as the job does; no arm shares a warm start.
-    own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
-    models: makes, in the study's folder and by its settings, what these name as {name}; paths by name.
+    name: the name of the folder in runs/ and of the files in bench/results/.
+    arms: the arms by name, in the order in which they are run.
+    against: the arm whose result is subtracted from the results of all others.
+    settings: the settings of all arms, each `table.key=value`.
+    quick: the settings with --quick, in place of `settings`.
+    job: the job file that the settings and switches change.
+    measure: the metric that arms are compared by, without its prefix `episode/` or `eval/`.
+    measured: the meaning of `measure`, in words.
+    from_the_start: whether each arm runs the whole job, with the job's own warm-up, if it has one.
+    own_warm_starts: whether an arm's switches hold in its warm-up too; each arm then has its own checkpoint.
+    models: makes the models that settings name as {name} in the study's folder; returns their paths by name.
     """
 
     name: str
@@ -118,11 +118,11 @@ class Study:
 def collect(
     study: Study, folder: Path, settings: Sequence[str], earlier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All results of finished and running arms on disk, of any call.
+    """Return the results of all finished and running arms, from the disk and from an earlier results file.
 
-    Runs that are not on disk are taken from `earlier`, the results file as it was, where it was made with the
-    same job, settings and switches: so a study may be run a few seeds at a time, on any machine. Arms of a
-    seed that share a warm start are compared, so they all come from the same machine.
+    Runs that are not on disk are taken from `earlier`, if they had the same job, settings and switches. So a
+    study may be run a few seeds at a time, on any machine. Arms that share a seed's warm start are compared
+    with each other, so they all come from the same machine.
     """
     made_on = {
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
@@ -163,7 +163,7 @@ def collect(
 
 
 def curve(path: Path, measure: str) -> dict[str, Any]:
-    """One run: its evaluations with intervals, its training curve, its seconds by stage."""
+    """Return the figures of a run: evaluations with intervals, training curve, seconds by stage."""
     story = read_story(open_run(path))
     return {
         "evaluations": [
@@ -180,7 +180,7 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
         "training": [
             {
                 "iteration": row["iteration"],
-                measure: row.get(f"episode/{measure}"),  # None where the actor played nothing
+                measure: row.get(f"episode/{measure}"),  # None if the actor played nothing
                 **{name: row[name] for name in MIXED if name in row},
                 "entropy": row.get("loss/entropy"),
                 "decisions": _decisions(row),
@@ -189,7 +189,7 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
             for row in story.iterations
         ],
         "last_minus_first": None if (gain := last_minus_first(story)) is None else asdict(gain),
-        # The rate by turn in the last iteration, where answers are scored 0 or 1.
+        # The success rate by turn in the last iteration, if answers are scored 0 or 1.
         _BY_TURN: story.iterations[-1].get(_BY_TURN) if story.iterations else None,
         "seconds": {name: round(value, 1) for name, value in stage_totals(story)},
         "iteration_s": _iteration_s(story),
@@ -197,7 +197,7 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
 
 
 def _iteration_s(story: Story) -> float | None:
-    """Median seconds between the ends of two iterations in a row, with no evaluation between them."""
+    """Return the median seconds from one iteration's end to the next, if no evaluation is between them."""
     evaluated = {row["iteration"] for row in story.evaluations}
     took = [
         row["timeline/learn_end"] - before["timeline/learn_end"]
@@ -208,22 +208,22 @@ def _iteration_s(story: Story) -> float | None:
 
 
 def _decisions(row: Mapping[str, Any]) -> int:
-    """Count the decisions of an iteration: the actor's, of branches, and of a fixed policy.
+    """Count the decisions of an iteration: those of the actor, of branches, and of a fixed policy.
 
-    Requests would be too few where a resumed run had played a part of the iteration before.
+    A count of requests would be too low if a resumed run had played a part of the iteration before.
     """
-    # Absent where no branch or fixed policy has played.
+    # The metrics of branches and of fixed policies are absent if none has played.
     episodes, of_each = row.get("mixture/fixed/episodes", 0.0), row.get("mixture/fixed/decisions", 0.0)
     return int(row["decision/count"] + row.get("branch/decisions", 0.0)) + round(episodes * of_each)
 
 
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:
-    """Result and gain over the warm start at the last evaluation; and the arms' differences, paired by seed.
+    """Return each arm's result and gain at the last evaluation, and its difference to `against`.
 
-    `reached` is the iteration of the first evaluation that is as good as the last one of `against`, by seed;
-    null where none is.
+    The gain is over the first evaluation; differences are paired by seed. `reached` has for each seed the
+    iteration of the first evaluation that is as good as the last one of `against`, or null.
 
-    Intervals are over seeds (Student's t), so they speak of other seeds; with one seed there are none.
+    Intervals are over seeds (Student's t), so they hold for further seeds; one seed has no interval.
     """
     ends = {
         arm: {
@@ -262,14 +262,14 @@ def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str,
 
 
 def _reached(run: Mapping[str, Any], base: Mapping[str, Any] | None, measure: str) -> int | None:
-    if not base or not base["evaluations"]:  # another process has begun it
+    if not base or not base["evaluations"]:  # another process has begun the run
         return None
     level = base["evaluations"][-1][measure]
     return next((row["iteration"] for row in run["evaluations"] if row[measure] >= level), None)
 
 
 def table(study: Study, outcome: Mapping[str, Any]) -> Table:
-    """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
+    """Return the summary for a terminal: a line for each arm, with 95 % intervals over seeds."""
     told = outcome["summary"]
     heads = ("before", "after", "gain", f"minus {study.against}", "reached after", "decisions", "steps")
     lines = Table(study.measured, *heads)
@@ -283,7 +283,7 @@ def table(study: Study, outcome: Mapping[str, Any]) -> Table:
 
 
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
-    """Held-out curves, or where there are too many arms for that, the gains and their intervals."""
+    """Draw held-out curves, or for many arms their gains with intervals, and write the PNG."""
     few = len(study.arms) <= len(COLOURS)
     fill = _draw_curves if few else _draw_gains
     height_in = 3.8 if few else 1.0 + 0.3 * len(study.arms)
@@ -291,7 +291,7 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_gains(study: Study, outcome: Mapping[str, Any], figure: Figure) -> None:
-    """A line an arm: a dot a seed, and the mean's interval; the arm of the largest gain on top."""
+    """Draw a line for each arm, the largest gain on top: a dot for each seed, the mean and its interval."""
     axes = figure.subplots()
     told, of_seeds = outcome["summary"], outcome["arms"]
     arms = sorted(of_seeds, key=lambda arm: told[arm]["gain"]["mean"] or 0.0)
@@ -309,7 +309,7 @@ def _draw_gains(study: Study, outcome: Mapping[str, Any], figure: Figure) -> Non
 
 
 def _draw_curves(study: Study, outcome: Mapping[str, Any], figure: Figure) -> None:
-    """A thin line a seed with its interval, a thick one for the mean."""
+    """Draw for each arm a thin line with its interval for each seed, and a thick line for the mean."""
     axes = figure.subplots()
     for index, (arm, made) in enumerate(study.arms.items()):
         by_seed = outcome["arms"].get(arm, {})
@@ -328,7 +328,7 @@ def _draw_curves(study: Study, outcome: Mapping[str, Any], figure: Figure) -> No
 
 
 def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tuple[list[int], list[float]]:
-    """Mean over the curves, at iterations that all of them have."""
+    """Return the iterations that all curves have, and the mean over the curves at each of them."""
     tables = [{row["iteration"]: row[measure] for row in rows} for rows in curves]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     return shared, [sum(table[at] for table in tables) / len(tables) for at in shared]
@@ -360,7 +360,7 @@ def _figure(value: float | None) -> str:
 
 
 def _interval(values: Sequence[float]) -> dict[str, Any]:
-    """The interval over finished seeds; null for fewer than two."""
+    """Return the mean over finished seeds with its 95 % interval; null for fewer than two seeds."""
     if not values:
         return {"mean": None, "low": None, "high": None, "seeds": 0}
     found = mean_interval(values)

@@ -71,7 +71,7 @@ def warm_start_job(study: Study, settings: Sequence[str]) -> JobConfig:
 
 
 def arm_job(study: Study, settings: Sequence[str], checkpoint: Path) -> JobConfig:
-    """Return the job of RL from the warm start."""
+    """Return an arm's job of RL, which begins at the warm start's checkpoint."""
     job = load_job(ROOT / study.job, settings).config
     return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
 

@@ -4,9 +4,9 @@
 
 Client processes play Crafter sessions and compare them with environments of their own, take and restore
 snapshots, run rollouts, disconnect during requests and send requests twice. A client is killed every few
-seconds. In the last fifth the task app is killed repeatedly, too, and restarted with the same --state-dir. At
-the end, no step may be lost or doubled, no answer may differ, every abandoned session must have expired, and
-memory must be flat. bench/results/soak.json has the figures; exit code 1 if one does not hold.
+seconds. In the last fifth of the time, the task app is killed too, and restarted with the same --state-dir.
+At the end, no step may be lost or doubled, no answer may differ, abandoned sessions must have expired, and
+memory must be flat. bench/results/soak.json has the figures; the exit code is 1 if a bound does not hold.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from task_app.environments.crafter.rules import ACTIONS
 from task_app.episode.actions import requests_from_wire
 
 TEXT = "compact"
-# After any other status, a request is repeated with its key: the server was killed, is starting, or is full.
+# After any other status, a request is repeated with its key: the server was killed, starts or is full.
 FINAL = (200, 202, 404, 409, 422)
 # The longest that a client waits for a server that is being restarted.
 PATIENCE_S = 60.0
@@ -153,7 +153,7 @@ class Player:
         for _ in range(self._chance.randrange(1, 30)):
             if not await self._act():
                 break
-        if self._chance.random() < 0.8:  # the rest is left to the idle expiry
+        if self._chance.random() < 0.8:  # other sessions are left to expire idle
             status, _ = await self._ask("/env/terminate", {"env_id": self._env_id})
             self._tally.check(status == 200, f"terminate: {status}")
             self._tally.counts["terminated"] += 1
@@ -250,7 +250,7 @@ async def play_sessions(options: argparse.Namespace) -> Tally:
 CLIENTS = 3
 # Share of the time in which only clients are killed; in the rest, the task app is killed too.
 STEADY = 0.8
-# Largest ratio of memory in the last third of the steady part to the middle third; a leak adds up over time.
+# Largest ratio of memory in the last third of the steady part to memory in the middle third: a leak grows.
 FLAT = 1.1
 
 
@@ -271,7 +271,7 @@ class Found(Tally):
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def took(self, process: subprocess.Popen[str]) -> None:
-        """Add the tally that a client printed before it ended by itself."""
+        """Add the tally that a client has printed, if it ended by itself."""
         printed, _ = process.communicate()
         if process.returncode not in (0, 1):
             self.wrong.append(f"a client ended with {process.returncode}")
@@ -319,7 +319,7 @@ def study(seconds: float, *, seed: int) -> dict[str, Any]:
 
 
 def load(app: App, found: Found, chance: random.Random, *, seconds: float, restarts: bool) -> None:
-    """Run clients for this long; often kill one, every second or two, and with `restarts` always the app."""
+    """Run clients for some seconds; every second or two, mostly kill one, and with `restarts` the app."""
     until_s = time.monotonic() + seconds
     clients = [client(app, chance, until_s) for _ in range(CLIENTS)]
     while time.monotonic() < until_s:
@@ -349,7 +349,7 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
 
 
 def abandoned(app: App) -> dict[str, Any]:
-    """Wait until idle sessions expire; return how many are left, and how many new ones then fit."""
+    """Wait until idle sessions expire; return how many are left, and how many new sessions then fit."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     body = {"env_name": "crafter", "config": {"text": "compact"}}
     with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:

@@ -1,25 +1,25 @@
-"""Which estimator is nearest to the truth? All of them on the same rollouts, against measured advantages.
+"""Which estimator is nearest to the truth? Compares all estimators with measured advantages.
 
     python -m bench.study_truth [--seed 0 …] [--setting crafter …] [--decisions 300] [--continuations 16]
     python -m bench.study_truth --rescore
 
-For each setting and seed a run with the critic's estimator trains for a few iterations, so that its rollouts
-hold values and state keys too. `turnwise truth` then measures decisions of its last
-iteration, and every estimator is scored on them (`turnwise recredit --truth`). `branch` and `gae_token` need
-rollouts of their own, and are left out. `gae` is scored at other lambdas too.
+For each setting and seed, a run trains for a few iterations with the estimator `gae`, so that its rollouts
+hold values and state keys. `turnwise truth` then measures decisions of the run's last iteration, and every
+estimator is scored on these decisions (`turnwise recredit --truth`). `branch` and `gae_token` are left out,
+because they need other rollouts. `gae` is scored at other lambdas too.
 
     crafter     configs/crafter_cpu.toml in groups of four: 50 decisions of at most 4 actions
     one_action  the same with one action a decision, 100 decisions
-    whole_games configs/crafter_laptop.toml in groups of four: whole games, after imitation of a teacher's
-    rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end; no
-                chance in its world, few states, by a policy that imitates a teacher of random pace
+    whole_games configs/crafter_laptop.toml in groups of four: whole games, after imitating a teacher
+    rooms       the environment that `turnwise new env` writes: a key, and a door at the corridor's end. Its
+                world has no chance and few states; the policy imitates a teacher of random pace
     one_box     configs/sokoban.toml: boards of 6 by 6 with one box, which a push may make unsolvable
 
-Finished parts are skipped, interrupted ones are resumed. bench/results/truth.json is written after each
-seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
-truth_decisions.jsonl, in the same folder, has a line of the measured decisions of each seed, with the
-advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds without
-lines keep their numbers. The settings `whole` and `sokoban` in there are former states of two of these jobs.
+Finished parts are skipped, interrupted parts are resumed. bench/results/truth.json is written after each
+seed: for each estimator the median, least and greatest over seeds, and every seed's numbers.
+truth_decisions.jsonl, in the same folder, has for each seed a line of the measured decisions, with the
+advantages of all estimators. `--rescore` computes truth.json again from these lines; seeds without a line
+keep their numbers. The settings `whole` and `sokoban` in truth.json are former states of two of these jobs.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
-GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # in addition to the job's own
+GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # in addition to the job's lambda
 FIGURES = (
     "correlation", "unbiased", "noiseless", "rank", "sign_agreement", "explained", "zero_share",
     "gradient_cosine",
@@ -83,10 +83,10 @@ FIGURES = (
 def scored(
     run: RunDirectory, setting: str, seed: int, *, decisions: int, continuations: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure what is not measured yet, and score all estimators, their gradients too.
+    """Measure the decisions that are not measured yet, and score all estimators and their gradients.
 
     Returns:
-        The numbers, and what they are computed from.
+        The seed's numbers, and the measured decisions from which they are computed.
     """
     started = time.monotonic()
     truth_options = TruthOptions(
@@ -115,9 +115,9 @@ def scored(
 
 
 def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float]) -> dict[str, float]:
-    """Return the share of decisions where some pairs chose otherwise, and two standard deviations there.
+    """Return the share of decisions where some pairs chose otherwise, and standard deviations over these.
 
-    One is of the true advantages, without the measurement's noise, and one of `gae`'s advantages.
+    `true_std` is that of the true advantages, without the measurement's noise, `gae_std` that of `gae`'s.
     """
     pairs = [(item, a) for item, a in zip(pooled_errors(list(truths)), gae, strict=True) if item.others]
     if not pairs:
@@ -137,7 +137,7 @@ def _scores(run: RunDirectory, *overrides: str) -> Path:
 def _advantages(
     run: RunDirectory, truths: Sequence[Mapping[str, Any]], name: str, *overrides: str
 ) -> list[float]:
-    """An estimator's advantages of the measured decisions, to five digits."""
+    """Return an estimator's advantages of the measured decisions, rounded to five digits."""
     path = _scores(run, *overrides) / f"{name}.parquet"
     rows = finished_rows(path, ["rollout_id", "decisions"])
     by_rollout = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
@@ -145,10 +145,10 @@ def _advantages(
 
 
 def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str, Any]:
-    """A seed's numbers, again.
+    """Compute a seed's numbers again from its measured decisions.
 
     Args:
-        decisions: as `scored` returns them.
+        decisions: the second result of `scored`.
     """
     columns = decisions["truths"]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -163,7 +163,7 @@ def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str
             rollout: [of_turns.get(turn, 0.0) for turn in range(1, max(of_turns) + 1)]
             for rollout, of_turns in of_rollouts.items()
         }
-        plug = name.partition(",")[0]  # without another lambda
+        plug = name.partition(",")[0]  # the name without a lambda
         figures: dict[str, Any] = TruthScores(file, {plug: advantages}, decisions["groups"]).figures()
         cosine = found["estimators"][name]["gradient_cosine"]
         again["estimators"][name] = {**figures["estimators"][plug], "gradient_cosine": cosine}
@@ -173,7 +173,7 @@ def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str
 
 
 def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrides: str) -> dict[str, Any]:
-    """What `turnwise recredit --truth --checkpoint` writes as numbers."""
+    """Return the numbers that `turnwise recredit --truth --checkpoint` writes."""
     _, folder = recredit_run(
         run.path, names, (), checkpoint, _scores(run, *overrides), overrides,
         truth=locate_truth(run.path), reporter=ConsoleReporter(Console()),
@@ -183,11 +183,11 @@ def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrid
 
 
 def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
-    """The job, that of an environment written to `folder` first included, and what finds it there."""
+    """Return a setting's job file, and the settings that it needs; write the files of `rooms` to `folder`."""
     if setting != "rooms":
         return ROOT / "configs" / _JOBS.get(setting, "crafter_cpu.toml"), ()
     package = folder / "rooms"
-    plugins = package / "src" / "plugins.py"  # in place of the package's entry points: it is not installed
+    plugins = package / "src" / "plugins.py"  # replaces the package's entry points, since it is not installed
     if not package.exists():
         write_environment("rooms", folder)
         plugins.write_text(_PLUGINS, encoding="utf-8")
@@ -195,7 +195,7 @@ def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
 
 
 def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By estimator and figure, [median, least, greatest, how many] of the seeds that have it."""
+    """Return, by estimator and figure, [median, least, greatest, number] over the seeds that have it."""
     names = {name for found in seeds.values() for name in found["estimators"]}
     told: dict[str, Any] = {name: {} for name in sorted(names)}
     for name, figures in told.items():
@@ -207,7 +207,7 @@ def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _stored_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The measured decisions by setting and seed."""
+    """Read the measured decisions by setting and seed."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     return {(line["setting"], line["seed"]): line for line in lines}

@@ -2,12 +2,12 @@
 
     python -m bench.study_vllm --vllm-python VENV/bin/python        (make study-vllm VLLM_PYTHON=...)
 
-A job trains a tiny model on two servers of its own. One is killed in the second iteration and has to come
-back. Then transformers computes every sampled token's log-prob again in fp32, with the weights of the version
-that the token is recorded with, so a decision of other weights shows. After that, weights are swapped while
+A job trains a tiny model on two servers of its own. One server is killed in the second iteration and has to
+come back. Then transformers computes every sampled token's log-prob again in fp32, with the weights of the
+version that the token's record names, so that a wrong record shows. After that, weights are swapped while
 requests run, some with stop strings, with weight_update = "wait" and "keep". A job with [lora] publishes
-adapters alone, which a server merges into the base; their log-probs are computed again too.
-bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
+adapters alone, which a server merges into the base; their log-probs are computed again too. docs/vllm.md
+installs vLLM. bench/results/vllm.json has the figures; the exit code is 1 if a bound does not hold.
 """
 
 import argparse
@@ -52,12 +52,12 @@ LIMIT = 1e-4
 EPISODES, TEMPERATURE = 8, 0.7
 IN_FLIGHT, SWAPS = 12, 3
 ADAPTER_ITERATIONS = 6
-# One thread and 1 GiB a server: two of them and the trainer share a small machine.
+# One thread and 1 GiB for each server, because two servers and the trainer share a small machine.
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 class Killer(kit.Reporter):
-    """Prints what the run says, and kills one of its servers while that samples requests of a stage."""
+    """Prints the lines of a run, and kills one of its servers while that samples requests of a stage."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -77,7 +77,7 @@ class Killer(kit.Reporter):
             threading.Thread(target=kill_a_busy_server, daemon=True).start()
 
     def requests_met_it(self) -> bool:
-        """Whether a request that the server was sampling showed the loss, and not the next publish."""
+        """Whether the loss was noticed by a request that the server was sampling, not by the next publish."""
         return any(" is lost: vLLM at " in line for line in self.lines)
 
     def lost(self) -> int:
@@ -105,7 +105,7 @@ def kill_a_busy_server() -> None:
 
 
 def server_processes() -> list[psutil.Process]:
-    """Return this process's servers, without their guards, whose command lines contain the server's."""
+    """Return this process's servers, without the guards, whose command lines contain a server's."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -192,7 +192,7 @@ def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict
         "killed_amid_requests": killer.requests_met_it(),
         "logprob_max": worst,
         "decisions_of_old_weights": old,
-        # How far log-probs of the version before are off: shows that the check can fail.
+        # The error of log-probs by the previous version's weights, which shows that the check can fail.
         "versions_apart_median": sorted(moved)[len(moved) // 2],
     }
 
@@ -210,7 +210,7 @@ async def started_servers(
 
 
 def open_pool(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) -> Servers:
-    """Return engines at these servers with this `weight_update`; `lines` gets what the pool says."""
+    """Return engines at these servers, with `mode` as weight_update; `lines` gets the pool's messages."""
     tokenizer = load_tokenizer(folder)
     engines = [
         VllmEngine(

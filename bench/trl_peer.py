@@ -1,8 +1,8 @@
 """Updates by `trl`'s GRPOTrainer, which bench/shared_prefix.py compares with ours. Needs trl and datasets.
 
-The trainer is unchanged, and logs, saves and checkpoints nothing. It gets prompts and answers where it would
-generate them. The measured time is that of scoring them all under the weights at the start of the iteration,
-if that has several steps, and of one pass of clipped steps.
+trl's code is unchanged, and the trainer logs and saves nothing. It gets answers instead of generating them.
+The measured time is that of one pass of clipped steps. If an iteration has several steps, all answers are
+first scored under the weights at its start, and this time is included.
 """
 
 import time
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 class Sample(NamedTuple):
-    """Ids of a prompt and of its answer."""
+    """The token ids of a prompt and of its answer."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
@@ -70,7 +70,7 @@ def updates(
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(AnIteration())
-    while True:  # an iteration of `trainer.train()` at a time
+    while True:  # each `trainer.train()` is one iteration
         trainer._step, trainer._buffered_inputs = 0, None
         trainer.train()
         yield ended[-1] - began[-1]
@@ -79,7 +79,7 @@ def updates(
 def _layout(
     trainer: object, samples: Sequence[Sample], micro: int, *, scores: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the batch in trl's layout, padded on both sides; with `scores` including trl's log-probs."""
+    """Return the batch in trl's layout, padded on both sides; with `scores`, trl's log-probs are included."""
     prompt = max(len(one.prompt) for one in samples)
     answer = max(len(one.answer) for one in samples)
     before = [prompt - len(one.prompt) for one in samples]

@@ -4,8 +4,8 @@
 
 configs/crafter_cpu.toml plays an iteration (bench/played_iteration.py), unless RUN has one. A process for
 each tree then reads the checkpoint and the rollouts, and repeats the update of policy and critic from the
-same weights. The trees take turns. Printed are medians and ranges of CPU seconds, of wall seconds, and of a
-round's ratio (other / this). Without another tree, this one is timed alone.
+same weights. The trees take turns. The script prints medians and ranges of CPU seconds, wall seconds, and the
+ratio of a round (other / this). Without another tree, only this tree is timed.
 """
 
 import json
@@ -24,7 +24,7 @@ from trainer_backend.rundir.layout import open_run
 
 
 def make_update(run: Path) -> Callable[[], dict[str, float]]:
-    """Return a function that makes the update of a played iteration, each time on a new learner."""
+    """Return a function that repeats the update of a played iteration, each time on a new learner."""
     directory = open_run(run)
     job = load_job(run / "job.toml").config
     (rollouts,), (measured,) = stored_iterations(directory, (1,)), stored_measured(directory, (1,))

@@ -29,7 +29,7 @@ _OURS = tuple(
     for package in ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
 )
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
-# Code without a file, such as that of the import system.
+# The file name of code without a file, such as the import system.
 _NO_FILE = "<"
 _SIGINT_RAISES = f"{Path(asyncio.__file__).parent}/runners.py"
 
@@ -42,8 +42,8 @@ class Boundary:
     CancelledError of the plug-in, and an exception whose text cannot be read. The log gets the traceback. The
     error names exception, file and line. Its `recurs` is False for OSError and MemoryError.
 
-    `what` names the call in the error, as "environment.step". `call` is the plug-in's function: if our code
-    raises because of the function's return value, the error names the place of the function's definition.
+    `what` names the call in the error, as "environment.step". `call` is the plug-in's function. If the
+    function's return value makes our code raise, the error names the place where the function is defined.
     """
 
     # A class, because it surrounds every step, and @contextmanager costs three times as much.
@@ -76,7 +76,7 @@ class Boundary:
         if isinstance(exc, asyncio.CancelledError):
             return self._task is not None and self._task.cancelling() > 0
         if isinstance(exc, GeneratorExit):
-            # A coroutine is closed from outside its task; what a plug-in raises is raised inside.
+            # A coroutine is closed from outside its task; a plug-in raises inside the task.
             return _current_task() is not self._task
         if (
             not isinstance(exc, KeyboardInterrupt)
@@ -126,7 +126,7 @@ def describe_line(call: Callable[..., object] | None) -> str:
 def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
     """Return the file and line where a plug-in raised: the innermost frame outside our code and libraries.
 
-    If there is none, take one in a library (an installed plug-in), or else in our code (a built-in one).
+    If there is no such frame, take one in a library (an installed plug-in), or else in our code (a built-in).
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     for known in ((*_OURS, *_LIBRARIES), _OURS, ()):

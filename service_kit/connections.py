@@ -36,8 +36,8 @@ def plain_problem(error: ServiceError) -> PlainReply:
     return PlainReply(response.status_code, headers, bytes(response.body))
 
 
-# Functions that answer a POST at once, by the bytes of its path. A function returns None, and has changed
-# nothing, if the app has to answer.
+# By the bytes of a path: the function that answers a POST there at once. If the app has to answer instead,
+# the function returns None, and has changed nothing.
 Posts = Mapping[bytes, Callable[[Scope, bytes], PlainReply | None]]
 
 
@@ -211,7 +211,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether no request and no timer of uvicorn runs; data that begins no request stops that timer."""
+        """Whether neither a request nor uvicorn's timer runs; data that begins no request stops the timer."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self._in_body and self.timeout_keep_alive_task is None
 

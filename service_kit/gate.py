@@ -54,9 +54,9 @@ _TooLarge = Callable[[], BodyTooLarge]
 class KeyDoor:
     """A *door*, which tells the gate whether a request may enter; this one wants a key in its headers.
 
-    A browser may send the key as the password of `Authorization: Basic`. It adds the password to requests
-    that other sites trigger, too. Such a site cannot read the reply to a GET, but could act by a POST or a
-    WebSocket, so Basic is ignored in these if a browser sends them. Other clients may use Basic for POSTs
+    A browser may send the key as the password of `Authorization: Basic`, even with requests that other sites
+    trigger. Such a site cannot read the reply to a GET, but could act by a POST or a WebSocket, so a
+    browser's Basic is ignored in POSTs and WebSockets. Other clients may use Basic for POSTs
     below `basic_posts`, because they can set a URL but no header. A service that has no keys and needs none
     accepts requests from this machine only, and none from a page of another site. `open_paths`, and paths
     below `open_below`, need no key.
@@ -236,7 +236,7 @@ class Gate:
             await self._refuse(error, scope, receive, send)
 
     def plain_value(self, scope: Scope, body: bytes) -> Any:
-        """Return the value of a JSON body; None if it is null or faulty, and the app has to answer."""
+        """Return the value of a JSON body; None if it is null or faulty, so that the app has to answer."""
         if len(body) > self._max_body_bytes or not _says_json(scope) or self._error(scope) is not None:
             return None
         try:
@@ -289,7 +289,7 @@ def _host_error(scope: Scope) -> ServiceError | None:
 
 
 class Leaving:
-    """Calls functions when a client's connection is lost; one that is added later is called at once."""
+    """Calls functions when a client's connection is lost, and at once those that are added after that."""
 
     def __init__(self) -> None:
         self._calls: set[Callable[[], None]] | None = set()

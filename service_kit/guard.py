@@ -3,7 +3,7 @@
     python -I -S guard.py REPORT COMMAND...
 
 The guards form a chain: the service starts the first, each guard starts the next, and the last starts the
-command. All are subreapers: when a descendant of the command loses its parent, even in another session, it
+command. All are subreapers: a descendant of the command that loses its parent, even in another session,
 becomes a child of a guard, which can kill it at the end. The kernel tells each guard when its parent ends. If
 any two of the three guards die, the third still kills everything. Each guard has its own process group, so a
 signal to a group kills one guard only.
@@ -40,7 +40,7 @@ def main() -> None:
     os.set_inheritable(report, False)
     parent = os.getppid()
     try:
-        # PR_SET_PDEATHSIG would report the end of the parent's thread, not of the parent.
+        # PR_SET_PDEATHSIG would report the end of the thread that started us, not of the parent process.
         parent_end: int | None = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(1)

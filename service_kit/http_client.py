@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 client that sends POSTs and returns whole replies, for the requests of every decision.
 
-It takes a third to a half of aiohttp's time. It keeps connections alive, and supports no redirects, cookies,
-proxies or compression.
+A request takes a third to a half of aiohttp's time. The client keeps connections alive, and supports no
+redirects, cookies, proxies or compression.
 
 No request is sent twice, because servers may bill each one. A kept connection that the server has closed
 raises `NoReply` like any other loss; the caller decides whether to retry. A cancelled request closes its

@@ -47,7 +47,7 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
 
 
 class BodyError(HTTPException):
-    """Wraps an error that occurs while FastAPI reads a body, which lets only an HTTPException through."""
+    """Wraps an error that occurs while FastAPI reads a body: FastAPI then passes on HTTPExceptions only."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)

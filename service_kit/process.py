@@ -70,7 +70,7 @@ class Process(Protocol):
 
     def kill_rest(self) -> None:
         """Kill the descendants that are left right after the process's end; later calls do nothing."""
-        return None  # by default, something else kills them
+        return None  # by default, another process kills them
 
 
 class Child(Process):
@@ -303,15 +303,15 @@ class Worker:
     """
 
     stop_s = 10.0
-    """Time between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
     ready_s: float | None = None
-    """Longest time from the start until the process is ready."""
+    """Most seconds from the start until the process is ready; None: no limit."""
     silence_s: float | None = None
-    """A process that answers no probe for this time is killed; None sends no probes."""
+    """A process that answers no probe for these seconds is killed; None sends no probes."""
     pauses_s = (0.5, 10.0)
-    """First and longest pause before a restart; the pause doubles after each failure."""
+    """First and longest pause before a restart, in seconds; the pause doubles after each failure."""
     healthy_s = 30.0
-    """A process that ran at least this long is restarted without a pause."""
+    """A process that ran at least these seconds is restarted without a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.process: Process | None = None

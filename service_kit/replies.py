@@ -34,7 +34,7 @@ _clip = Repr()
 _clip.maxstring = _clip.maxlong = _clip.maxother = 60
 _clip.maxlevel = 3
 
-# The allowed values by the type of pydantic's error, for types whose own message does not say it.
+# The allowed values by the type of pydantic's error, for types whose message does not name these values.
 _ALLOWED = {
     "missing": "the reader needs it",
     "extra_forbidden": "no such field is known",

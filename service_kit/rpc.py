@@ -96,7 +96,7 @@ class ErrorBody(Body):
     """An error in JSON."""
 
     classes: tuple[str, ...]
-    """Names of its class and base classes, the nearest first."""
+    """Names of the error's class and of its base classes, the nearest first."""
     code: str
     detail: str
     where: str | None = None
@@ -157,7 +157,7 @@ class Table(dict[str, Call], Generic[Error]):
         return call.encode(call.arguments, tuple(arguments))
 
     def read_arguments(self, name: str, body: bytes, tell: Tell | None = None) -> tuple[Any, ...]:
-        """Return the arguments of a call, then `tell` if it has progress. Raises `failure` for misfits."""
+        """Return a call's arguments, then `tell` if it reports progress. Raises `failure` if they misfit."""
         call = self[name]
         try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
@@ -187,7 +187,7 @@ class Table(dict[str, Call], Generic[Error]):
             raise self.misfit(f"the error of {name!r}", error) from error
 
     def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
-        """Return the error for a value of a wrong type; it names the place, what is allowed and the value."""
+        """Return the error for a value of a wrong type, with the place, the allowed type and the value."""
         fault = f": {error}"  # for bytes that are no JSON or no array
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]

@@ -64,7 +64,7 @@ class Listener:
 class Server(uvicorn.Server):
     """Reports when it is ready, and runs the service's own work (`before_stop`) before it stops.
 
-    The end of the app's lifespan would be too late for that work: uvicorn stops listening before.
+    The end of the app's lifespan would be too late for this work, because uvicorn has stopped listening then.
 
     Args:
         respond: makes the reply to an error of a connection, which has no request.
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,  # uvicorn calls listen() again with it
+                backlog=BACKLOG,  # uvicorn calls listen() again with this number
                 timeout_graceful_shutdown=5,
             )
         )

@@ -203,7 +203,7 @@ def typer_option(table: type[SettingsTable], name: str) -> Any:
 
 
 def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature:
-    """Return the signature of a typer command: context, an option for each field with a `Flag`, `further`."""
+    """Return a typer command's signature: context, an option for each field with a `Flag`, then `further`."""
     from typer import Context
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=Context)]

@@ -3,8 +3,8 @@
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
-Each line is the same as in a call over HTTP, after the call's number. A call over HTTP takes seven times as
-long, which is too long for each sample of an engine.
+A line is the call's number and the line of a call over HTTP. A call over HTTP takes seven times as long, too
+long for a call per sample of an engine.
 """
 
 import asyncio

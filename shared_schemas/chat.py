@@ -30,7 +30,7 @@ exceed the lower limit, the reply has status 400 and the code CONTEXT_LENGTH_EXC
 `reasoning_content`.
 
 A key whose value is null counts as absent (`without_nulls`). The reply's header IGNORED_HEADER lists the
-request's settings that had no effect. Both are also true of the endpoints of captures.
+request's settings that had no effect. Both rules also hold for the endpoints of captures.
 """
 
 from enum import StrEnum
@@ -60,7 +60,7 @@ def openai_error(sentence: str, *, status: int, code: str, where: str | None) ->
     return {"message": sentence, "type": kind, "param": where, "code": code}
 
 
-# 424: a server that ours called did not answer.
+# 424: a server that our server called did not answer.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "authentication_error",

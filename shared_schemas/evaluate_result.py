@@ -23,7 +23,7 @@ class MetricResult(Body):
 
 
 class StepOutput(Body):
-    """The result for one step; `step_index` is the decision's t from 0, as a number or its digits."""
+    """The result for one step; `step_index` is the decision index t from 0, as a number or as digits."""
 
     step_index: StepIndex
     base_reward: Finite

@@ -153,7 +153,7 @@ def _find_marked(text: str) -> Iterator[tuple[_Written, int]]:
 
 
 def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
-    """Yield all numbers and their end positions, the last number first; of a list only its last number."""
+    """Yield all numbers and their end positions, the last first; a list gives only its last number."""
     stop, least = len(text), max(0, len(text) - _MOST)
     while stop > least:
         digits = [*_DIGIT.finditer(text, max(0, stop - LONGEST), stop)]
@@ -173,7 +173,7 @@ def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
 
 
 def _match_number(text: str, place: int) -> tuple[re.Match[str], int]:
-    """Match the number whose last digit is at `place`; also return the start of the searched part."""
+    """Match the number whose last digit is at `place`; return the match, and where the search began."""
     for width in (50, 2 * LONGEST):
         before = max(0, place - width)
         part = text[before : place + 5].translate(_PLAIN)

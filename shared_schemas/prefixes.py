@@ -20,7 +20,7 @@ class Prefix:
     plays: str
     """Description of the environment."""
     how: str
-    """How an operator, or a job that starts its own task app, allows more environments of this kind."""
+    """The way in which an operator, or a job with its own task app, allows more environments of this kind."""
     draws: bool = False
     """Whether an environment of this kind may have pictures."""
 

@@ -13,8 +13,8 @@ from shared_schemas.trajectory import StepData
 # 9 cells of Crafter with textures of 16 pixels, so that pictures are not scaled.
 FRAME_SIDE = 144
 MOST_SNAPSHOTS = 16
-# Below 18 pixels a cell of Crafter is one pixel; large frames take memory, because a request holds all at
-# once.
+# At least 18 pixels, so that a cell of Crafter has more than one pixel. Large frames would take memory,
+# because a request holds all its frames at once.
 FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
 FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
 

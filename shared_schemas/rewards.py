@@ -100,9 +100,9 @@ def reward_vector(
     twice. An environment without achievements has no deltas: there r[t] is parts_t.
 
     Without a horizon, H is the episode's final T, as published, so a reward depends on later decisions.
-    Raises UndefinedReward for no decision, turns other than 1..T in order, a record of another turn, a
-    missing record or reward in a mode that needs it, a value that is not finite, and more decisions than the
-    horizon.
+    Raises UndefinedReward for an episode without decisions, turns other than 1..T in order, a record of
+    another turn, a record or reward that is missing though the mode needs it, a value that is not finite, and
+    more decisions than the horizon.
 
     Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
     """
@@ -177,7 +177,7 @@ def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int
 
 
 def _record(step: StepData, length: int) -> DecisionRewards:
-    """Return the record in a step. Raises UndefinedReward if it is missing or of another turn.
+    """Return a step's record of its turn. Raises UndefinedReward if it is missing or names another turn.
 
     `length` is the episode's number of decisions.
     """
@@ -188,7 +188,7 @@ def _record(step: StepData, length: int) -> DecisionRewards:
         fault = "no decision_rewards, which mode 'decision_stepwise' needs"
     elif not 1 <= record.turn <= length:
         fault = f"its record names turn {record.turn}, outside 1..{length}"
-    elif record.turn < step.turn:  # that turn's own step was read before
+    elif record.turn < step.turn:  # the step of that turn was read before, with its own record
         fault = f"holds a second record for turn {record.turn}"
     else:
         fault = f"holds the record of turn {record.turn}"

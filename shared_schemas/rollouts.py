@@ -174,8 +174,8 @@ class RolloutLimits(LimitKeys, DecisionLimit):
     """Limits of an episode."""
 
 
-# Tools with which a model edits its context; task_app/episode implements them. The published ones are offered
-# by default, the others if they are named.
+# Tools with which a model edits its context; task_app/episode implements them. Published tools are offered by
+# default, the other tools if a job or request names them.
 PUBLISHED = ("deleteContext", "checkBudget")
 CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
 
@@ -272,9 +272,9 @@ class RolloutRequest(Body):
         twice = next((turn for turn in turns if turns.count(turn) > 1), None)
         if twice is not None:
             raise ValueError(f"turn {twice} is named more than once; each is kept once")
-        # Invalid limits are missing here and get an error of their own.
+        # Invalid limits are missing in `info.data`, and get an error of their own.
         most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
-        # The turn after the last one is allowed: its snapshot becomes the trajectory's.
+        # The turn after the last decision is allowed: its snapshot becomes that of the trajectory.
         if turns and max(turns) > most + 1:
             raise ValueError(
                 f"turn {max(turns)} is above limits.max_decisions, {most}, and the one after: it is never "

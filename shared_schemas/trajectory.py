@@ -74,8 +74,8 @@ class SamplingKeys(Body):
     """The sampling options that a person sets.
 
     [rollout], [[rollout_only]], the config of a policy, a request, the record of a decision and the engine's
-    rows derive their options from this class. Defaults have no effect. `trainer_backend.inference.sampler`
-    applies the options to logits.
+    rows derive their options from this class. An option at its default has no effect.
+    `trainer_backend.inference.sampler` applies the options to logits.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -184,7 +184,7 @@ class PolicyLogprobs(Body):
 
 
 def cover(starts: Sequence[int], count: int) -> bool:
-    """Whether starts of spans begin at 0, increase, and stay below `count`; [0] is right for 0 tokens too."""
+    """Whether starts of spans begin at 0, increase, and stay below `count`; [0] is valid for 0 tokens too."""
     if starts == [0]:
         return True  # the usual case: one version for all tokens
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
@@ -303,7 +303,7 @@ class StepMetadata(Body):
 
 
 class UserAnswer(Body):
-    """An interaction's metadata and unshown response, within the task app's size limit."""
+    """An interaction's metadata, and its response if no prompt shows it; the task app limits their size."""
 
     metadata: dict[str, Any] = Field(default_factory=dict, description="anything, for the record")
     unshown: str | None = Field(
@@ -517,7 +517,7 @@ class UserReward(Body):
 def prompts(steps: Iterable[StepData]) -> Iterator[tuple[Message, ...]]:
     """Yield the whole prompt of each decision, from the parts in the steps.
 
-    prompt_t = prompt_{t-1}[:messages_reused], with `changed` in their places, then messages
+    prompt_t = prompt_{t-1}[:messages_reused], with the messages of `changed` replaced, then `messages`
     """
     prompt: list[Message] = []
     for step in steps:

@@ -12,7 +12,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Choose the error to report: first an unknown key, which is probably a misspelt required one."""
+    """Choose the error to report: an unknown key, if any, because it may be a misspelt required key."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 

@@ -34,7 +34,7 @@ class InvalidRequest(TaskAppError, code="invalid_request", status=422):
 
 
 def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
-    """Raise InvalidRequest for the first part that is used; `why` says why none of them has an effect."""
+    """Raise InvalidRequest for the first part of a request that is used; `why` says why it has no effect."""
     for name, is_used in uses.items():
         if is_used:
             raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
@@ -146,7 +146,7 @@ class InferenceKeyNeeded(TaskAppError, code="inference_key_needed", status=428):
 
 
 class CapacityReached(TaskAppError, code="capacity_reached", status=429, retry_after_s=1):
-    """The service has reached its limit of such objects, or of plug-in calls that hang."""
+    """The service has reached a limit: of sessions, rollouts or bytes, or of plug-in calls that hang."""
 
 
 class ShuttingDown(TaskAppError, code="shutting_down", status=503, retry_after_s=5):

@@ -83,7 +83,7 @@ class PolicyContext:
 
     settings: Settings
     open_session: "Callable[[], aiohttp.ClientSession]"
-    """Returns the session of the service, which is made at its first use."""
+    """Returns the service's HTTP session, which is made when it is first used."""
     client: HttpClient | None = None
     """Client for requests to model servers; without it, each request opens a connection."""
     rollout_id: str | None = None
@@ -97,7 +97,7 @@ class PolicyContext:
 
     @property
     def session(self) -> "aiohttp.ClientSession":
-        """The session for a plug-in's own requests."""
+        """The HTTP session for a plug-in's own requests."""
         return self.open_session()
 
 

@@ -21,7 +21,7 @@ RewardMode = Literal["pointwise", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows after a reset or a decision; numpy's values become plain values."""
+    """An environment's output after a reset or a decision; numpy's values become plain values."""
 
     text: str
     """The observation as a person or a model reads it."""
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What the tool calls of one decision did; numpy's scalars and arrays become plain values."""
+    """The effects of one decision's tool calls; numpy's scalars and arrays become plain values."""
 
     observation: Observation
     """After the last env step of the decision."""
@@ -114,7 +114,7 @@ def _read_flag(name: str, value: Any) -> bool:
 class ToolRequest:
     """A tool call whose JSON is parsed: `arguments` is None if the text `raw_arguments` was no JSON object.
 
-    A journal stores only the text and parses it again.
+    The journal of sessions stores only the text, and parses it again.
     """
 
     name: str
@@ -179,8 +179,8 @@ class Tool(Protocol):
 class Environment(Protocol):
     """A task, played one episode at a time; it is never called from two threads at once.
 
-    `reset` may take milliseconds. If the attribute `quick_step` is true, steps take microseconds, and
-    sessions run them on the event loop. All other environments step in a thread.
+    `reset` may take milliseconds. If the attribute `quick_step` is true, steps take microseconds and run on
+    the event loop. All other environments step in a thread.
     """
 
     name: str
@@ -220,7 +220,7 @@ class RestorableEnvironment(Environment, Protocol):
     """
 
     def snapshot(self) -> bytes:
-        """Return the state that the future and `messages` depend on; the config is stored separately.
+        """Return the state on which later steps and `messages` depend; the config is stored separately.
 
         Raises EpisodeOver before the first reset.
         """
@@ -397,8 +397,8 @@ class RewardFunction(Protocol):
                 lists. There are further facts of the episode, and later versions may add more.
 
         Returns:
-            An EvaluateResult or a dict of its fields; in batch mode a list with one for each episode. Each of
-            these may be awaitable. `step_outputs` name decisions by `step_index`, t from 0.
+            An EvaluateResult or a dict of its fields; in batch mode a list with one for each episode. The
+            returned value may be awaitable. `step_outputs` name decisions by `step_index`, t from 0.
         """
 
 

@@ -102,7 +102,7 @@ class Services:
             capacity=capacity,
             idle_s=idle_s,
             end_path="/interaction/finalize",
-            # `begin_close` only starts this; `Services.close` waits for its end.
+            # `begin_close` only begins the end of an interaction; `Services.close` waits for it.
             on_remove=lambda _, session: session.live.begin_close(),
         )
         self.snapshots = ByteCache(
@@ -200,7 +200,7 @@ class Services:
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:
-        """Accept nothing new; let running work end and be fetched for `within_s`, then cancel the rest."""
+        """Accept no new work; for `within_s`, let results be completed and fetched; then cancel the rest."""
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
         self.interaction_sessions.draining = self.captures.sessions.draining = True

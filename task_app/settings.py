@@ -34,7 +34,7 @@ from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 
-# A setting that names a Python interpreter is called after the library that it has, with this ending.
+# The name of a setting for a Python interpreter is that of a library installed there, with this ending.
 _PYTHON = "_python"
 _LAST_PORT = 65_535
 

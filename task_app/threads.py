@@ -72,7 +72,7 @@ class Threads:
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Run the call of a plug-in in a thread: one of `threads`, or a further one if this is None.
+    """Run the call of a plug-in in a thread; if `threads` is None, their number is not limited.
 
     Raises:
         CriticalError: the call raised something other than an error of the service.

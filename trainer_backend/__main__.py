@@ -1,4 +1,4 @@
-"""The `turnwise` command. Each command is thin, and imports the modules of its work when it runs.
+"""The `turnwise` command. A command imports the modules that it needs only when it runs.
 
 So help texts and small commands start fast. `tests/house/test_imports.py` lists what each command may load.
 """

@@ -1,7 +1,7 @@
 """The errors of the trainer backend, as one tree; errors of the HTTP edge are in `service_kit.errors`.
 
-Errors of one subject have their classes in the module of the subject: `collect/wire.py` (answers of task
-apps), `store/database.py`, `pages/page.py` and `terminal/jobs_client.py`.
+Some modules define further errors of their own subject: `collect/wire.py` (answers of task apps),
+`store/database.py`, `pages/page.py` and `terminal/jobs_client.py`.
 
 A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
 HTTP status of a reply with this error, `where` names the place and `hint` the likely remedy.
@@ -64,7 +64,7 @@ class NothingToLearnFrom(TrainerError, code="nothing_to_learn_from", title="No r
 class JobTeachesNothing(
     NothingToLearnFrom, code="job_teaches_nothing", status=422, title="The job gives nothing to learn from"
 ):
-    """Another start would not help either: the cause is in the job, its data, a policy or a plug-in."""
+    """No rollout was finished, and a new start would not help: job, data, policy or plug-in is the cause."""
 
 
 class TooManyLost(NothingToLearnFrom, code="too_many_lost", title="Too many rollouts were lost"):
@@ -238,7 +238,7 @@ class ApiError(TrainerError, code="request_invalid", status=422, title="Request 
 
 
 class UnknownMediaType(ApiError, code="media_type_unknown", status=415, title="Media type is not read here"):
-    """The service reads no such media type."""
+    """The body has a media type that the service does not read."""
 
 
 class RunsNoJobs(ApiError, code="runs_no_jobs", status=409, title="This service runs no jobs"):
@@ -260,10 +260,10 @@ class TooManyChecks(
     title="Too many jobs wait to be checked",
     retry_after_s=RETRY_S,
 ):
-    """The maximum number of jobs waits to be checked."""
+    """As many jobs as allowed wait to be checked already."""
 
 
 class TooManyStreams(
     ApiError, code="too_many_streams", status=503, title="Too many open event streams", retry_after_s=RETRY_S
 ):
-    """The maximum number of event streams is open."""
+    """As many event streams as allowed are open already."""

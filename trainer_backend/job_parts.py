@@ -1,6 +1,6 @@
 """Makes the parts of a run, an evaluation or a check, each from the tables of a job that it reads.
 
-Only this module, `start.py` and the commands have a whole `JobConfig`; the parts receive its tables
+Only this module, `start.py` and the commands hold a whole `JobConfig`; the parts receive its tables
 (`tests/house/test_imports.py`). Only parts that need torch import it, since the orchestrator needs none.
 """
 
@@ -132,7 +132,7 @@ def planner(
 
 
 def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> Planner:
-    """Make the planner of a trial, which never calls the gateway: its address may be incomplete."""
+    """Make the planner of a trial, which never calls the gateway; the gateway's port may be unknown yet."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model, table = name_model(job.job.name, ACTOR), job.inference
@@ -177,10 +177,10 @@ def credit(job: JobConfig) -> CreditAssignment:
 def gateways(
     job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
 ) -> Iterator[ActorGateways]:
-    """Make the gateways of a run, in this process or with [cluster] in children, and reserve their ports.
+    """Make the gateways of a run, and reserve their ports. With [cluster], gateways are child processes.
 
-    Children load the fixed policies themselves. `tell` receives a line when a server of the actor is lost,
-    and when it is back.
+    These children load the fixed policies themselves. `tell` receives a line when a server of the actor is
+    lost, and when it is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def gateways(
                 has_adapters=job.lora is not None, by_broadcast=broadcasts,
             )  # fmt: skip
             return
-        # This imports torch.
+        # This module imports torch.
         from trainer_backend.processes.policy_server import PolicyServer
 
         apart = job.weights_by_folder or broadcasts
@@ -208,7 +208,7 @@ async def by_checkpoint(
     job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
 ) -> Result:
     """Serve the model in a folder as the job's actor while `work` runs."""
-    # This imports torch, which other policies do not need.
+    # This module imports torch, which other policies do not need.
     from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 
     with gateway_listener(job.services) as listener:
@@ -244,13 +244,13 @@ def gradient_cosines(
 ) -> dict[tuple[str, str], float]:
     """Return the cosine between the gradients of every two estimators, under (a, b) and under (b, a).
 
-    A model that is trained on several ranks needs as many here. `advantages` has a list for each estimator,
-    in the order of `episodes`. See `learner.factory`.
+    A model that is trained on several ranks needs as many ranks here. `advantages` has a list for each
+    estimator, in the order of `episodes`. See `learner.factory`.
     """
     tell = partial(reporter.stage, "gradients")
 
     async def by_ranks() -> list[tuple[str, str, float]]:
-        # Under another id: a learner that works for the run would treat this call as the run's next start.
+        # Use another run id: with its own, the run's learner would treat this call as the run's next start.
         apart = replace(directory, run_id=f"{directory.run_id}.recredit")
         async with (
             launcher(job, apart.run_id, reporter.say) as found,

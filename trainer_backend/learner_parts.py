@@ -1,4 +1,4 @@
-"""Makes a learner and its config from a job. Imports torch, and not job_parts.py."""
+"""Makes a learner and its config from a job. It is apart from job_parts.py because it imports torch."""
 
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
@@ -21,7 +21,7 @@ def learner_config(job: JobConfig) -> LearnerConfig:
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's process holds its copies of fixed policies, and the engine unless this has its own process.
+    # A gateway's process holds its copies of fixed policies, and its engine unless that is another process.
     others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,

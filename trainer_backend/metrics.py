@@ -24,7 +24,7 @@ from trainer_backend.credit import credit, rewards
 from trainer_backend.learner import metrics as learner
 from trainer_backend.run import curriculum, iteration_metrics, timeline
 
-# By heading: a sentence about all of its rows, and the rows.
+# The chapters of the page: under each heading, a sentence about all of its metrics, and the metrics.
 CHAPTERS: dict[str, tuple[str, tuple[Row, ...]]] = {
     "Decisions and rewards": ("", (*statistics.DECISION_METRICS, *statistics.USER_REWARD_METRICS)),
     "Episodes": (

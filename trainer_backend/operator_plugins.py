@@ -1,8 +1,8 @@
 """The operator's own plug-ins of the trainer, from the files of `job.trainer_plugins` and from packages.
 
 A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. `check`, a run and its learner,
-`recredit` and `truth` run it. Commands that only read a run (`report`, `compare`, `eval`, `serve`, the
-dashboard) do not. A package lists what it marks as entry points. docs/plugins.md has examples.
+`recredit` and `truth` run the file. Commands that only read a run (`report`, `compare`, `eval`, `serve`, the
+dashboard) do not. A package lists the marked objects as entry points. docs/plugins.md has examples.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class _Plug:
     name: str
     plug: OperatorPlug
     home: str = ""
-    """Its file or package, for errors."""
+    """The file or package that marks the object, for errors."""
 
 
 def estimator(
@@ -146,8 +146,9 @@ def aggregation(
     Args:
         keys: the class of its keys, which it gets after the segments. Keys of `[training]` are read there,
             others in `[training.NAME]`.
-        over: "step": the function gets the segments of an optimizer step, and their weights sum to 1;
-            "iteration": likewise of a whole iteration; "plan": of a step, but divided by the planned tokens.
+        over: "step": the function gets the segments of an optimizer step, and its weights sum to 1;
+            "iteration": the same for a whole iteration; "plan": the weights of a step need no sum of 1, and
+            are divided by the planned tokens.
 
     Raises:
         SettingsError: `over` is none of these.
@@ -172,11 +173,9 @@ def schedule(name: str) -> Callable[[Schedule], Schedule]:
     """Register a schedule of fixed policies for `rollout_allocation_schedule.type`.
 
     The class has `get_policy_choice(step)`, which returns "actor" or "fixed", as the published
-    `RolloutAllocationSchedule`; or it is a `DrawnSchedule` with `alpha_at(step)`, P(actor). Its arguments are
-    keys of [rollout_allocation_schedule], or of [rollout_allocation_schedule.NAME] if that table lacks them.
-
-    Raises:
-        SettingsError: the object is no such class.
+    `RolloutAllocationSchedule`; or it derives from `DrawnSchedule`, and `alpha_at(step)` returns P(actor).
+    Its arguments are keys of [rollout_allocation_schedule], or else of [rollout_allocation_schedule.NAME].
+    Raises SettingsError if the object is no such class.
     """
 
     def mark(kind: Schedule) -> Schedule:
@@ -256,7 +255,7 @@ def _floats(rows: Rows) -> list[list[float]]:
 def _refuse_rows(
     name: str, what: str, episodes: Sequence[EpisodeRewards], rows: Sequence[Sequence[float | None]]
 ) -> None:
-    # `what` describes the rows in errors, after a space; empty for the advantages themselves.
+    # `what` names the rows in errors, and begins with a space; it is empty for the advantages themselves.
     if len(rows) != len(episodes):
         raise AdvantageError(
             f"the estimator {name!r} returned {len(rows)} rows{what} for {len(episodes)} episodes"
@@ -475,7 +474,7 @@ def _unload(file: Path) -> None:
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
-        # Only the object's own mark: a class would inherit its base's mark, and an instance its class's.
+        # Read only the object's own mark: a class would inherit its base's mark, and an instance its class's.
         mark = vars(value).get(_MARK) if hasattr(value, "__dict__") else None
         if isinstance(mark, _Plug) and id(mark) not in seen:  # not an alias
             seen.add(id(mark))
@@ -483,7 +482,7 @@ def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
-    # `others` come from packages, and are in the registries or will be.
+    # `others` are marked by packages, and are in the registries now or later.
     homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
     of_files = (item for _, known in _BY_FILE.values() for item in known)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}

@@ -26,15 +26,15 @@ class CreditedEpisode:
     """An episode that is ready for an update."""
 
     rollout_id: str
-    """Its name in errors."""
+    """The name of the episode in errors."""
     segments: Sequence[Segment]
-    """Its token sequences (core.segments)."""
+    """The episode's token sequences (core.segments)."""
     advantages: OfEpisode
-    """[T] one advantage for each decision, or a row for each decision with one for each sampled token."""
+    """[T] for each decision its advantage, or a row with the advantage of each of its sampled tokens."""
     critic: CriticTargets | None = None
     """The critic's targets; None without a critic."""
     policy: str = ACTOR
-    """The policy that sampled it: the trained one, or a fixed one of the job by its name."""
+    """The policy that sampled the episode: ACTOR, or the name of a fixed policy of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Progress:
     iteration: int = 0
     """Finished iterations; 0 after warm-up."""
     policy_version: int = 0
-    """Number of published weights."""
+    """Version of the published weights, counted from 0."""
     updates: int = 0
     """Optimizer steps of RL."""
 
@@ -58,7 +58,7 @@ class Hardware:
     """Where a learner computes, for code that starts servers on the same machine."""
 
     dtype: str
-    """The precision that its policy is served in, such as "float32"."""
+    """The precision in which servers hold its policy, such as "float32"."""
     devices: tuple[str, ...] = ()
     """The accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
 
@@ -79,9 +79,9 @@ class Learner(Protocol):
         """
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Return by rollout id the tokens' log-probs under the policy and under the reference policy.
+        """Return, by rollout id, each token's log-prob under the policy and under the reference policy.
 
-        Called only for jobs whose rewards contain the KL between the two.
+        Called only for jobs whose rewards contain the KL between these two policies.
         """
 
     def update(
@@ -148,7 +148,7 @@ class LearnerFactory(Protocol):
         """
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Return a line about the memory that the run will need, then one for each thing that will be slow.
+        """Return a line about the memory that the run will need, then a line for each slow part.
 
         No weights are read.
 
@@ -185,7 +185,7 @@ class InferenceServer(Protocol):
         """Free the memory that the server shares with the learner, because nothing is sampled for a while."""
 
     async def resume(self) -> None:
-        """Serve again after a release if nothing new was published since."""
+        """Serve again after a release, unless new weights were published since then."""
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work that uses the server, and return its result. When this returns or raises, work has ended.
@@ -213,7 +213,7 @@ class Reporter(Protocol):
         """Report one line worth keeping."""
 
     def note(self, text: str) -> None:
-        """Report a line that stays in view, about something that this start does slowly, and why."""
+        """Report, in a line that stays in view, what is slow since this start of the run, and why."""
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Report the progress of the current stage."""

@@ -120,8 +120,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama": ToolFormat(parse_llama, markers=("ipython",), openers=("{", PYTHON_TAG)),
 }
 OperatorPlug = EstimatorPlug[Any] | LossPlug | AggregationPlug | AllocationPlug
-# The boards to which an operator adds (operator_plugins.py), by the key of a job that takes their names. Each
-# has its own type of plug.
+# The boards to which an operator may add (operator_plugins.py), by the job's key that takes names of the
+# board. Each board has its own type of plug.
 OPEN_BOARDS: dict[str, dict[str, Any]] = {
     "algorithm.advantage": ESTIMATORS,
     "algorithm.loss": LOSSES,
@@ -129,7 +129,7 @@ OPEN_BOARDS: dict[str, dict[str, Any]] = {
     "rollout_allocation_schedule.type": ALLOCATIONS,
 }
 BUILT_IN = {board: frozenset(plugs) for board, plugs in OPEN_BOARDS.items()}
-# Every key of a job that takes a name of a board; checks and documentation use it.
+# All boards, by the job's key that takes names of the board; checks and documentation use them.
 BOARDS: dict[str, Mapping[str, Any]] = {
     **OPEN_BOARDS,
     "algorithm.fork_rule": FORK_RULES,
@@ -139,7 +139,7 @@ BOARDS: dict[str, Mapping[str, Any]] = {
     "model.tool_call_format": TOOL_FORMATS,
 }
 
-# The table whose keys the plugs of a board read.
+# By board, the job's table whose keys the plugs read.
 READ_BY = {
     "algorithm.advantage": "algorithm",
     "algorithm.loss": "training",
@@ -151,7 +151,7 @@ READ_BY = {
 
 
 def reads(board: str) -> dict[str, frozenset[str]]:
-    """Return the keys that each name of a board reads. A job may not set a key that only other names read."""
+    """Return the keys that each plug of a board reads. A job may not set a key that only other plugs read."""
     if board == "training.critic":
         kinds = CRITICS
     else:
@@ -167,14 +167,14 @@ def reads(board: str) -> dict[str, frozenset[str]]:
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:
-    """Return the keys that only other names of the board read, each with those names."""
+    """Return the keys that only other plugs of the board read, each with the names of these plugs."""
     readers = reads(board)
     others = frozenset[str]().union(*readers.values()) - readers[name]
     return {key: [other for other, keys in readers.items() if key in keys] for key in sorted(others)}
 
 
 def refuse_unknown(key: str, name: str) -> None:
-    """Raise JobError with the known names if `key` of BOARDS does not take this one."""
+    """Raise JobError, which lists the known names, if the board of `key` has no plug of this name."""
     _find_plug(BOARDS[key], name, key=key)
 
 

@@ -74,7 +74,7 @@ class SinkRun:
     run_id: str
     """The same for every start of the run."""
     job: Mapping[str, Any]
-    """The whole job as plain values, without its keys."""
+    """The whole job as plain values, without secrets."""
 
 
 # Opens a sink with its value of [sinks].

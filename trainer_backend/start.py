@@ -167,9 +167,9 @@ async def _run(
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
-    # New for each start: task apps refuse an earlier start's ids with another body. No seed depends on it.
+    # New for each start: task apps refuse an earlier start's ids with another body. Seeds do not use it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
-    # The port first: a port in use must not cost the minutes of a warm-up.
+    # Reserve the port first, so that a port in use is found before the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
         planner = job_parts.planner(job, run_id, gateways.inference, data)
         async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
@@ -202,7 +202,7 @@ async def _run(
                     reporter, reporter.resumes, reseedable=reseedable,
                     curriculum=_curriculum(planner, apps, directory, reporter, reseedable=reseedable),
                 )  # fmt: skip
-                # Only now: a start that fails, or has nothing left to play, accepts no rows.
+                # Record changed rows only now: a start that fails, or has nothing left to play, accepts none.
                 if models.checkpoint is not None and work_left(run, progress):
                     await asyncio.to_thread(record_rows, directory, record, data, progress.iteration)
                 progress = await train(run, progress, stop, served=replace_job)
@@ -212,7 +212,7 @@ async def _run(
 
 
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
-    """Try the job; return whether its environment can be reseeded, or False if the job never does that."""
+    """Try the job; return whether it reseeds its environment, and the environment allows that."""
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():

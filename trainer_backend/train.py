@@ -40,8 +40,8 @@ async def train(
     """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
 
     A stop takes effect between stages, while rollouts are collected and while weights are published, but not
-    during an update. So the saved state is always the end of an iteration, also after errors of rollouts and
-    updates.
+    during an update. The saved state is therefore always the end of an iteration, also after errors of
+    rollouts and updates.
 
     Args:
         served: is called once the policy in training and the fixed policies are served.
@@ -63,7 +63,7 @@ async def train(
                 iteration = None if ends else ahead.take(progress)
                 result = None if iteration is None else await _play(iteration)
             except TrainerError as error:
-                if not isinstance(error, LearnerLost):  # its weights are lost too
+                if not isinstance(error, LearnerLost):  # with the learner, the weights to save are lost
                     await _save_last(run, progress)
                 raise
             learned = None
@@ -74,7 +74,7 @@ async def train(
                 return progress
             progress = learned
             del iteration, result  # so that memory holds one batch at a time
-            gc.collect()  # nothing else searches old objects while batches grow (garbage.py)
+            gc.collect()  # the only search of old objects while batches grow (garbage.py)
     finally:
         await ahead.end()
         if (failure := await saving.end()) is not None:
@@ -204,7 +204,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     compares_siblings = run.credit.estimator.compares_siblings
     for warning in find_warnings(row, run.directory.metrics, compares_siblings=compares_siblings):
         run.reporter.say(warning)
-    if error is not None:  # the update is done, and a resumed run begins by publishing it
+    if error is not None:  # the update is done; a resumed run first publishes its weights
         await _save_last(run, progress)
         raise error
     return progress

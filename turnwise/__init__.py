@@ -61,7 +61,7 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the name from its module on first access (PEP 562), and keep it as an attribute of this one."""
+    """Import the name from its module on first access (PEP 562), and keep it as an attribute here."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ os.environ |= {
 
 def main(folder: str) -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # so that output of libraries is not read as an answer
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, dtype="float32", max_model_len=1024, enable_prefix_caching=False, max_num_seqs=64)

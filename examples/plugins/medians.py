@@ -1,4 +1,4 @@
-"""medians.py: an estimator with the siblings' median, and a loss with a penalty in place of a clip."""
+"""medians.py: an estimator that subtracts the siblings' median, and a loss with a penalty, not a clip."""
 
 from statistics import median
 

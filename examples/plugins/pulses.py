@@ -1,4 +1,4 @@
-"""pulses.py: the fixed policies sample every tenth iteration, or every `window`-th."""
+"""pulses.py: fixed policies sample in every tenth iteration; the key `window` changes the ten."""
 
 from trainer_backend.operator_plugins import schedule
 from turnwise import RolloutAllocationSchedule

@@ -40,14 +40,14 @@ class Agent:
     folder: Path | str | None = None
     """Working directory; None: that of the task app."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables. Of the task app's own, the agent gets only a fixed list of names that
-    hold no keys (`without_keys`); PYTHONPATH is not on it."""
+    """Environment variables for the agent. Of the task app's variables it gets only those on a fixed list
+    (`without_keys`), none of which holds a key. PYTHONPATH is not on the list."""
     exit_codes: tuple[int, ...] = (0,)
     """Exit codes of a finished episode; any other code fails the rollout."""
     models: tuple[str, ...] = ()
     """Model names that the agent may request; empty allows any name. The policy always answers."""
     sees_ground_truth: bool = False
-    """Whether its task contains the row's ground truth, from which the agent can compute its reward."""
+    """Whether the agent's task contains the row's ground truth, from which it can compute a reward."""
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:

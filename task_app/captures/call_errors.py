@@ -1,6 +1,6 @@
-"""ASGI middleware that translates every error below a capture's /v1 into the dialect of the caller's library.
+"""ASGI middleware that gives every error below a capture's /v1 the form of OpenAI's or Anthropic's errors.
 
-Errors before the route are translated too: a wrong key, a body that is too large, an unknown route.
+That includes errors before the route: a wrong key, a body that is too large, an unknown route.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Shared parts of the three dialects of captures: a call, its answer, and the reading of a body."""
+"""Shared parts of the three dialects (model APIs) of captures: a call, its answer, the reading of a body."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class Answer:
     ignored: tuple[str, ...] = ()
     """Settings of the call without effect."""
     dropped: tuple[str, ...] = ()
-    """The ignored settings that are options which the policy does not follow."""
+    """The `Call.options` that the policy does not follow; they are in `ignored` too."""
 
 
 class Dialect(Protocol):
@@ -115,7 +115,7 @@ class Keys:
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
-        """Return the tools that `tool_choice` allows; a required call becomes an option."""
+        """Return the tools that `tool_choice` allows; if it requires a call, store that in `options`."""
         specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
         try:
@@ -131,9 +131,9 @@ class Keys:
         return tuple(specs[place] for place in places)
 
     def form(self, value: Any, where: str) -> None:
-        """Store the requested response format as an option; plain text needs none.
+        """Store the requested response format in `options`, unless it is plain text.
 
-        `value` has the form of Chat Completions, or holds the schema's keys itself as in the other dialects.
+        In Chat Completions, `value` holds the schema's keys in `json_schema`; in other dialects, directly.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -146,7 +146,7 @@ class Keys:
         self.options[RESPONSE_FORMAT] = value
 
     def form_in(self, name: str) -> None:
-        """Store the response format under `format` of this key; the key's other settings have no effect."""
+        """Store the response format that a key has in `format`; report its other settings as ignored."""
         part = self.take(name, dict, {})
         self.form(part.get("format"), f"{name}.format")
         self.ignored += [f"{name}.{clipped(other)}" for other in part if other != "format"]
@@ -300,8 +300,8 @@ def append_calls(messages: list[Message], calls: Sequence[ToolCall], text: str =
 def arguments_object(call: ToolCall) -> Json:
     """Return a call's arguments as an object, for a dialect that has no text form.
 
-    Text that is not a JSON object, or that holds numbers which no body may hold, becomes `{"arguments":
-    text}`.
+    Text that is not a JSON object, or has a number that no body may have (such as NaN), becomes
+    `{"arguments": text}`.
     """
     try:
         value = read_quotation(call.function.arguments.encode())

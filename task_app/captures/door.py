@@ -15,7 +15,7 @@ from task_app.held import Held
 from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
-# The paths of model calls begin with this, below a capture; they always need a key.
+# Below a capture's own path, the paths of model calls begin with this. Model calls always need a key.
 V1 = "/v1/"
 
 
@@ -35,7 +35,7 @@ class Captures:
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
-        """Open a capture; `size` is that of its request, or 0 if its rollout's request is counted already.
+        """Open a capture. `size`: bytes of its request; 0 for a rollout, whose request is counted already.
 
         Raises:
             CapacityReached: there are too many captures or held bytes. Bytes are not checked for a rollout's

@@ -26,7 +26,7 @@ _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
 _UNSHOWN = ("thinking", "redacted_thinking")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Key of a conversation that the server stores. On this error, Anthropic's library sends all of it.
+# Key of a conversation that the server stores. If it is refused, Anthropic's library sends all messages.
 _THREAD = "thread"
 _NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": []}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -59,7 +59,7 @@ OUTCOME = "reward: sum of the rewards that were given to the episode and to its 
 _NOTHING_SEEN = Observation(text="", data={})
 _EFFECT = DecisionEffect(DecisionOutcome(_NOTHING_SEEN, env_rewards=()))
 
-# Largest size, in a trajectory's JSON, of everything but the decisions, and of the reward of a decision.
+# Most bytes, in a trajectory's JSON, of everything but the decisions, and of one decision's reward.
 _AROUND_BYTES, _REWARD_BYTES = 1_024, 64
 
 # Builds the policy of a branch from the branch's number, which counts from 0.
@@ -199,7 +199,7 @@ class Capture:
         return await policy.count_tokens(call.messages, tools)
 
     def reward(self, value: float, *, turn: int | None = None, response_id: str | None = None) -> int | None:
-        """Reward a call, named by its turn or its answer's id, or else the episode; return the turn.
+        """Reward the call that `turn` or `response_id` names, and return its turn; else reward the episode.
 
         Raises:
             UnknownId: there is no such call.
@@ -244,7 +244,7 @@ class Capture:
             self.over.set()
 
     def hold(self, size: int) -> None:
-        """Add to the bytes of JSON that the capture holds."""
+        """Count `size` more bytes of JSON that the capture holds."""
         self.held_bytes += size
         self._held.total += size
 
@@ -423,7 +423,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count the bytes of a decision and of its `others`. Raises EpisodeOver if there are too many."""
+        """Count the bytes of a decision and its `others`: new tools, ignored settings. Raises EpisodeOver."""
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:
@@ -435,10 +435,10 @@ class Capture:
         self.hold(size)
 
     def _rebase_ids(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
-        """Express the prompt's ids relative to the previous decision, as the wire requires.
+        """Omit the prompt's token ids that the previous decision also begins with, as the wire requires.
 
-        The policy gives them relative to the last call of its branch. Return the changed choice, and all ids
-        of prompt and answer.
+        The policy omitted those of its branch's last call. Return the changed choice, and all token ids of
+        prompt and answer.
         """
         tokens = choice.log_probs
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:

@@ -100,7 +100,7 @@ class AgentWorker:
         capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
 
     def _task(self) -> dict[str, Any]:
-        """Make the agent's standard input: seed, rollout_id, and the config of its environment."""
+        """Make the agent's standard input: seed, rollout_id, config, and ground truth if it may see that."""
         task = {"seed": self._spec.seed, "rollout_id": self._request.rollout_id, **self._environment.config}
         task.pop(GROUND_TRUTH, None)
         if self._environment.agent.sees_ground_truth:

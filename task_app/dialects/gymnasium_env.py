@@ -140,7 +140,7 @@ _LONGEST_SAMPLE = 4
 
 
 class _Loose(gymnasium.Space[Any]):
-    """A space without shape or array form; spaces with an equal `_key` are equal, for vector environments."""
+    """A space without shape or array form; equality, which vector environments check, compares `_key`."""
 
     @property
     def is_np_flattenable(self) -> bool:

@@ -107,14 +107,14 @@ async def show_openenv_state(
 
 @router.get("/schema", response_model=OpenEnvSchemas)
 async def show_openenv_schema(request: Request, env_name: Name) -> Response:
-    """JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
+    """Return JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
     environment = get_services(request).boards.environment(env_name, {}, where="")
     return ReplyJSON(schemas(await get_services(request).fetch_tools(environment)))
 
 
 @router.get("/metadata")
 async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMetadata:
-    """OpenEnv's description of an environment."""
+    """Return OpenEnv's description of an environment."""
     environment = get_services(request).boards.environment(env_name, {}, where="")
     return OpenEnvMetadata(
         name=environment.name,

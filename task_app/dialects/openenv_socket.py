@@ -109,7 +109,7 @@ class Conversation:
         return self._session.reset_reply(ignored=ignored_keys(body))
 
     def end(self) -> None:
-        """Remove the environment of this socket, unless it was joined."""
+        """Remove the socket's environment, unless the socket joined an existing session."""
         if self._session is not None and not self._is_joined:
             self._session.end()
 

@@ -21,7 +21,7 @@ NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """The prompt; a prompt that is a text gets the system message `system`."""
+    """The prompt of a dialogue; `system` is a system message, used if `prompt` is a text."""
 
     prompt: tuple[Message, ...] | str = Field(
         min_length=1, description="chat messages, or the text of a user message"
@@ -36,13 +36,13 @@ class DialogueConfig(Body):
 
 
 class DialogueState(Body):
-    """The state of a dialogue; the episode stores the conversation itself."""
+    """The number of the model's answers so far; the episode itself stores the conversation."""
 
     answers: int = Field(ge=0, strict=True)
 
 
 class DialogueEnvironment:
-    """One dialogue; the same for every seed."""
+    """One dialogue, which does not depend on the seed."""
 
     name = "dialogue"
     outcome_definition = ""

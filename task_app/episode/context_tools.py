@@ -329,7 +329,7 @@ class EditResult:
     changes_view: bool
     """Whether the view changed; if not, the next prompt continues the previous one."""
     refused: str | None = None
-    """The reason why the call could not be read; refused ids are not counted."""
+    """The reason why the call could not be read; None if only ids were refused."""
     fields: Mapping[str, Any] | None = None
     """The result as an object, if the tool returns one; a history that shows ids adds ids to it."""
 

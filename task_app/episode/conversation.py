@@ -158,7 +158,7 @@ class Conversation(Prompts):
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))
 
     def _index_results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
-        """Return the environment's results by the indices of its calls in the message."""
+        """Return the result of each call of an environment's tool, by the call's index in the message."""
         own = [i for i, request in enumerate(action.requests) if request.name not in self._context_tools]
         if len(own) != len(outcome.results):
             raise CriticalError(
@@ -168,7 +168,7 @@ class Conversation(Prompts):
         return dict(zip(own, outcome.results, strict=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
-        """Let the interaction answer and score the model's message, also the last one (DESIGN.md 4.11)."""
+        """Let the interaction answer and score the model's message, even the last one (DESIGN.md 4.11)."""
         start_s = self._clock()
         reply = await interaction.respond([entry.message for entry in self.history])
         took_s = self._clock() - start_s

@@ -1,6 +1,6 @@
-"""The prompts of the episode loop: the base class `Prompts`, and `FreshPrompts`, a whole prompt each time.
+"""The prompts of the episode loop: the base class `Prompts` and an implementation, `FreshPrompts`.
 
-task_app.episode.conversation has the other implementation.
+task_app.episode.conversation has the other implementation, for prompts that continue each other.
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ class Prompts:
     """Reward of a decision after which the next prompt is too long."""
 
     def open(self) -> AbstractAsyncContextManager[None]:
-        """Keep the interaction open until the end of the episode."""
+        """Keep the interaction, if there is one, open until the end of the episode."""
         return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
@@ -82,11 +82,11 @@ class Prompts:
         raise NotImplementedError
 
     def remember(self, step: StepData, before: StepData | None) -> None:
-        """Give a step access to the conversation after it; `before` is the previous step."""
+        """Let a step return the conversation up to its own end; `before` is the previous step."""
         step.follow(before)
 
     def outcome(self) -> tuple[float, str]:
-        """Return outcome reward and definition for an environment that defines no outcome."""
+        """Return the outcome reward and its definition, for an environment that defines no outcome."""
         return 0.0, "none"
 
     def trajectory_fields(self) -> dict[str, Any]:

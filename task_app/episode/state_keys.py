@@ -1,7 +1,7 @@
 """State keys identify states, so that estimators can compare decisions of the same state.
 
-A key is a digest, in canonical form, of what the policy sees; unlike `hash()` it is the same in every
-process. It begins with the version of its function, so keys of different versions differ. In a conversation
+A key is a digest of the policy's observation, written in canonical form. Unlike `hash()` it is the same in
+every process. It begins with its function's version, so keys of two versions differ. In a conversation
 the policy also sees its own earlier answers, so equal questions after different answers are different states
 (DESIGN.md 4.7).
 """
@@ -102,8 +102,8 @@ def keys_by_name(
 ) -> dict[str, StateKey | PromptKey]:
     """Return the keys that can be requested: the environment's own, those of all environments, and "default".
 
-    "default" is the first of the environment's own keys, or else its text. In a conversation, the keys of all
-    environments compare prompts.
+    "default" is the first of the environment's own keys, or else its text. In a conversation, PROMPT_KEYS
+    take the place of STATE_KEYS.
     """
     of_all: KeyKinds = PROMPT_KEYS if conversation else STATE_KEYS
     return {DEFAULT: next(iter(of_environment.values()), of_all["text"]), **of_all, **of_environment}

@@ -62,9 +62,9 @@ def stop_reason(
 
 
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
-    """Make the function that tells whether a raw policy output, or its action, matches the termination regex.
+    """Make the function that tells whether a raw policy output, or its action's text, matches the regex.
 
-    A policy without a model has no raw output (None), which never matches.
+    `limits.termination_target` says which of the two. A policy without a model has no raw output (None).
     """
     if limits.termination_regex is None:
         return lambda raw_output, action: False
@@ -78,9 +78,9 @@ def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[s
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """Return whether the reason truncates the episode; for ENVIRONMENT_DONE, the environment decides.
+    """Return whether the reason truncates the episode; False for ENVIRONMENT_DONE: the environment decides.
 
-    A signal of the policy, by action or by pattern, terminates the episode instead.
+    An episode that the policy ends, by an action or by matching the regex, is terminated instead.
     """
     return reason in {
         StopReason.INVALID_ACTION,

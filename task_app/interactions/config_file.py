@@ -127,7 +127,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _refuse_repeated_keys(node: Any) -> None:
-    """Refuse a repeated key, of which YAML silently drops the first value."""
+    """Refuse a key that is given twice: YAML would silently drop its first value."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -179,7 +179,7 @@ def _check_class(kind: Any, *, place: str) -> type[Any]:
 
 
 def _import_module(module_name: str, place: str) -> ModuleType:
-    """Import the module of a class. A missing module is a SettingsError; other errors pass."""
+    """Import the module of a class. A missing module is a SettingsError; other errors are not caught."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -200,7 +200,7 @@ def _try_entry(entry: InteractionEntry, settings: Settings, *, where: str) -> No
         raise SettingsError(detail) from exc
 
 
-# Contents of each stand-in module; the stand-in packages are empty.
+# Contents of our stand-ins for modules of `verl`, by module name; packages are empty.
 _STAND_IN_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "verl": {},
     "verl.interactions": {},

@@ -18,7 +18,7 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
 
     Args:
         solution_str: the assistant's text. The published function reads only its last 300 characters, which
-            may begin in a number; this one reads the whole text.
+            may begin inside a number; this one reads the whole text.
         method: "strict" finds the last `#### 42`, "flexible" the last number.
 
     Raises:
@@ -88,8 +88,8 @@ class Gsm8kConfig(Body):
 class Gsm8kInteraction(BaseInteraction):
     """Scores the last assistant message by `ground_truth` of the data row.
 
-    As published, `#### ` is put before a response that lacks it. `strict` requires the mark, so there the
-    response is scored unchanged.
+    As published, `#### ` is put before a response that lacks it. The method `strict` requires this mark from
+    the model, so it scores the response unchanged.
 
     Source: 5-interactions.md, whose example reads the last *user* message, and so never scores an answer
     (DESIGN.md 4.11).

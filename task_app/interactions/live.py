@@ -30,12 +30,12 @@ class ConnectedInteraction(Protocol):
         """Check the config at the service's start. Raises TaskAppError if it cannot work here."""
 
     def connect(self, context: PolicyContext) -> None:
-        """Called before the first call of an episode."""
+        """Receive the service's `context`; called before all other calls of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionReply:
-    """An answer of the user."""
+    """The user's answer to the model."""
 
     should_terminate: bool
     """Whether the episode ends; `response` is then not shown to the model."""
@@ -95,7 +95,7 @@ class Calls:
             return read_score(answer, where=f"interaction {self._entry.name!r}: calculate_score")
 
     async def finalise(self, within_s: float) -> None:
-        """Finalise the object, if it was built, after waiting `within_s` seconds for a running call.
+        """Wait at most `within_s` seconds for a running call, then finalise the object, if it was built.
 
         Queued and later calls are refused.
         """
@@ -148,8 +148,8 @@ class LiveInteraction:
     """A running interaction, for the episode loop and the routes. The caller that starts it must close it.
 
     The calls run on the `loop`: the service's, or a loop of `loop_in_thread`, which stops at the end.
-    `on_end` is called when the interaction is finalised, or abandoned because it `hangs`. In the second
-    case it is called again if the hanging call returns.
+    `on_end` is called when the interaction is finalised, or when it is abandoned because a call hangs. In
+    the second case `on_end` is called again if that call returns.
     """
 
     def __init__(

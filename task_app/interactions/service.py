@@ -34,7 +34,7 @@ class Interactions:
         return len(self._open)
 
     def entry(self, name: str | None, *, where: str = "") -> InteractionEntry:
-        """Return the entry with this name, or without a name the only entry."""
+        """Return the entry with this name; if the name is None, the only entry."""
         place = where + "name"
         if not self._entries:
             raise InvalidRequest(
@@ -59,7 +59,7 @@ class Interactions:
     ) -> AsyncIterator[LiveInteraction]:
         """Start an interaction, and finalise it at the end of the context.
 
-        `kwargs` are the interaction_kwargs of the data row. If they hold no ground truth, the request's
+        `kwargs` are the interaction_kwargs of the data row. Without a ground truth in them, the request's
         `ground_truth` is used. The instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)

@@ -48,8 +48,8 @@ class UserSimulatorConfig(OpenAIConfig):
 
 
 class UserSimulatorInteraction(BaseInteraction):
-    """Sends the conversation to a language model as one text, because chat templates may require that the
-    user speaks first.
+    """Lets a language model answer as the user. It gets the conversation as one text, because chat templates
+    may require that the user speaks first.
 
     Hosts, keys, retries and their limits are those of the policy `openai`.
     """
@@ -73,7 +73,7 @@ class UserSimulatorInteraction(BaseInteraction):
         self._read_key()
 
     def connect(self, context: PolicyContext) -> None:
-        """Use the service's HTTP client, without the rollout's id: the calls are not in its conversation."""
+        """Use the service's HTTP client without the rollout's id: these calls are not part of the rollout."""
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
         context = replace(context, rollout_id=None, inference_key=self._read_key())
         self._user = POLICIES["openai"].build(own, context)

@@ -106,10 +106,10 @@ class Replay:
     snapshot_of_start: EnvironmentSnapshot | None = None
     """The episode's start; None: the seed's world."""
     draws_seed: int | None = None
-    """With a snapshot: seed of its further draws; None: the snapshot's own generator."""
+    """Seed of random draws after the snapshot; None: they come from the snapshot's own generator."""
 
     def every(self, at_most: int) -> int:
-        """Return the smallest n with which the start, every n-th decision and the last fit `at_most`."""
+        """Return the smallest n for which the start, every n-th decision and the last are `at_most` turns."""
         return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:
@@ -126,7 +126,7 @@ class Replay:
     def moments(
         self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[EnvironmentFacts]:
-        """Play the record, and yield after each of the turns, of which there must be at least one.
+        """Play the record, and yield the facts after each of the `turns` (at least one is needed).
 
         A decision takes milliseconds, so use a thread. The replay ends with an error after `until_s` on
         `clock`.
@@ -168,7 +168,7 @@ class Replay:
             return self.environment.frame(side, side)
 
     def snapshot(self, moment: EnvironmentFacts, *, at_most_bytes: int) -> str:
-        """Take a snapshot from which rollouts can start, without switches of rewards."""
+        """Take a snapshot from which rollouts can start; it holds no reward switches."""
         assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
         with boundary("environment.snapshot"):
             state = self.environment.snapshot()

@@ -72,7 +72,7 @@ def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
 
 
 def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
-    """Collect things that vanish when collected: the one in front, then the next one, if `count` allows."""
+    """Collect up to two things that vanish when collected: the one in front, then the nearest other one."""
     if count <= 0:
         return None
     if facts.target != kind:
@@ -159,7 +159,7 @@ def set_up_table(facts: Facts, limit: int) -> Actions | None:
 
 
 def _next_tools(facts: Facts) -> list[str]:
-    """Return the missing tools of the next material (pickaxe, sword), if their materials are available."""
+    """Return the missing tools (pickaxe, sword) of the next material, if the player has what they need."""
     for material in ("wood", "stone", "iron"):
         pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _count(facts, tool)]
         if not pair:
@@ -185,7 +185,7 @@ def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
 
 
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
-    """Sleep if energy is low; by day, one lost point is enough until `wake_up` is unlocked."""
+    """Sleep if energy is low; by day, until `wake_up` is unlocked, already if it is below its maximum."""
     is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
     return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
 

@@ -107,10 +107,10 @@ class Endpoint:
 
 _IGNORED = IGNORED_HEADER.lower()
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-# With these statuses the server refuses the body of the request, not the caller or the model.
+# Statuses by which a server refuses the body of a request, and not the caller or the model.
 OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
-# Settings of a captured agent that a server may follow in its own way if no tokens are recorded.
+# Options of captured agents. A server may follow them in its own way, but not while tokens are recorded.
 _OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
 # Keys of a request that make up its prompt.
 _OF_PROMPTS = ("model", "messages", "tools", "chat_template_kwargs")
@@ -224,7 +224,7 @@ class OpenAIAgentPolicy:
 
     @property
     def call_options(self) -> frozenset[str]:
-        """Return the options that the policy follows; if tokens are recorded, none that needs a grammar.
+        """Return the options that the policy follows; while tokens are recorded, none that needs a grammar.
 
         Our gateway needs no grammar for `tool_choice`: it forces a call by the prompt alone. `leave_out` and
         `extra_body` of the config take precedence.
@@ -312,7 +312,7 @@ class OpenAIAgentPolicy:
         return reply
 
     async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
-        """Make the attempts after the first. (The first avoids stamina, which takes as long as a step.)"""
+        """Make the attempts after the first, with `stamina`, which would make the first as slow as a step."""
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
@@ -384,7 +384,7 @@ class OpenAIAgentPolicy:
             raise ContextLengthExceeded(f"a prompt of at least {total}, but max_model_length is {limit}")
 
     def _describe_tokens(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """Return sampling and tokens, as far as they are known; tokens are text if the ids are unknown."""
+        """Return sampling settings and tokens, as far as known; without known ids, tokens are texts."""
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:

@@ -97,7 +97,7 @@ class OpenAIConfig(SamplingKeys):
 
 
 CHAT_PATH = "/v1/chat/completions"
-# The key of the policy's config that errors name.
+# Errors name this key of the policy's config.
 _WHERE = "inference_url"
 
 

@@ -1,4 +1,4 @@
-"""Draws random values of a JSON Schema part by part, and validates them whole if a draw may not fit.
+"""Draws random values for a JSON Schema, part by part; validates each value if a draw may not fit.
 
 The schema of a tool may be anything that its author wrote, so nothing here raises: a keyword with a value
 that JSON Schema does not allow counts as absent, and so does a `$ref` that leads nowhere. Patterns and
@@ -31,7 +31,7 @@ _TRIES, _ITEM_TRIES, _PARTS = 30, 30, 2_000
 # From this depth on, objects have only required properties, lists have the fewest items allowed, and a choice
 # avoids references; below `_DEEPEST` every value is null.
 _SMALL_FROM, _DEEPEST = 6, 60
-# A draw always fits these keywords.
+# A draw always fits a schema that has only these keywords.
 _DRAWN = frozenset(
     {"type", "properties", "required", "items", "enum", "const", "minItems", "maxItems", "minimum", "maximum"}
     | {"exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "additionalProperties", "anyOf"}

@@ -77,7 +77,7 @@ class _Choice(StrictReply):
 
     @property
     def ending(self) -> str | None:
-        """Return how sampling ended; our gateway reports this apart from "a call was parsed"."""
+        """Return how sampling ended; `finish_reason` alone may say instead that a call was parsed."""
         return self.sampling_finish_reason or self.finish_reason
 
 
@@ -161,7 +161,7 @@ class _Billed(StrictReply):
 
 
 class ReadTokens(Protocol):
-    """Reads the exact tokens from the replies of a kind of server; None if it does not send them.
+    """Reads the exact tokens from the replies of a kind of server; gives None if a reply lacks them.
 
     `hint` ends the sentence about a wrong field.
     """
@@ -197,7 +197,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
 
 
 def read_count(body: bytes, *, is_billed: bool) -> int:
-    """Read the number of a prompt's tokens from a reply; if `is_billed`, from the reply's usage."""
+    """Read the number of a prompt's tokens: from the reply's usage if `is_billed`, else from its count."""
     return _read(_Billed, body).usage.prompt_tokens if is_billed else _read(_Counted, body).count
 
 

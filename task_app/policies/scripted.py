@@ -82,7 +82,7 @@ class CrafterTeacher(DetourTeacher[TeacherConfig]):
         return call_answer("interact_many", {"actions": actions}, exploratory=detour)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """Return the names of the rules' actions: at most `max_actions` (default: the configured number)."""
+        """Return the actions that the rules choose, at most `max_actions` (None: the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)

@@ -11,7 +11,7 @@ from shared_schemas.base import Body
 from task_app.policies.random_calls import ByChance, Tools
 from task_app.protocols import PolicyAnswer
 
-# The number in each sentence; its group names the calculation.
+# Finds the number (or word) of each sentence; the group's name tells what to calculate with it.
 _SENTENCES = re.compile(
     r"has (?P<has>\d{1,15})\b|finds (?P<more>\d{1,15}) more|gives away (?P<fewer>\d{1,15})\b"
     r"|(?P<times>doubles|triples) them"
@@ -38,7 +38,7 @@ class SumsTeacherConfig(Body):
 
 
 class SumsTeacher(ByChance[SumsTeacherConfig]):
-    """Writes out each step, and `#### n`; after a wrong answer it tries again."""
+    """Writes out each step, and `#### n`. Asked again after a wrong answer, it solves the sum again."""
 
     name = "sums_teacher"
     config_type = SumsTeacherConfig

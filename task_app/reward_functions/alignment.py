@@ -73,8 +73,8 @@ def align_data_for_rl_processing(
         step_index = t = turn - 1 = StepData.assistant_turn_index ("2" is 2)
 
     If two outputs name one step, the last one counts. A step without an output keeps base_reward None. A
-    base_reward also becomes a reward part of its decision with source "user", which `reward_vector` adds in
-    modes that use it.
+    base_reward also becomes a reward part, with the source "user", of its decision; in modes that use reward
+    parts, `reward_vector` adds it.
 
     Args:
         current_eval_result: without step_outputs nothing changes.
@@ -84,7 +84,7 @@ def align_data_for_rl_processing(
     Returns:
         [T] the steps, and a warning for each kind of misfit: a repeated, unknown or missing step.
 
-    Source: the aligner of the library of 2-rollout-worker-and-gigpo.md, and its name. The published one
+    Source: the aligner of the library of 2-rollout-worker-and-gigpo.md, and its name. The published aligner
     ignores unknown and repeated indices in silence and returns the steps alone. DESIGN.md 4.3.
     """
     outputs = current_eval_result.step_outputs

@@ -32,7 +32,7 @@ from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 
 
 def main(source: str, name: str) -> None:
-    """Serve until the service ends."""
+    """Load the function, and answer requests until stdin closes."""
     requests, replies = _take_streams()
     configure_logs("info")
     # The service ends this process by other means, so that a KeyboardInterrupt here is the function's own.
@@ -110,7 +110,7 @@ def _answer_request(
 
 
 def _describe_error(exc: ServiceError, name: str) -> str:
-    """Return the sentence about an error; for an invalid answer it does not name the exception."""
+    """Return a sentence about an error; about an invalid answer, without the exception's name."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
         return f"reward function {name!r} {cause}"

@@ -35,11 +35,11 @@ class UserRewardFunction:
         """Call the function; messages may be given as JSON.
 
         Returns:
-            An EvaluateResult, in batch mode a list of them; for an `async def` an awaitable of it.
+            An EvaluateResult, or in batch mode a list of them; an `async def` returns an awaitable of this.
 
         Raises:
             TypeError: the messages are missing.
-            NoResult: the answer is no result, or does not have one for each episode.
+            NoResult: the answer is no result, or in batch mode no list with one for each episode.
             ValueError: messages or results have wrong fields.
         """
         name = EPISODES[self.mode]

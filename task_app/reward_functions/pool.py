@@ -65,8 +65,8 @@ class RewardPool:
     When a process is free, a function in batch mode gets all episodes that wait at the moment: one or more,
     of any group. So a result must not depend on the other episodes of its batch.
 
-    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed batch
-    lasts up to three deadlines: its own, one in which single episodes begin, and one for the last of them.
+    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed
+    batch lasts up to three deadlines: for its own call, for further calls to begin, and for the last of them.
     """
 
     name: str
@@ -100,7 +100,7 @@ class RewardPool:
 
     def _start_calls(self) -> None:
         while self._idle and (batch := self._take_batch()):
-            process = self._idle.pop()  # the last one used, which runs already
+            process = self._idle.pop()  # the process that was used last, which is running already
             # A call may serve several rollouts, so its context has none of their ids for the log.
             call = asyncio.get_running_loop().create_task(
                 self._judge_batch(process, batch), context=Context()
@@ -134,8 +134,8 @@ class RewardPool:
     ) -> None:
         """Judge each episode of a failed batch alone, so that the others can succeed.
 
-        A batch that hung is not judged again, because each episode could hang as long. No call begins after
-        one more deadline. The remaining episodes fail with the error of the batch.
+        A batch that hung is not judged again, because each episode could hang as long. After one more
+        deadline no call begins, and the remaining episodes fail with the error of the batch.
         """
         until_s = self.clock() + self.settings.reward_deadline_s
         for request in batch:

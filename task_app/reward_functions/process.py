@@ -87,7 +87,7 @@ class RewardProcess:
         self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
     ) -> _Reply:
         """Write the request, if any, and read the next line of the process."""
-        # Taken before the child's own watchdog starts, which may reach the deadline first.
+        # Read the clock before the child's watchdog starts, which may reach the deadline first.
         start_s = time.monotonic()
         if request:
             child.stdin.write(request.encode() + b"\n")
@@ -101,7 +101,7 @@ class RewardProcess:
         except ValueError as exc:  # StreamReader's error for a line beyond its limit
             raise self._report_failure(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
         if not line.endswith(b"\n"):
-            # After the deadline it was the child's watchdog that ended it.
+            # After the deadline, the child's watchdog has ended the child.
             if time.monotonic() - start_s >= deadline_s:
                 raise self._report_deadline(failure, deadline_s)
             raise self._report_failure(f"ended its process with {name_exit(code)} before it answered")

@@ -50,10 +50,10 @@ class Assembly:
 
     boards: PlugBoards
     worlds: Worlds
-    """Hold the worlds that siblings share."""
+    """The generated worlds, which siblings share."""
     interactions: Interactions
     captures: Captures
-    """Where agents ask their model."""
+    """The open captures, through which agents ask their model."""
     spans: Spans
 
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
@@ -252,7 +252,7 @@ class SnapshotTaker:
     """The environment's spec with every setting written out."""
     seed: int
     step_rewards: StepRewards | None
-    """The episode's training switches; None if the request names none."""
+    """The episode's reward switches; None if the request names none."""
     at_most_bytes: int
     """Size limit of a snapshot before compression."""
     timeout_s: float

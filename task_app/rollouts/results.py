@@ -51,7 +51,7 @@ class Fingerprint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout, with a fingerprint, the names and the environment of its request, but never its key.
+    """One rollout, with its request's fingerprint, names and environment, but never the request's key.
 
     `seed` is None for an episode that started at a snapshot. `reason` is the stop reason or failure code.
     """
@@ -190,7 +190,7 @@ class Results:
             del self._results[record.run_id]
 
     def ack(self, ack: RolloutAck) -> RolloutAcked:
-        """Forget acknowledged rollouts; ids that are unknown, unfinished or of another run are kept."""
+        """Forget the acknowledged rollouts of the run that have ended; report all other ids as unknown."""
         acknowledged, unknown = [], []
         for rollout_id in dict.fromkeys(ack.rollout_ids):
             record = self.find(rollout_id)

@@ -93,7 +93,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """Wait for a result after the cursor; return all results after it, a `RolloutPage` as JSON."""
+        """Wait for a result after the cursor; return the first results after it, a `RolloutPage` as JSON."""
         after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -139,7 +139,7 @@ class RolloutRunner:
                 self.results.forget(record)
 
     async def abort(self, run_id: str) -> tuple[RunLife, int]:
-        """End the unfinished rollouts of a run and accept no more; return the run and their number."""
+        """End a run's unfinished rollouts and accept no more; return the run and how many were ended."""
         run = self.runs.abort(run_id)
         running = [self.results.get(rollout_id) for rollout_id in self._running]
         queue = [record for record, *_ in self._queue.values()]
@@ -214,7 +214,7 @@ class RolloutRunner:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
     def _build_worker(self, request: RolloutRequest, *, where: str) -> Worker | CriticalError:
-        """Return the worker of a request, or the error of the plug-in that could not be built."""
+        """Return the worker of a request, or the error of a plug-in that raised while it was built."""
         try:
             return self._assembly.worker(request, self._make_context(request), where=where)
         except CriticalError as error:
@@ -267,7 +267,7 @@ class RolloutRunner:
         if task.cancelled():
             self._cancel_record(record, "cancelled while it ran", decisions_done=worker.decisions_done)
         elif task.exception() is not None:
-            # Even an error of this file ends the rollout, because the trainer waits for every one it sent.
+            # Even an error of this file ends the rollout, because the trainer waits until every rollout ends.
             failure = RolloutFailure(
                 code="internal_error", detail="an error inside the task app; see its log"
             )

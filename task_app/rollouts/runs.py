@@ -40,7 +40,7 @@ class RunLife:
 
     @property
     def status(self) -> RunState:
-        """Return the state: `aborted` only if the abort ended or prevented a rollout."""
+        """Return the state: `aborted` only if the abort ended a rollout or came before the first one."""
         if self.unfinished:
             return "running"
         if self.aborted_at is not None and (self.started_at is None or self.stopped):
@@ -62,8 +62,8 @@ class RunLife:
 class Runs:
     """All runs of this instance, by id.
 
-    It holds `at_most` of them: one more drops the least recently used run that has ended. An ended run is
-    also dropped after `idle_s`.
+    If a new run would exceed `at_most`, the least recently used run without unfinished rollouts is dropped. A
+    run without unfinished rollouts is also dropped after `idle_s`.
     """
 
     def __init__(self, *, at_most: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class Runs:
         return self._runs.get(run_id)
 
     def check_not_aborted(self, run_id: str, *, where: str) -> None:
-        """Raise RunAborted if nothing may start under this id."""
+        """Raise RunAborted if the run was aborted, so that nothing may start under its id."""
         run = self._runs.get(run_id)
         if run is not None and run.aborted_at is not None:
             raise RunAborted(

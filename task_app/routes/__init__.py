@@ -1,1 +1,1 @@
-"""The HTTP routes, a small file for each topic. They translate HTTP for the code that decides."""
+"""The HTTP routes, a small file for each topic. They translate between HTTP and the rest of the task app."""

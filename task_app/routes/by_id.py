@@ -46,7 +46,7 @@ NoBody = Annotated[Nothing, NULL_IS_EMPTY, Body(default_factory=Nothing)]
 
 @router.post("/env/{env_id:env_id}/step", include_in_schema=False)
 async def step_env_by_id(request: Request, env_id: EnvIdInPath, body: steps.EnvDecision) -> Response:
-    """POST /env/step."""
+    """The same as POST /env/step."""
     return await steps.step_env(request, _with_id(steps.EnvStep, body, env_id=env_id))
 
 
@@ -56,19 +56,19 @@ async def reset_env_by_id(
     env_id: EnvIdInPath,
     body: Annotated[env.EnvWorld, NULL_IS_EMPTY, Body(default_factory=env.EnvWorld)],
 ) -> Response:
-    """POST /env/reset."""
+    """The same as POST /env/reset."""
     return await env.reset_env(request, _with_id(env.EnvReset, body, env_id=env_id))
 
 
 @router.post("/env/{env_id:env_id}/terminate", include_in_schema=False)
 async def terminate_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Ok:
-    """POST /env/terminate."""
+    """The same as POST /env/terminate."""
     return await env.terminate_env(request, _with_id(env.EnvTerminate, body, env_id=env_id))
 
 
 @router.post("/env/{env_id:env_id}/snapshot", tags=["snapshots"], response_model=snapshots.EnvSnapshotReply)
 async def snapshot_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Response:
-    """POST /env/snapshot."""
+    """The same as POST /env/snapshot."""
     return await snapshots.snapshot_env(request, _with_id(snapshots.EnvSnapshotRequest, body, env_id=env_id))
 
 
@@ -78,7 +78,7 @@ async def step_policy_by_id(
     policy_id: PolicyIdInPath,
     body: Annotated[policy.PolicyQuestion, NULL_IS_EMPTY, Body(default_factory=policy.PolicyQuestion)],
 ) -> Response:
-    """POST /policy/step."""
+    """The same as POST /policy/step."""
     return await policy.step_policy(request, _with_id(policy.PolicyStep, body, policy_id=policy_id))
 
 
@@ -86,7 +86,7 @@ async def step_policy_by_id(
     "/policy/{policy_id:policy_id}/snapshot", tags=["snapshots"], response_model=snapshots.PolicySnapshotReply
 )
 async def snapshot_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Response:
-    """POST /policy/snapshot."""
+    """The same as POST /policy/snapshot."""
     return await snapshots.snapshot_policy(
         request, _with_id(snapshots.PolicySnapshotRequest, body, policy_id=policy_id)
     )
@@ -94,7 +94,7 @@ async def snapshot_policy_by_id(request: Request, policy_id: PolicyIdInPath, bod
 
 @router.post("/policy/{policy_id:policy_id}/terminate", tags=["policy"])
 async def terminate_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Ok:
-    """POST /policy/terminate."""
+    """The same as POST /policy/terminate."""
     return await policy.terminate_policy(request, _with_id(policy.PolicyTerminate, body, policy_id=policy_id))
 
 
@@ -102,7 +102,7 @@ def _with_id(model: type[M], body: ForeignBody, **in_path: str) -> M:
     """Return the body with the id of the path.
 
     Raises:
-        InvalidRequest: the body holds another id, and one of them would be ignored.
+        InvalidRequest: the body holds another id.
     """
     for key, path_value in in_path.items():
         value = (body.model_extra or {}).get(key, path_value)

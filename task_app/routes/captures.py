@@ -185,7 +185,7 @@ class AnthropicRefusal(OpenReply):
     error: AnthropicFault
 
 
-# Every path below /v1 may answer with these; instead of 409 and 422 it answers with 400.
+# Statuses of refusals below a capture's /v1, where 400 takes the place of 409 and 422.
 _STATUSES = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
 REFUSALS = (OpenAIRefusal, AnthropicRefusal)
 
@@ -201,7 +201,7 @@ def _describe_stream(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[s
     return {**described, "responses": _STREAM | described["responses"]}
 
 
-# Which of the two refusals it is depends on the headers of the library that asks.
+# The headers of a request decide whether its refusal has OpenAI's form or Anthropic's.
 _OF_ANY_DIALECT = error_responses(_STATUSES, *REFUSALS)
 
 
@@ -217,7 +217,7 @@ class CaptureOpen(Body):
 
 
 class CaptureOpened(Body):
-    """Where an agent finds its model, and the key that opens this capture alone."""
+    """The URLs at which an agent finds its model, and the key, which opens this capture alone."""
 
     capture_id: str
     capture_url: str = Field(description="of this capture; also the base URL for Anthropic's clients")
@@ -226,7 +226,7 @@ class CaptureOpened(Body):
 
 
 class CaptureReward(Body):
-    """Body of POST /captures/{capture_id}/rewards: for a call, or without one for the episode."""
+    """Body of POST /captures/{capture_id}/rewards; without turn and response_id, it rewards the episode."""
 
     reward: FiniteFloat
     turn: Turn | None = Field(default=None, description="of the call, from 1, in the order of the answers")
@@ -257,7 +257,7 @@ class CaptureModel(Body):
 
 
 class CaptureModels(Body):
-    """The models of a capture, in both forms too."""
+    """The models of a capture, as OpenAI's clients read them, and as Anthropic's do."""
 
     object: str = "list"
     data: list[CaptureModel]
@@ -267,7 +267,7 @@ class CaptureModels(Body):
 
 
 class CaptureState(Body):
-    """A capture; `trajectory` once it has ended with a decision, as in a rollout."""
+    """A capture; once it has ended with at least one decision, it has a `trajectory`, as a rollout has."""
 
     capture_id: str
     status: str = Field(description="open, ended or failed")
@@ -299,7 +299,7 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
 
 @router.get("/{capture_id}")
 async def show_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
-    """The calls so far; after the end the trajectory."""
+    """Return the number of calls so far and, after the end, the trajectory."""
     return _show_state(_find_capture(request, capture_id))
 
 
@@ -330,7 +330,7 @@ async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
 
 @router.get("/{capture_id}/v1/models", responses=_OF_ANY_DIALECT)
 async def list_capture_models(request: Request, capture_id: str = CaptureId) -> CaptureModels:
-    """The models that the agent may name."""
+    """List the models that the agent may name."""
     names = _find_capture(request, capture_id).models
     data = [CaptureModel(id=name, display_name=name) for name in names]
     return CaptureModels(data=data, first_id=names[0], last_id=names[-1])
@@ -340,38 +340,38 @@ async def list_capture_models(request: Request, capture_id: str = CaptureId) -> 
 async def show_capture_model(
     request: Request, capture_id: str = CaptureId, name: str = Path(min_length=1)
 ) -> CaptureModel:
-    """A model that the agent may name."""
+    """Return a model, if the agent may name it."""
     _find_capture(request, capture_id).refuse_model(name)
     return CaptureModel(id=name, display_name=name)
 
 
 @router.post("/{capture_id}/v1/chat/completions", **_describe_stream(ChatCompletion, OpenAIRefusal))
 async def create_chat_completion(request: Request, capture_id: str = CaptureId) -> Response:
-    """A model call in OpenAI's Chat Completions."""
+    """Answer a model call in the form of OpenAI's Chat Completions."""
     return await _answer_request(request, capture_id, "chat/completions")
 
 
 @router.post("/{capture_id}/v1/responses", **_describe_stream(ModelResponse, OpenAIRefusal))
 async def create_response(request: Request, capture_id: str = CaptureId) -> Response:
-    """A model call in OpenAI's Responses."""
+    """Answer a model call in the form of OpenAI's Responses."""
     return await _answer_request(request, capture_id, "responses")
 
 
 @router.post("/{capture_id}/v1/messages", **_describe_stream(AnthropicMessage, AnthropicRefusal))
 async def create_message(request: Request, capture_id: str = CaptureId) -> Response:
-    """A model call in Anthropic's Messages."""
+    """Answer a model call in the form of Anthropic's Messages."""
     return await _answer_request(request, capture_id, "messages")
 
 
 @router.post("/{capture_id}/v1/responses/input_tokens", **_describe_call(InputTokens, OpenAIRefusal))
 async def count_response_tokens(request: Request, capture_id: str = CaptureId) -> Response:
-    """The tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
+    """Count the tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "responses")
 
 
 @router.post("/{capture_id}/v1/messages/count_tokens", **_describe_call(MessageTokens, AnthropicRefusal))
 async def count_message_tokens(request: Request, capture_id: str = CaptureId) -> Response:
-    """The tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
+    """Count the tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
     return await _count_tokens(request, capture_id, "messages")
 
 
@@ -397,7 +397,7 @@ _ROUTES = {
 
 
 class CallWay:
-    """ASGI middleware that answers model calls without FastAPI, which would take as long as all the rest.
+    """ASGI middleware that answers model calls without FastAPI, which would take as long as all other work.
 
     It runs after service_kit.gate, which has read the body. A call has limits of its own instead of the
     request's deadline. A call with an Idempotency-Key goes through FastAPI.
@@ -425,9 +425,9 @@ def _split_call_path(scope: Scope) -> tuple[str, str]:
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
-    """Read a body for the gate; only a model call may hold every text that a model can write.
+    """Read a body for the gate; that of a model call may hold faulty text of a model (`read_quotation`).
 
-    For a model call that cannot be read, return an InvalidRequest, which is answered in its dialect.
+    For a model call that cannot be read, return an InvalidRequest, which is answered in the call's dialect.
     """
     path = _split_call_path(scope)[1]
     return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)

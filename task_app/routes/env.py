@@ -1,4 +1,4 @@
-"""/env: environments that the caller steps. Bodies may hold further fields, because others define them."""
+"""/env: environments that the caller steps. Bodies may have more keys, because other projects define them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +56,7 @@ class EnvTerminate(ForeignBody):
 
 
 class EnvReplyInfo(Reply):
-    """What an environment offers, and what can be done with it."""
+    """The seed, the tools, the state keys and the optional abilities of an environment."""
 
     seed: int
     tools: tuple[ToolSpec, ...]

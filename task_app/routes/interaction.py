@@ -65,7 +65,7 @@ class InteractionScoreReply(Reply):
 
 @router.post("/start")
 async def start_interaction(request: Request, body: InteractionStart) -> InteractionStartReply:
-    """Begin an episode with an interaction; after too long without use it is finalised."""
+    """Begin an episode with an interaction, which is finalised after too long without use."""
     services = get_services(request)
     sessions = services.interaction_sessions
     sessions.check_capacity()
@@ -83,7 +83,7 @@ async def start_interaction(request: Request, body: InteractionStart) -> Interac
 
 @router.post("/respond", response_model=InteractionRespondReply)
 async def respond_interaction(request: Request, body: InteractionRespond) -> Response:
-    """The user's answer to the last assistant message, and the score of that message."""
+    """Return the user's answer to the last assistant message, and the score of that message."""
     session = get_services(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         if session.live.terminated:
@@ -99,7 +99,7 @@ async def respond_interaction(request: Request, body: InteractionRespond) -> Res
 
 @router.post("/score")
 async def score_interaction(request: Request, body: InteractionRequest) -> InteractionScoreReply:
-    """The score that calculate_score returns now; /interaction/respond returns the score of an answer."""
+    """Return the current result of calculate_score; /interaction/respond returns the score of an answer."""
     session = get_services(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         return InteractionScoreReply(score=await session.live.score())

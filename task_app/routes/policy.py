@@ -67,9 +67,9 @@ class PolicyCreateReply(Reply):
 
 
 class PolicyMeta(OpenReply):
-    """How the policy chose; more keys hold the facts that it tells of its choice, such as exact tokens.
+    """Facts about the policy's choice. A policy may add keys, such as those of exact tokens.
 
-    A dry run has `messages` and `tools`, and none of the keys that tell of a choice.
+    A dry run makes no choice: it has `messages` and `tools`, and no key about a choice.
     """
 
     policy_name: str
@@ -95,9 +95,9 @@ class PolicyStepReply(Reply):
 
 @router.post("/create")
 async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateReply:
-    """Make a policy; if it is bound to an environment, its training switches apply there too.
+    """Make a policy; if it is bound to an environment, its switches of decision rewards apply there too.
 
-    The switches stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
+    The switches are in `config` or `env.config`, as in a rollout request, or in `training` or `rollout`.
     """
     services = get_services(request)
     services.policies.check_capacity()
@@ -168,7 +168,7 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
 
 @router.post("/terminate")
 async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
-    """Forget the policy and its training switches; a bound environment stays."""
+    """Forget the policy and its reward switches; a bound environment stays."""
     services = get_services(request)
     services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
     return OK

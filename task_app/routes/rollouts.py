@@ -41,7 +41,7 @@ async def poll_rollouts(
     cursor: Annotated[str | None, Query(max_length=200)] = None,
     wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """The rollouts of a run that ended since the cursor; waits up to `wait_s` seconds for the first one."""
+    """Return a run's rollouts that ended after the cursor; wait up to `wait_s` seconds for the first one."""
     services = get_services(request)
     if wait_s > services.settings.max_wait_s:
         raise InvalidRequest(
@@ -58,7 +58,7 @@ async def ack_rollouts(request: Request, body: RolloutAck) -> RolloutAcked:
 
 @router.get("/{rollout_id:path}", response_model=Rollout)
 async def show_rollout(request: Request, rollout_id: str) -> Response:
-    """One rollout; a finished one has its trajectory."""
+    """Return a rollout; if it has finished, with its trajectory."""
     return Response(get_services(request).runner.state(rollout_id), media_type=JSON)
 
 
@@ -76,7 +76,7 @@ class RunAbort(ForeignBody):
 
 
 class RolloutCounts(Reply):
-    """Rollouts of a run: the unfinished ones, and the ended ones by how they ended."""
+    """Numbers of a run's rollouts: unfinished, and ended by their status."""
 
     unfinished: int
     finished: int
@@ -117,5 +117,5 @@ async def abort_run(request: Request, body: RunAbort) -> dict[str, Any]:
 
 @runs_router.get("/status/{run_id:path}", response_model=RunReply)
 async def show_run(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
-    """The state of a run (running, completed, failed if nothing finished, or aborted) with its counts."""
+    """Return the state and the counts of a run: running, completed, failed (none finished), or aborted."""
     return {"run_id": run_id, **get_services(request).runner.runs.get(run_id).to_json()}

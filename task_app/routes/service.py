@@ -47,7 +47,7 @@ class HealthService(Reply):
 
 
 class HealthReply(Reply):
-    """The service is healthy; `authorized` where the request has a key."""
+    """The service is healthy; `authorized` is null if the request has no key."""
 
     healthy: bool
     status: str
@@ -84,7 +84,7 @@ class InferenceInfo(Reply):
 
 
 class Capabilities(Reply):
-    """What requests may use and name."""
+    """The optional features of the service, and the names that requests may use."""
 
     supports_rollout: bool
     supports_env_lifecycle: bool
@@ -112,7 +112,7 @@ class PrefixInfo(Reply):
 
 
 class InfoReply(Reply):
-    """What the service offers; `environments` and `policies` hold the JSON Schemas of their configs."""
+    """The service's plug-ins and limits; `environments` and `policies` hold JSON Schemas of their configs."""
 
     service: ServiceInfo
     dataset: DatasetInfo
@@ -197,7 +197,7 @@ async def show_root() -> RootReply:
 
 @router.get("/health", response_model_exclude_none=True)
 async def show_health(request: Request) -> HealthReply:
-    """Whether the service is healthy; a request with an API key also learns whether the key is valid."""
+    """Tell whether the service is healthy and, if the request has an API key, whether the key is valid."""
     keys = get_services(request).keys
     if not keys.configured and keys.needed:
         raise NoKeyConfigured(keys.variable)
@@ -217,7 +217,7 @@ async def show_health(request: Request) -> HealthReply:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
 async def show_metrics(request: Request) -> Response:
-    """Counts, latencies and current state in Prometheus' text format (docs/operations.md)."""
+    """Return counts, latencies and the current state in Prometheus' text format (docs/operations.md)."""
     services, sockets = get_services(request), request.app.state.openenv_sockets.open
     return metrics_response(
         lambda: families(services, version=request.app.version, sockets=sockets),
@@ -234,7 +234,7 @@ QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 @info_router.get("/info", response_model=InfoReply)
 async def show_info(request: Request) -> Response:
-    """What the service offers, and its limits, in both published shapes."""
+    """Return the service's plug-ins and limits, in both published shapes."""
     return _reply_json(_describe_service(get_services(request), request))
 
 
@@ -292,7 +292,7 @@ async def show_task_info(
     seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
     env_name: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Response:
-    """The set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
+    """Return the set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
     services = get_services(request)
     seeds_in_order = (*seed, *seeds)
     if len(seeds_in_order) > services.settings.max_seeds_per_request:

@@ -113,7 +113,7 @@ class PolicyRestoreReply(PolicyCreateReply):
 
 @router.post("/env/snapshot", response_model=EnvSnapshotReply)
 async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
-    """A snapshot of the whole session, which goes on unchanged."""
+    """Take a snapshot of the whole session, which stays unchanged."""
     services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     async with session.lock:
@@ -128,7 +128,7 @@ async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
 
 @router.post("/env/restore", response_model=EnvRestoreReply)
 async def restore_env(request: Request, body: Restore) -> Response:
-    """A new session that continues from the snapshot: equal calls give equal observations and rewards."""
+    """Open a session that continues from the snapshot: equal calls give equal observations and rewards."""
     services = get_services(request)
     services.environments.check_capacity()
     data = _read_snapshot(services, body)
@@ -149,8 +149,7 @@ async def restore_env(request: Request, body: Restore) -> Response:
 
 @router.post("/policy/snapshot", response_model=PolicySnapshotReply)
 async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Response:
-    """A snapshot of the policy with its generator, memory and count of decisions, without its
-    inference_key."""
+    """Take a snapshot of the policy: its generator, memory and count of decisions, but no inference_key."""
     services = get_services(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock:
@@ -163,7 +162,7 @@ async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Resp
 
 @router.post("/policy/restore")
 async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestoreReply:
-    """A new policy that continues from the snapshot, bound as before or to `bound_env_id`."""
+    """Make a policy that continues from the snapshot, bound as before or to `bound_env_id`."""
     services = get_services(request)
     services.policies.check_capacity()
     data = _read_snapshot(services, body)
@@ -178,7 +177,7 @@ async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestore
 def add_policy(
     services: Services, session: PolicySession, *, bound_env_id: str | None, switches: StepRewards | None
 ) -> str:
-    """Add a restored policy, bound to the environment with its training switches.
+    """Add a restored policy; bind it to the environment, to which its reward switches then apply too.
 
     Raises:
         UnknownId: the environment does not exist here.
@@ -251,14 +250,14 @@ class BranchReply(Reply):
 async def branch_sessions(request: Request, body: Branch) -> BranchReply:
     """Copy sessions `num_children` times: all of them, or none.
 
-    A policy whose environment is copied too is bound copy by copy to the environment's copies; otherwise its
-    copies are bound to the same environment.
+    If a policy's environment is copied too, each copy of the policy is bound to one copy of the environment;
+    otherwise all copies of the policy are bound to its own environment.
     """
     services = get_services(request)
     _check_branch(services, body)
     environments = [await _copy_environment(services, env_id, body.num_children) for env_id in body.env_ids]
     policies = [await _copy_policy(services, policy_id, body.num_children) for policy_id in body.policy_ids]
-    # Other requests ran meanwhile. Nothing waits from here on, so the check holds until all are added.
+    # Other requests ran during the copying. From here on nothing awaits, so the check holds to the end.
     _check_branch(services, body)
     children: dict[str, Children] = {"env_branches": {}, "policy_branches": {}}
     try:
@@ -274,7 +273,7 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
             for copy, target in zip(copies, targets, strict=False):
                 ids.append(add_policy(services, copy, bound_env_id=target, switches=parent.switches))
     except TaskAppError:
-        # The journal refused a copy, so the other copies go too.
+        # The journal refused a copy, so the other copies are removed too.
         for policy_id in chain(*children["policy_branches"].values()):
             services.unbind(policy_id, services.policies.remove(policy_id, where="policy_ids"))
         for env_id in chain(*children["env_branches"].values()):

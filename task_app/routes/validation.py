@@ -1,4 +1,4 @@
-"""Answers a body, query or path that does not fit its route with a problem that names the place."""
+"""Answers requests whose body, query or path does not fit the route; the problem names the place."""
 
 from types import GenericAlias
 from typing import Any, get_args

@@ -66,7 +66,7 @@ HEADERS = {
 async def show_env_page(
     request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]
 ) -> Response:
-    """A page with picture, text, facts and last decisions; a browser sends the API key as a password."""
+    """Return a page with picture, text, facts and last decisions; browsers send the API key as a password."""
     services = get_services(request)
     session = services.environments.find(env_id)
     if session is None:
@@ -175,7 +175,7 @@ async def draw_env(
     width: Side = 288,
     height: Side = 288,
 ) -> Response:
-    """A PNG of the environment as it is now."""
+    """Return a PNG of the environment as it is now."""
     services = get_services(request)
     session = services.environments.get(env_id, where="env_id")
     if not isinstance(session.environment, Pictured):
@@ -199,7 +199,7 @@ async def draw_rollout(
     side: Annotated[FrameSide, Query()] = FRAME_SIDE,
     frame_s: FrameSeconds = 0.4,
 ) -> Response:
-    """An animated GIF of a finished rollout, a frame a decision; with `turn`, the PNG after that decision.
+    """Return a GIF of a finished rollout, a frame per decision; with `turn`, the PNG after that decision.
 
     The rollout is played again from its seed and calls, and compared with its record. Episodes longer than
     `max_frames` show every n-th decision and the last; the header `X-Frames-Every` is n.
@@ -229,11 +229,11 @@ async def draw_rollout(
 
 @frames_router.post("/replay")
 async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
-    """PNGs and snapshots of an episode that is recorded in the body, after each of the turns named.
+    """Return PNGs and snapshots of the episode that the body records, after each of the named turns.
 
-    The episode is played again from its seed and calls. 409 `replay_departs`: it differs from the record; 404
-    `no_pictures`, 400 `not_restorable`: the environment draws no pictures, or has no snapshots. At most
-    `max_frames` pictures in one request.
+    The episode is played again from its start and calls. 409 `replay_departs`: it differs from the record.
+    404 `no_pictures`: the environment draws none. 422 `not_restorable`: the environment has no snapshots. One
+    request gets at most `max_frames` pictures.
     """
     services = get_services(request)
     settings, drawn, kept = services.settings, {*body.frames}, {*body.snapshots}

@@ -69,7 +69,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
 
 class Ok(Reply):
-    """The request was carried out; what fails is answered with a problem."""
+    """The request was carried out; a request that fails is answered with a problem."""
 
     ok: bool
 
@@ -120,7 +120,7 @@ class StepReplyInfo(Reply):
 
 
 class EnvStepReply(Reply):
-    """What a decision did and earned; `reward` is the sum of `env_rewards`."""
+    """The effects and rewards of a decision; `reward` is the sum of `env_rewards`."""
 
     observation: ObservationReply
     reward: float
@@ -158,10 +158,10 @@ def step_json(session: EnvironmentSession, before: Observation, outcome: Decisio
 
 
 MISSPELT = "misspelt_key"
-# So high that real keys of other task apps pass, such as `run_id`, which resembles our `rl_run_id`.
+# Similarity from which a key counts as misspelt: keys of other task apps (`run_id`, ours: `rl_run_id`) pass.
 _CUTOFF = 0.85
 _LONGEST = 40
-# Each unknown key is compared with all known ones.
+# Limit, because each unknown key is compared with all known ones.
 MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
@@ -175,7 +175,7 @@ EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 class ForeignBody(OpenBody):
     """A body whose shape others define: it keeps unknown keys, but refuses misspellings of known ones.
 
-    Otherwise `{"sed": 7}` would be ignored, and start the world of seed 0.
+    Otherwise `{"sed": 7}` would be ignored, and the world of seed 0 would start.
     """
 
     @model_validator(mode="before")

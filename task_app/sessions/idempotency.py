@@ -21,7 +21,7 @@ REPLAY_HEADER = (b"idempotency-replayed", b"true")
 # Requests with these statuses were not carried out and may succeed later, so nothing is stored.
 # 499: the client went away, which cancelled the work.
 REJECTIONS = frozenset({408, 413, 428, 429, 499, 502, 503, 504, 507})
-# Answers of these paths concern only this process and are not stored on disk; a retry does no harm.
+# Answers of these paths concern this process alone: the next process deletes them, and retries do no harm.
 OF_THIS_PROCESS = ("/rollouts", "/run/")
 
 

@@ -5,7 +5,7 @@
     answers    key | digest of the request | state: open, kept, process | at_s | size | status, headers, body:
                NULL if they are lost
 
-A session is its row and its steps, which are replayed at the start. A policy has no steps.
+A session is its row and its steps, which are replayed when a task app starts. A policy has no steps.
 
 The effects of a request with an Idempotency-Key are written with its answer in one transaction. If the
 process is killed before, no effect remains, and a retry carries the request out. If another request needs
@@ -96,10 +96,10 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """The statements of one request that the database does not hold yet, by session.
+    """The statements of one request that the database does not hold yet: `changes`, by session.
 
-    With an Idempotency-Key the work is written with the answer. It `is_partly_written` if another request
-    needed one of its sessions earlier. `survives` says whether the next process can use the answer.
+    With an Idempotency-Key they are written with the answer; if another request needs a session before, they
+    are written then (`is_partly_written`). `survives` says whether the next process can use the answer.
     """
 
     key: str = ""
@@ -147,13 +147,13 @@ class Database:
         # Requests without an answer, and those whose answer could not be written, by key.
         self.requests: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
-        # Unwritten work of each session, always of one request.
+        # The unwritten work of each session, which always belongs to a single request.
         self._unwritten: dict[str, Work] = {}
         # Work whose write failed.
         self._backlog: list[Work] = []
-        # Keys in the database, and the bytes of their answers.
+        # Number of keys in the database, and the bytes of their answers.
         self.totals = (0, 0)
-        # Slow steps end in threads, requests in the event loop.
+        # Steps that end in threads write too, not only requests on the event loop.
         self._lock = threading.RLock()
 
     @property
@@ -196,16 +196,16 @@ class Database:
         return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
     def ready(self, session_id: str) -> None:
-        """Write what another request did to the session, before the session is used; raises JournalFailed."""
+        """Before a session is used, write another request's changes of it; raises JournalFailed."""
         with self._lock:
             work = self._unwritten.get(session_id)
             if work is not None and work is not _find_open_work():
                 self.write(work, NOT_CARRIED_OUT)
 
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
-        """Store a session's statements until its keyed request is answered; without a key, write them now.
+        """Write statements of a session: with the request's answer if it has an Idempotency-Key, else now.
 
-        If `whole` is true, they replace unwritten ones. `failure` says how to report a failed write.
+        If `whole` is true, they replace the unwritten ones. `failure` says how to report a failed write.
         """
         with self._lock:
             own = _find_open_work()
@@ -255,7 +255,7 @@ class Database:
             raise
 
     def _write_answer(self, work: Work) -> None:
-        """Write the row of the work's key; for an answer, first delete old ones to make room."""
+        """Write the row of the work's key; if it has an answer, first delete old answers to make room."""
         answer, at_s = work.answer, self._clock()
         self._delete_answer("key = ?", work.key)
         row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
@@ -270,7 +270,7 @@ class Database:
         self.totals = (self.totals[0] + 1, self.totals[1] + row[2])
 
     def _make_room(self, size: int, at_s: float) -> None:
-        """Delete the oldest answers until one more fits."""
+        """Delete expired answers, and the oldest until one of `size` bytes fits."""
         oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
         while (row := self.connection.execute(oldest).fetchone()) is not None:
             fits = self.totals[0] < self.most and self.totals[1] + size <= self.most_bytes
@@ -488,7 +488,7 @@ def _report_failure(failure: Failure, exc: sqlite3.Error) -> JournalFailed:
 def _find_open_work() -> Work | None:
     """Return the work of the current request, if it has an Idempotency-Key and no answer yet."""
     work = WORK.get()
-    # What runs on after the request was answered is no longer part of its work.
+    # Code that still runs after the request was answered is no longer part of its work.
     return work if work is not None and work.is_open else None
 
 

@@ -75,9 +75,9 @@ class EnvironmentSession:
     """An environment that a client steps.
 
     `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
-    thread, and so do steps unless the environment promises quick ones. `switches` are the training switches
-    by source (the environment's request, or the id of a bound policy), which agree with each other. `spec`
-    holds no switches; a restored snapshot builds an equal environment from it.
+    thread, and so do steps unless the environment promises quick ones. `switches` say which rewards decisions
+    get. They are listed by source (the environment's request, or the id of a bound policy), and all agree.
+    `spec` holds no switches; a restored snapshot builds an equal environment from it.
     """
 
     environment: Environment
@@ -183,7 +183,7 @@ class EnvironmentSession:
             task.exception()  # otherwise asyncio logs an exception that no caller retrieved
 
     def begin_close(self) -> None:
-        """Close the environment of a session that is forgotten, after the step that still runs, if any."""
+        """Close the environment of a forgotten session; if a step still runs, wait for its end first."""
         if isinstance(self.environment, ClosableEnvironment):
             self._start_task(self._close_environment())
 
@@ -218,7 +218,7 @@ class PolicySession:
     The session is an AgentPolicy that counts and stores its decisions; the caller holds its lock.
     An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
     spec. The policy was built from `spec` with its key; no snapshot holds the key, and a restart loses it.
-    `switches` are the policy's training switches, which also apply to the bound environment.
+    `switches` say which rewards decisions get; they also apply to the bound environment.
     """
 
     policy: AgentPolicy

@@ -43,7 +43,7 @@ from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
 FROM_SNAPSHOT = "the snapshot"
-# Attributes that a session and its facts have with equal values.
+# Attributes that have equal values in a session and in its `EnvironmentFacts`.
 _SAME = ("seed", "step_idx", "turn", "over", "metadata", "rl_run_id")
 
 
@@ -115,7 +115,7 @@ class EnvironmentSnapshot:
 
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
-        """Read what `seal` made."""
+        """Read the bytes of `seal`."""
         head, state = open_envelope("environment", data, at_most_bytes=at_most_bytes)
         return cls(_read_facts(EnvironmentFacts, head), state)
 
@@ -184,7 +184,7 @@ class PolicySnapshot(Body):
 
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
-        """Read what `seal` made."""
+        """Read the bytes of `seal`."""
         return _read_facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Finds the training switches (which rewards decisions get) in a request, and checks that they agree; no I/O.
+"""Finds the reward switches (which rewards decisions get) in a request, and checks that they agree; no I/O.
 
 A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
 that create something also accept that table next to the config. As in 1-crafter-event-rewards.md, a table
@@ -19,7 +19,7 @@ OFF = StepRewards()
 def take_step_rewards(
     config: Mapping[str, Any], *, where: str, training: StepRewardKeys | None = None, rollout: Any = None
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
-    """Split `config` into the plug-in's own keys and the switches, which are returned by their body path.
+    """Return the plug-in's own keys of `config`, and the request's switches by their path in the body.
 
     `where` is the body path of `config`; `training` and `rollout` are the request's tables of these names.
     """

@@ -23,13 +23,13 @@ from task_app.threads import Threads, in_thread
 MAX_WORLDS = 256
 MAX_WORLDS_BYTES = 32 << 20
 
-# What the policy sees at an episode's start, and the history that its first prompt shows.
+# The observation at an episode's start, and the earlier decisions that the first prompt may show.
 StartView = tuple[Observation, Sequence[PastDecision]]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """A start: `begin` brings a fresh environment to it; the parent is the episode that had the snapshot."""
+    """A start: `begin` brings a fresh environment to it. In the parent rollout the snapshot was taken."""
 
     begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None
@@ -38,7 +38,7 @@ class EpisodeStart:
 
 
 def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
-    """Start in the world of a seed, which a thread makes, because this takes milliseconds."""
+    """Return a start in the world of a seed. A thread makes the world, because this takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
         return await in_thread(threads, "environment.reset", reset_environment, environment, seed), ()
@@ -101,7 +101,7 @@ class Worlds:
         self._events: dict[str, asyncio.Event] = {}
 
     def start(self, env: EnvSpec, seed: int, threads: Threads | None = None) -> EpisodeStart:
-        """Start in the world of `seed`; `env` must be the spec that the environments were built from."""
+        """Return a start in the world of `seed`, for environments that were built from the spec `env`."""
         name = json.dumps([env.env_name, env.config, seed], sort_keys=True)
 
         async def begin(environment: Environment) -> StartView:

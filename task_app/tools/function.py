@@ -66,7 +66,7 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
     return FunctionTool(spec, arguments, function)
 
 
-# The cache is by function, because every episode binds its own method and a schema takes a millisecond.
+# Cached by function, not by bound method: every episode binds new ones, and a schema takes a millisecond.
 @lru_cache(maxsize=256)
 def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__

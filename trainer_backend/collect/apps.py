@@ -15,14 +15,14 @@ from trainer_backend.job.addresses import DNS, Address, Resolve, look_up_host, r
 
 log = structlog.get_logger("trainer")
 
-# Attempts at the start, when a task app may be starting too.
+# Attempts to reach a task app at the start of a run, when the task app may still be starting.
 _AT_THE_START = 6
 
 Tell = Callable[[str], None]
 
 
 def log_sentence(sentence: str) -> None:
-    """Write a sentence about task apps to the log, for processes without a user."""
+    """Log a sentence about task apps; the default of `tell`, for processes that no user watches."""
     log.warning("task_apps", told=sentence)
 
 
@@ -33,7 +33,7 @@ class TaskApps:
         urls: entries of services.task_url.
         timeout_s: deadline of one request.
         lost_wait_s: how long a batch waits when no task app answers.
-        label: name in metrics, followed by a number if there are several apps; empty: host and port.
+        label: name of an app in metrics, with a number if there are several apps; empty: host and port.
         tell: receives a sentence when an app is lost or answers again.
         look_up_every_s: maximum age of a resolved name while a batch is collected.
     """
@@ -52,7 +52,7 @@ class TaskApps:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Resolve all names, and ask each task app for its process."""
+        """Resolve all names, and ask each task app for GET /info."""
         try:
             await self._look_up()
             await asyncio.gather(*(self._meet(app) for app in self.members))
@@ -79,7 +79,7 @@ class TaskApps:
             show(app, app.state)
 
     async def refresh_names(self, join: Callable[[TaskAppClient], None]) -> None:
-        """Resolve names at intervals, until cancelled, and call `join` for each new app."""
+        """Resolve the names again at intervals, until cancelled, and call `join` for each new app."""
         while any(url.startswith(DNS) for url in self._urls):
             await asyncio.sleep(
                 self._last_lookup_s + self._look_up_every_s - asyncio.get_running_loop().time()
@@ -98,11 +98,11 @@ class TaskApps:
         self._show(app, "gone")
 
     def answers(self) -> str:
-        """Join the last answers of all apps with a fault."""
+        """Return the last errors of the apps that take no work, as one text."""
         return "; ".join(app.fault for app in self.members if app.fault is not None)
 
     def refuse_if_none_answers(self) -> None:
-        """Raise TaskAppLost with the last answers if no task app answers."""
+        """Raise TaskAppLost with the last error of each task app if none answers."""
         if not self.serving:
             raise TaskAppLost(f"no task app answers: {self.answers() or ', '.join(self._urls)}")
 

@@ -19,7 +19,7 @@ _LARGEST = 1e15
 # Fields that place a rollout in its run.
 PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
 _NO_JSON = object()
-# Bounds of the path to an invalid field: names, and characters of a name.
+# Limits of the path to an invalid field in an error: number of names, and characters of each.
 _MOST_NAMES, _LONGEST_NAME = 20, 80
 _CLOSED_BY = {b"{": b"}", b"[": b"]"}
 # A string, a list of plain values (most of a page), or a separator; a lone quote begins an unfinished string.
@@ -86,7 +86,7 @@ def _no_id(part: str) -> ReplyInvalid:
 
 
 def _read_place(text: bytes) -> dict[str, Any]:
-    """Read a rollout's id and its place (PLACE); either identifies its request. Defaults if unreadable."""
+    """Read a rollout's id and place (PLACE); either identifies its request. Unreadable: the defaults."""
     place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
     members, found = _parts(text) or [], {}
     for name, default in place.items():

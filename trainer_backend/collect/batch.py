@@ -63,7 +63,7 @@ class Batch:
 
     @classmethod
     def join(cls, batches: Iterable["Batch"]) -> "Batch":
-        """Join the batches of one iteration, in the order of its rounds."""
+        """Join the batches of one iteration, in the order of the iteration's rounds."""
         joined = cls()
         for batch in batches:
             apps = {name: joined.apps.get(name, AppFigures()) + work for name, work in batch.apps.items()}
@@ -116,7 +116,7 @@ class LossCheck:
     """The largest share that may be lost (`training.max_lost_share`), in stages of LEAST_ROLLOUTS or more."""
     say: Callable[[str], None] = lambda _: None
     record: Callable[[dict[str, Any]], None] = lambda _: None
-    """Stores the row of a stage that ends the run."""
+    """Stores the metrics row of a stage that ends the run."""
 
     def report(self, batch: Batch, stage: str) -> None:
         if batch.losses.lost:

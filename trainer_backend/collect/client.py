@@ -59,7 +59,7 @@ _POLL_S = 20.0
 # Interval of attempts to reach a lost task app.
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
 _ACK_AT_ONCE = 1024
-# Fewer than the connections of a client, so that requests and polls find a free one.
+# Concurrent cancellations: fewer than a client's connections, so that requests and polls find a free one.
 _CANCELS_AT_ONCE = 8
 # The capacity of a task app that has not reported it.
 _MANY = 1_000_000
@@ -82,7 +82,7 @@ def show_nothing(app: "TaskAppClient", state: State) -> None:
 
 
 class _Unreachable(Exception):
-    """There was no answer, or one that asks to try later: the request may be repeated."""
+    """No answer came, or the answer asks to try later; the request may be repeated."""
 
 
 class _Limits(StrictReply):
@@ -108,8 +108,8 @@ class About(StrictReply):
     service: _Service
     """`instance_id` names the process, and changes with a restart."""
     limits: _Limits
-    """`max_concurrent_rollouts` run at a time, a request has `max_body_bytes`, a replay draws `max_frames`
-    pictures, and a page of results has `max_page_bytes`."""
+    """The most rollouts that run at a time, bytes of a request's body, pictures that one replay draws
+    (`max_frames`), and bytes of a page of results."""
     capabilities: _Capabilities = _Capabilities()
     """The `reward_functions` (with their modes) and `interactions` that a rollout can name;
     `number_interactions` need a number as ground truth."""
@@ -127,7 +127,7 @@ class InstanceInfo(StrictReply):
     reseedable: bool = False
     """Whether it can draw other random numbers after a snapshot."""
     rewards_calls: bool = False
-    """Whether it is an agent, whose calls may be rewarded individually."""
+    """Whether it is an agent. Each of an agent's model calls may have a reward."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -163,10 +163,10 @@ class TaskAppClient:
     """One task app, as an async context manager.
 
     Args:
-        timeout_s: deadline of one request, in addition to the waiting time of a long poll.
+        timeout_s: deadline of one request; a long poll has this time after its own waiting time.
         name: the name that was resolved to this address (`addresses.Address.name`), or empty.
         label: name in metrics; empty: host and port.
-        fault: why the app takes no work yet.
+        fault: the reason why the app takes no work yet; None: it takes work.
         most_reply_bytes: limit of a reply; pages may be as long as the app's own limit.
     """
 
@@ -188,15 +188,15 @@ class TaskAppClient:
         self.begin_run("", asyncio.Event())
 
     def begin_run(self, run_id: str, change: asyncio.Event) -> None:
-        """Begin with no rollouts; `change` is set whenever the app starts or stops answering."""
+        """Forget all rollouts, for a new run; `change` is set whenever the app starts or stops answering."""
         self._run_id, self._change = run_id, change
         self.answers = self.fault is None
-        # `requests` are all rollouts of this app. `unsent` has the unsent ones; `accepted` has the sent ones,
-        # each with the instance that accepted it ("" until one has).
+        # All rollouts of this app; those whose requests are not sent yet; and the other ones, each with the
+        # instance_id of the process that accepted it ("" before the answer).
         self.requests: dict[str, RolloutRequest] = {}
         self.unsent: dict[str, RolloutRequest] = {}
         self.accepted: dict[str, str] = {}
-        # The rollouts requested since the last poll began, and the instances that accepted rollouts.
+        # The rollouts requested since the last poll began, and the processes that accepted rollouts.
         self._fresh: set[str] = set()
         self._instances: set[str] = set()
         # Rollouts that the app may still run or hold, but that other apps have now or no batch needs.
@@ -288,11 +288,11 @@ class TaskAppClient:
         return page
 
     def find_missing(self) -> list[str]:
-        """Return the unanswered requests from before the last poll."""
+        """Return the ids of rollouts that were requested before the last poll and have no result yet."""
         return [name for name in self.accepted if name not in self._fresh]
 
     def find_restarted(self, instance_id: str) -> list[str]:
-        """Return the requests from before the last poll that an earlier process of the app had accepted."""
+        """Return those of `find_missing` that an earlier process of the app had accepted."""
         if self._instances <= {instance_id}:
             return []  # the usual case, which must stay fast with many unfinished rollouts
         restarted = [name for name in self.find_missing() if self.accepted[name] != instance_id]
@@ -395,7 +395,7 @@ class TaskAppClient:
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
-        """Refuse a request that exceeds the task app's limits of the last `about`."""
+        """Refuse a request above the limits that the task app reported in the last `about`."""
         for _ in slices([request], max_body_bytes=self._limits.max_body_bytes, url=self.url):
             pass
 
@@ -417,8 +417,8 @@ class TaskAppClient:
         An invalid rollout is returned as a failed one (`read_page`).
 
         Raises:
-            CursorExpired: the process of the cursor has ended; poll without a cursor.
-            TaskAppLost: the app does not answer within the budget.
+            CursorExpired: the process that gave the cursor has ended; poll without a cursor.
+            TaskAppLost: the app does not answer in time.
             TaskAppError: any other error.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
@@ -467,7 +467,7 @@ class TaskAppClient:
         await self._answer(_Done, "POST", "/env/snapshot", body={"env_id": env_id})
 
     async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
-        """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
+        """Return the frames of an episode; each request asks for at most `max_frames` of them.
 
         Raises:
             NoPictures: the environment draws none, or the replay differs from the record.

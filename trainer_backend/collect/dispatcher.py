@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 Keep = Callable[[Rollout], None]
 
 _MAX_ATTEMPTS = 2
-# A rollout that crashes its task app each time must not crash all of them.
+# After this many losses a rollout has failed, so that a rollout which crashes task apps cannot crash all.
 _MAX_LOSSES = 3
 # The most results that a task app holds, even in a large batch. Dispatcher._serve says why dropping more is
 # safe.
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether no task app has had the rollout; a result then belongs to an earlier batch with its ids."""
+        """Whether no task app has had the rollout; a result is then of an earlier batch with equal ids."""
         return self.app is None and not self.turn
 
 
@@ -107,7 +107,7 @@ class Queue:
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
         """Take the next rollout for an app; siblings stay together while other groups wait.
 
-        An app that is `alone` (no other is open) also gets rollouts that failed there.
+        An app that is `alone` (no other is open) also gets rollouts that failed at this app.
         """
         again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
@@ -211,7 +211,7 @@ class Dispatcher:
         """
         await _say_goodbye(app.abort(run_id) for app in self.task_apps.serving)
 
-    # The queue. No function before `_leave` waits.
+    # The queue: none of the functions before `_leave` awaits anything.
 
     def add(self, queue: Queue) -> None:
         """Begin to collect a batch, after batches of the same rank."""
@@ -238,7 +238,7 @@ class Dispatcher:
         """End a batch before its last rollout: cancel the rest and drop the results.
 
         Args:
-            error: is raised to the caller that waits for the batch.
+            error: what the caller that waits for the batch gets as an exception.
         """
         if queue not in self.queues:
             return
@@ -292,7 +292,7 @@ class Dispatcher:
             self._close(entry, app, rollout)
 
     def lose(self, app: TaskAppClient, rollout_ids: Iterable[str], *, why: str) -> None:
-        """Return rollouts that were lost at or with a task app to the queue."""
+        """Put rollouts that a task app has lost back into their queues; `why` is the reason in records."""
         for rollout_id in reversed(list(rollout_ids)):
             entry = self._find(rollout_id)
             if entry is None or entry.app is not app:
@@ -309,7 +309,7 @@ class Dispatcher:
         self.deal()
 
     def lose_all(self, app: TaskAppClient, *, why: str) -> None:
-        """Return all rollouts of a task app that stopped answering to the queue."""
+        """Put all rollouts of a task app that stopped answering back into their queues."""
         for queue in self.queues:
             queue.apps[app].outages += 1
         app.stale |= set(app.accepted)
@@ -322,7 +322,7 @@ class Dispatcher:
         return None
 
     def _find_at_place(self, app: TaskAppClient, rollout: Rollout) -> Entry | None:
-        """Return an app's only unfinished rollout at the place of a result without an id."""
+        """Return the app's unfinished rollout with a result's place in the plan (PLACE), if there is one."""
         place = rollout.model_dump(include={*PLACE})
         entries = (entry for queue in self.queues for entry in queue.unfinished.values())
         same = [
@@ -331,7 +331,7 @@ class Dispatcher:
         return same[0] if len(same) == 1 else None
 
     def _note_unknown(self, rollout: Rollout) -> None:
-        """Count and report an invalid result of unknown request, which `find_missing` will find missing."""
+        """Count and report an invalid result of an unknown request, which `find_missing` finds later."""
         assert rollout.failure is not None, "read_page makes it a failure"
         if self.queues:
             self.queues[0].failures[rollout.failure.code] += 1
@@ -354,7 +354,7 @@ class Dispatcher:
         return False
 
     def _take_back(self, entry: Entry, *, but_from: TaskAppClient) -> None:
-        """Take a rollout from its app; any app except `but_from` cancels it if it may be running."""
+        """Take a rollout from its app. Unless that is `but_from`, also cancel the rollout there."""
         if entry.app is None:
             del entry.queue.again[entry.failed_at][entry.rollout_id]
         elif entry.app is but_from:
@@ -419,8 +419,8 @@ class Dispatcher:
         try:
             await app.ack(run_id, ids)
         except TaskAppLost as error:
-            # The app forgets results after its expiry time. During a batch, `_serve` finds out whether it is
-            # lost; otherwise the next batch tries it again.
+            # The app forgets results after its expiry time. During a batch, `_serve` finds out whether the
+            # app is lost; otherwise the next batch tries the app again.
             if self._service is None:
                 self.task_apps.lose(app, error)
 
@@ -523,7 +523,7 @@ class Dispatcher:
             app.discard_results()
 
     async def _look_for_losses(self, app: TaskAppClient, missing: Sequence[str], page: RolloutPage) -> None:
-        """Find out whether a task app without results still runs its accepted rollouts."""
+        """Find out whether a task app whose page has no results still runs its accepted rollouts."""
         if page.unfinished:  # a task app that is stopping answers long polls at once
             await asyncio.sleep(_PAUSE_S)
             return
@@ -539,7 +539,7 @@ class Dispatcher:
         self.lose(app, names, why=why)
 
     async def _is_back(self, app: TaskAppClient) -> bool:
-        """Wait until the app answers; return False if its name leads elsewhere or it has another address.
+        """Wait until the app answers; return False if its name leads elsewhere, or to an app that we have.
 
         Its results count unless another app was faster; rollouts that others have now are cancelled here.
         """
@@ -562,7 +562,7 @@ class Dispatcher:
             try:
                 page = await app.poll_run(wait_s=0.0)
             except CursorExpired as error:
-                raise TaskAppLost(str(error)) from error  # it has just restarted: look again
+                raise TaskAppLost(str(error)) from error  # the app has just restarted: look again
             self._take(app, page)
         await app.let_go()
 

@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, players: Players) -> Self:
-        """Read the lowest limit, and the longest answer of a decision, as the gateway does."""
+        """Read the lowest limit of prompt and answer together, and the longest answer, like the gateway."""
         table, rollout = players.multi_turn, players.rollout
         limits = [(table.max_model_length, "multi_turn.max_model_length")] if table.enable else []
         if (length := players.servers[ACTOR].max_model_len) is not None:
@@ -61,7 +61,7 @@ def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
 
 
 class _Part(NamedTuple):
-    """Rows of one kind, and their names in messages."""
+    """The training or the held-out rows, and their names in messages."""
 
     rows: Sequence[Row]
     key: str

@@ -9,7 +9,7 @@ from typing import Any, Self
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.metric import Metric, Row
 
-# Keys of a metrics row that count failed and finished rollouts: of the plan, and branches.
+# Keys of a metrics row that count failed and finished rollouts: first planned rollouts, then branches.
 FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
 _CAUSES = ("rollout/lost_causes", "branch/lost_causes")
@@ -72,15 +72,15 @@ class Losses:
 
     @property
     def count(self) -> str:
-        """`180 of 200`."""
+        """The lost rollouts and the total, as in `180 of 200`."""
         return f"{self.lost:,} of {self.total:,}"
 
     def describe(self, stage: str) -> str:
-        """Return `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
+        """Describe the losses: `iteration 3: 180 of 200 rollouts lost: environment.step raised ...`."""
         return f"{stage}: {self.count} rollouts lost: {self.explain()}"
 
     def explain(self) -> str:
-        """Describe the causes, with their numbers if there are several."""
+        """Describe the causes; if there are several, each with its number of lost rollouts."""
         if len(self.causes) == 1:
             return self.causes[0][1]
         shown = "; ".join(f"{count} x {cause}" for count, cause in self.causes[:_MOST_CAUSES])

@@ -96,9 +96,9 @@ def count_worlds(row: Mapping[str, Any]) -> str:
 
 
 def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Return the mean outcome with its interval over worlds, within the known bounds of an outcome.
+    """Return the mean outcome with its interval over worlds.
 
-    Successes have Wilson's interval; numbers of achievements are bounded.
+    Successes (0 or 1) have Wilson's interval. The interval of a number of achievements ends at its bounds.
 
     Args:
         worlds: the world of each episode; episodes of one world are not independent.
@@ -136,7 +136,7 @@ def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
 
 
 def rates_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> dict[str, Interval]:
-    """Return for each achievement the share of a world's episodes that unlocked it, as a mean over worlds."""
+    """Return by achievement the share of a world's episodes that unlocked it, averaged over worlds."""
     shares = achievement_shares([item.achievements_counts for item in episodes], worlds)
     return {name: nested_rate_interval(shares_W, len(episodes)) for name, shares_W in shares.items()}
 

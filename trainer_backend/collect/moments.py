@@ -53,7 +53,7 @@ async def snapshots_at(
     *,
     first_app: int = 0,
 ) -> dict[int, str] | None:
-    """Return snapshots of a finished rollout by the turns after which they are taken; 0 is the start.
+    """Return by turn the snapshot of a finished rollout after that turn; turn 0 is the start.
 
     None if no task app can be reached in two attempts.
 

@@ -125,7 +125,7 @@ class Players:
 def inferences(
     job_name: str, rollout: RolloutTable, fixed: Sequence[RolloutOnlyTable], actor: Inference
 ) -> dict[str, Inference]:
-    """Return the server of each policy: the actor's gateway, with a model name for each fixed policy."""
+    """Return by policy the actor's gateway, and the model name that selects the policy there."""
     # A token that was sampled under truncation is weighed by its probability within the truncated vocabulary.
     asks = {"processed_logprobs": True}
     return {ACTOR: actor} | {
@@ -188,7 +188,7 @@ class Planner:
         return self._groups(stage, iteration, origins)
 
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
-        """Plan measuring branches from the snapshots of finished rollouts: same policy, own sampling seeds.
+        """Plan branches that only measure, from snapshots of finished rollouts: same policy, other seeds.
 
         They get the rest of the parent's limits, also of its time. `forks` plans branches that are trained.
         """
@@ -262,7 +262,7 @@ class Planner:
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
-        """Plan the teacher's episodes, or the first `most`; `key` is for the server in its config."""
+        """Plan the teacher's episodes, or the first `most`; `key` is for the server of a model as teacher."""
         table = self.teacher
         if table is None:
             return []
@@ -344,7 +344,7 @@ class Planner:
         seed_parts: Sequence[int | str], max_decisions: int | None = None,
         snapshot_turns: tuple[int, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
-        """Plan a rollout in which the actor continues a finished rollout from a snapshot, within its limits.
+        """Plan a rollout in which the actor plays on from a snapshot of a finished rollout, with its limits.
 
         Args:
             start: `parent_turn` is the number of the parent's decisions before the snapshot.
@@ -413,7 +413,7 @@ class Planner:
         )
 
     def _origins(self, iteration: int) -> list[Origin]:
-        """Return the origins of an iteration; iterations count from 1, and take consecutive places."""
+        """Return the origins of an iteration, from 1: the next places in the sequence of training origins."""
         count = self.players.rollout.episodes_per_batch // self.table.group_size
         first = max(iteration - 1, 0) * count
         return self.source.training("train", range(first, first + count), iteration)

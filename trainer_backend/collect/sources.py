@@ -39,16 +39,16 @@ class Origin:
     seed: int
     """The world's seed."""
     row_id: str | None = None
-    """None without a data set."""
+    """The id of the group's row; None without a data set."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
     """The row's part of the environment's config, which overrides rollout.env_config."""
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
     """The user in a conversation."""
     start: Start | None = None
-    """The snapshot at which they start; None: in the world."""
+    """The snapshot at which the siblings start; None: they start in the world."""
     decisions_done: int = 0
-    """Decisions before the snapshot, by which their limits are reduced."""
+    """Decisions before the snapshot; the siblings may take as many fewer."""
     invalid: int = 0
     """Invalid decisions before the snapshot."""
 
@@ -57,7 +57,7 @@ class Origin:
 class Worlds:
     """Groups start in worlds by seed: rollout.seeds in shuffled epochs, or always new seeds.
 
-    The methods, also of `Rows`, are pure functions of the job and their arguments.
+    The methods here and in `Rows` are pure functions of the job and their arguments.
     """
 
     job_seed: int
@@ -148,7 +148,7 @@ class Rows:
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Refuse rows of these interactions, which need a number, whose ground truth is not a number."""
+        """Refuse rows without a number as ground truth, if `names` has their interaction (None: unnamed)."""
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
@@ -176,7 +176,7 @@ def count_bytes(origin: Origin) -> int:
 
 
 def _env_config(row: Row) -> dict[str, Any]:
-    """Return a row as config: keys of `dialogue`, or of an environment with a document (SET_BY_ROWS)."""
+    """Return a row as config for `dialogue`, or with a document for an environment that reads documents."""
     if row.document is None:
         prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
         return {"prompt": prompt}
@@ -194,7 +194,7 @@ def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
 
 
 def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
-    """Return `train/3/0`, or with a data set `train/3/0/3f9c2a7be0d14585`, where the row's id follows."""
+    """Return a group's id, as in `train/3/0`; with a data set the row's id follows: `train/3/0/3f9c...`."""
     row = "" if origin.row_id is None else f"/{origin.row_id}"
     return f"{stage}/{iteration}/{group}{row}"
 
@@ -246,7 +246,7 @@ def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling
 
 
 def name_sampler(request: RolloutRequest) -> str:
-    """Return the policy that samples a request."""
+    """Return the name of the policy that samples a request: the actor or a fixed one."""
     return parse_policy(request.policy.config.get("model"))
 
 
@@ -268,7 +268,7 @@ class Allocation:
         return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
 
     def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """Return the allocation after these rows of metrics."""
+        """Return a copy whose history is these rows of metrics."""
         return replace(self, history=read_past(rows, [table.name for table in self.fixed]))
 
     @property

@@ -34,7 +34,7 @@ _STOP_S = 10.0
 # A task app's exit code for a wrong setting or plug-in file (task_app.__main__).
 _REFUSAL = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
-# For the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
+# Limit of a body at the job's own task app. The calls of 10,000 decisions fit (POST /replay).
 OWN_BODY_BYTES = 4 << 20
 # The largest value that this setting may have.
 _MOST_BODY_BYTES = 1 << 30
@@ -85,7 +85,7 @@ async def task_apps(
     rows: Rows | None = None,
     tell: Tell = log_sentence,
 ) -> AsyncIterator[TaskApps]:
-    """Open the task apps of a job. At least one is up, and each that is up accepts the key.
+    """Yield the task apps of a job. At least one answers, and each that answers accepts the key.
 
     Args:
         log_file: receives the log of an own task app; the second log has _1 after its name, and so on.

@@ -73,7 +73,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     largest = planner.largest()
     warnings = list[str]()
     environment_key = partial(_environment_key, read_row_id(first.group_id))
-    for app in apps.serving:  # another one may come later
+    for app in apps.serving:  # other task apps may answer later
         try:
             app.refuse_too_large(largest)
             check = partial(_check, planner, app, warnings, has_interactions=bool(interactions))
@@ -106,7 +106,7 @@ async def describe_environment(planner: Planner, apps: TaskApps) -> tuple[TaskAp
 
 
 async def _refuse_hanging(app: TaskAppClient, error: TaskAppLost) -> None:
-    """Raise an error if a request ran out of time and the task app answers others."""
+    """Raise an error if a request timed out although the task app answers other requests."""
     cause = error.__cause__
     if cause is None or not isinstance(cause.__cause__, TimeoutError):
         return
@@ -160,7 +160,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
 
 
 def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
-    """Return the TOML key of each setting in a fixed policy's config: the job's, or its own table's."""
+    """Return by setting in a fixed policy's config the TOML key that sets it."""
     own = [key for key in SAMPLING_KEYS if getattr(table, key, None) is not None]
     return {
         **SET_BY_THE_JOB,

@@ -18,7 +18,7 @@ _MOST_TOLD = 1_000
 
 
 class CursorExpired(TaskAppError, code="cursor_expired"):
-    """The task app was restarted since the cursor, and has lost its accepted requests."""
+    """The task app was restarted after it gave the cursor, and has lost its accepted requests."""
 
 
 class TaskAppLost(TaskAppError, code="task_app_lost"):
@@ -125,7 +125,7 @@ def pick_error(error: BaseException) -> BaseException:
 
 # The limit of a task app that does not report one.
 DEFAULT_BODY_BYTES = 1 << 20
-# Size of one slice: requests with a document or snapshot are large, and others wait behind them.
+# Bytes of one slice. Requests with a document or snapshot are large, and others wait until the slice is sent.
 _SLICE_BYTES = 1 << 19
 _SLICE_REQUESTS = 64
 # Bytes of `{"rollouts": [` and `]}`, and of the separator between two requests.

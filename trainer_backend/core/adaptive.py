@@ -22,10 +22,10 @@ class AdaptiveSchedule(DrawnSchedule):
 
     `counted` is the weight of a fixed sample in the update relative to a sample of the actor, in [0, 1]
     (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is the
-    fixed policies' mean outcome minus the actor's; it falls as the actor catches up. Both are means over the
-    last `window` iterations with such samples. Fixed policies that are no better than the actor get the least
-    share (alpha = max_alpha). Their results are kept, so they return when the actor falls behind. Alpha is
-    alpha_0 until both have outcomes; an unknown `counted` is 1.
+    fixed policies' mean outcome minus the actor's; it falls as the actor catches up. `counted` and each of
+    the two outcomes are means over the last `window` iterations that have them. Fixed policies that are no
+    better than the actor get the least share (alpha = max_alpha), and a larger one when the actor falls
+    behind. Alpha is alpha_0 until actor and fixed policies have outcomes; an unknown `counted` is 1.
 
     The formula is our own: source 4 lists an adaptive schedule among its extensions, without a formula.
     """

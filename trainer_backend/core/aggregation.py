@@ -25,11 +25,11 @@ WeighedOver = Literal["step", "iteration", "plan"]
 
 
 class ConstantKeys(Table):
-    """Keys of aggregations over the plan."""
+    """Keys of aggregations whose denominator is planned, not sampled."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
-    """constant: number of sampled tokens that the denominator counts for each of rollout.episodes_per_batch;
-    absent: the most that an episode may sample"""
+    """constant: number of sampled tokens that the denominator counts for each of the planned episodes
+    (rollout.episodes_per_batch); absent: the most that an episode may sample"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class AggregationPlug:
     weights: Aggregation
     over: WeighedOver = "step"
     """The segments that `weights` gets: those of one "step", or of the whole "iteration", where an episode's
-    segments may lie in several steps. Weights over the iteration are multiplied by the steps of a pass, so
-    that a step weighs about 1. Over the "plan", a step's weights are divided by the planned tokens, whose
-    number does not depend on samples."""
+    segments may lie in several steps. Weights over the iteration are multiplied by the number of steps of
+    a pass, so that a step weighs about 1. Over the "plan", a step's weights are divided by the number of
+    planned tokens, which does not depend on samples."""
     keys: type[Table] = Table
     """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
 
@@ -57,7 +57,7 @@ def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
         w = 1 / (sampled tokens of the step)
 
     Biased: the denominator depends on the sampled lengths, so an answer counts less in a step with long
-    answers. The bias falls with the episodes per step (tests/trainer_backend/core/test_unbiased.py).
+    answers. The bias falls as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
 
     Takes all segments of one optimizer step. Returns for each segment the [N] weights of its sampled tokens;
     all weights sum to 1. Raises BatchError if no token was sampled.
@@ -132,10 +132,10 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 
 
 def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
-    """Number the units of sampled tokens, from 0 in order of appearance: [N] for each segment.
+    """Return for each segment the [N] numbers of its tokens' units, from 0 in order of appearance.
 
-    `segments` must contain every unit completely; `levels` has the level of each segment. A decision lies in
-    one segment; an episode may lie in several, all of one level.
+    A unit is a token, a decision or an episode: the level of the segment in `levels`. `segments` must contain
+    every unit completely. A decision lies in one segment; an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0

@@ -2,9 +2,9 @@
 
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
-A random choice compares alpha with u = h(seed, step, unit) in [0, 1), of a counter-based generator: the actor
-samples if u < alpha. There is no state, so a resumed run makes the same choices; and a higher alpha only
-turns samples of fixed policies into samples of the actor.
+The actor samples if u < alpha. The number u = h(seed, step, unit) in [0, 1) comes from a counter-based
+generator without state, so a resumed run makes the same choices. With the same u, a higher alpha only turns
+samples of fixed policies into samples of the actor.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
 """
@@ -241,8 +241,8 @@ class _Checked(DrawnSchedule):
 
 
 def _call_schedule(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
-    """Call a method of a schedule; return the call with file and line, its value, and the value as text."""
-    # Imports asyncio and structlog, a tenth of a command's start.
+    """Call a schedule's method; return (its name with file and line, its value, the value as text)."""
+    # Imported here, because this imports asyncio and structlog, a tenth of the start of a command.
     from service_kit.boundary import Boundary, describe_line
 
     call = f"{type(by).__name__}.{ask.__name__}({step})"
@@ -268,12 +268,12 @@ class AllocationPlug:
     """A type of schedule that a job can name."""
 
     kind: type[RolloutAllocationSchedule]
-    """Its class. Arguments are keys of the job's table, except for `seed`, the job's, and `history`, the
-    finished iterations."""
+    """Its class. Arguments are keys of the job (see `keys`), except for `seed`, which is the job's, and
+    `history`, the finished iterations."""
 
     @property
     def keys(self) -> type[Table]:
-        """Its keys; those that [rollout_allocation_schedule] lacks are in that table's table NAME."""
+        """Its keys; any that [rollout_allocation_schedule] lacks is in [rollout_allocation_schedule.NAME]."""
         return _build_keys(self.kind)
 
     @property

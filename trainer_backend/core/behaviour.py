@@ -7,7 +7,7 @@ weighted gradient is the policy gradient. With token weights it is not, because 
 the tokens before and after (tests/trainer_backend/core/test_off_policy.py enumerates a small case). Only
 sampled tokens enter weights, not the texts of prompts, tools and users.
 
-Tensor methods only: see `core.losses`.
+This file uses only methods of tensors: see `core.losses`.
 """
 
 from __future__ import annotations

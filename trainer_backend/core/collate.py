@@ -191,7 +191,7 @@ def _find_first_tokens(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool
 class _Cells:
     """The cells of the P stored tokens of packed segments, in the order of the rows.
 
-    In numpy, because torch would wake threads for a few thousand numbers.
+    The columns are numpy's, because torch would wake threads for a few thousand numbers.
     """
 
     shared_S: Numbers
@@ -329,10 +329,10 @@ def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
 def block_mask(position_ids_BL: Tensor) -> Tensor:
     """Build the attention mask [B, 1, L, L] of `Packed` positions on the CPU: True if query i may see key j.
 
-    Causal, along paths of the row's tries; a segment that shares nothing is one path. Padding sees itself: a
-    query without keys has a softmax of NaN, whose gradient would be NaN everywhere. For
-    `attn_implementation="sdpa"`, which `learner.support` sets; eager attention would silently *add* the
-    booleans to its scores.
+    The mask is causal along the paths of the row's tries; a segment that shares nothing is one path. Padding
+    sees itself: a query without keys has a softmax of NaN, whose gradient would be NaN everywhere. The mask
+    needs `attn_implementation="sdpa"`, which `learner.support` sets; eager attention would silently *add*
+    the booleans to its scores.
     """
     ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in position_ids_BL.numpy()]))
     query_L = torch.arange(ends_BL.shape[1])

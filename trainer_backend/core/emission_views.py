@@ -17,9 +17,9 @@ class EmissionView:
     segment: int
     """Index of the segment that trains the decision."""
     prompt_ids: tuple[int, ...]
-    """[start] the prompt."""
+    """The prompt: the [start] ids before the answer."""
     answer_ids: tuple[int, ...]
-    """[end - start] the sampled tokens."""
+    """The answer: the [end - start] sampled ids."""
     start: int
     end: int
     """Position of the answer in the segment's ids; the end is not included."""

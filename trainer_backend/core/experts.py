@@ -37,7 +37,7 @@ def _read_whole(value: Any) -> NDArray[np.uint16]:
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
     """Decode the experts of the n tokens from index `choices.first` on, as [n, W].
 
-    SegmentError: the data is not base64 of whole tokens, or covers more than the call's `length` tokens.
+    Raises SegmentError if the data is not base64 of whole tokens, or of more than the call's `length` tokens.
     """
     try:
         numbers = np.frombuffer(b64decode(choices.data, validate=True), _TYPES[choices.number_bytes])

@@ -117,10 +117,10 @@ def compare_at_forks(
 ) -> Advantages:
     """Replace the advantages of continuations' first decisions by leave-one-out within their fork.
 
-        A_0 = G_0 - mean of the others' G_0      others: of the fork, with the parent's rest if in `rests`
+        A_0 = G_0 - mean of the others' G_0      over the fork's other members of `episodes` and `rests`
 
-    The first decisions of a fork are made in the same state. A lone continuation has A_0 = 0. `found` has the
-    estimator's advantages of `episodes`, then of `rests`; the result is for `episodes` only.
+    `episodes` are continuations, `rests` their parents from the fork on (`cut_rest`); all start in one state.
+    `found` has the advantages of `episodes`, then of `rests`; the result drops the latter. If alone, A_0 = 0.
     """
     every = [*episodes, *rests]
     returns = [discounted_returns(episode.rewards_T, gamma)[0] for episode in every]

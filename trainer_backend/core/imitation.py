@@ -1,4 +1,4 @@
-"""Selects the decisions that the warm-up imitates, and the parts to imitate; exports use the same. Pure."""
+"""Selects the decisions that the warm-up imitates, and their parts; exports select the same. Pure."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ LABEL = "label"
 def worth_imitating(step: StepData) -> bool:
     """Return whether to imitate a decision: not if it was refused, is empty, or is marked `exploratory`.
 
-    A label is imitated instead of the action, so the label's mark counts. A label was never executed, so it
-    was not refused.
+    If the decision has a label (LABEL), the label is imitated instead of the action, so the label's mark
+    counts. A label was never executed, so it was not refused.
     """
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None

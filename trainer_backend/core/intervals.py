@@ -91,7 +91,7 @@ def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[fl
 
         d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W + sum_j a_j^2
 
-    z_wi are the [N, W] standardised shares, a_i the [N] distances; shares i differ between worlds, j do not.
+    z_wi are the [N, W] standardised shares, a_i the [N] distances; shares i vary over worlds, j do not.
     """
     moves_W = [0.0] * len(scaled_NW[0])
     alone = 0.0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 # Three tensors of the logits' size exist at a time: logits, log-softmax and a temporary; 4 bytes each.
 BYTES_PER_LOGIT = 12
-# Larger chunks would not speed up the product; small vocabularies would otherwise fit any number of tokens.
+# The most tokens of a chunk: more would not speed up the product, even where a small vocabulary leaves room.
 MOST_TOKENS = 1024
 
 
@@ -112,7 +112,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         d logp_n / dz = (onehot(target) - p) / T        dH / dz = -p * (log p + H) / T
 
-    With a cap, the gradient of the products is that times scale * (1 - (logits / cap)^2).
+    With a cap, the gradient of the products is that of the logits times scale * (1 - (logits / cap)^2).
     """
 
     @staticmethod

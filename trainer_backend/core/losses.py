@@ -25,7 +25,7 @@ class RangeKeys(Table):
     """The range of ratios, [1 - clip_low, 1 + clip_high], outside which their gradient stops."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """ratios are clipped below 1 - clip_low; with clip_low = 1 none is"""
+    """ratios are clipped below 1 - clip_low; with clip_low = 1 no ratio is clipped below"""
     clip_high: float = Field(default=0.25, gt=0)
     """ratios are clipped above 1 + clip_high"""
 
@@ -159,8 +159,8 @@ def policy_gradient_loss(
 ) -> Tensor:
     """Compute the negated plain policy gradient: -sum(w * A * logprob).
 
-    Proximal log-probs and keys are not read, so earlier steps of the iteration are not corrected for: exact
-    only in the first step. Arguments and result as in `clipped_policy_loss`.
+    Proximal log-probs and keys are not read, so earlier steps of the iteration are not corrected for: the
+    gradient is exact only in the first step. Arguments and result as in `clipped_policy_loss`.
 
     Source: Williams, REINFORCE, 1992.
     """

@@ -66,7 +66,7 @@ class Metric:
     """The chart that shows it: the key of a panel of `pages/panels.py`, or a panel of its own, which comes
     last in its section. Absent: a chart without a title."""
     label: str | Mapping[Kind, str] = ""
-    """Its name in the legend; by kind if rows of other kinds than iterations have it."""
+    """Its name in the legend; a mapping by kind of row, if it is also in rows other than iterations'."""
     band: tuple[str, str] | None = None
     """As in `Line`."""
     needs: str | None = None

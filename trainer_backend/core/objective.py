@@ -2,15 +2,15 @@
 
 With pi the policy in training, p the proximal policy (the learner before the step) and mu the sampler:
 
-    decoupled     the job's loss, its ratio pi/p, times the truncated weight p/mu    three policies
-    single_ratio  the job's loss, its ratio pi/mu                                    as source 4 publishes it
-    reinforce     -sum(w * truncated(pi/mu) * A * log pi)                            no clip
+    decoupled     the job's loss with the ratio pi/p, times the truncated weight p/mu    three policies
+    single_ratio  the job's loss with the ratio pi/mu                                    as in source 4
+    reinforce     -sum(w * truncated(pi/mu) * A * log pi)                                no clip
 
 The actor's own samples use `decoupled`: mu is the version that sampled them, and the weight corrects for
 staleness. `single_ratio` centres the trust region on a fixed model, so more and more tokens are clipped as
 the actor moves away from it. `reinforce` has no trust region; it only truncates.
 
-Tensor methods only: see `core.losses`.
+This file uses only methods of tensors: see `core.losses`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def parse_policy(model: str | None) -> str:
 
 
 def name_player(model: str | None, policy_name: str) -> str:
-    """Return a player's display name: the last part of its model, or the name of the policy."""
+    """Return a player's display name: the last part of its model; without a model, the policy's name."""
     return (model or "").rpartition("/")[2] or policy_name
 
 

@@ -58,7 +58,7 @@ METRICS = (
 
 
 def load_metrics(sent_ME: Tensor) -> dict[str, float]:
-    """Measure the evenness of the load, given the tokens of each expert in M layers; means over layers."""
+    """Measure how evenly tokens are sent to experts, as means over M layers; `sent_ME` counts the tokens."""
     experts = sent_ME.shape[1]
     share_ME = sent_ME.double() / sent_ME.sum(dim=1, keepdim=True)
     entropy_M = -share_ME.xlogy(share_ME).sum(dim=1)

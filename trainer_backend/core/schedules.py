@@ -8,7 +8,7 @@ from pydantic import Field
 
 from trainer_backend.core.keys import Table
 
-# From the progress of the fall in time, in [0, 1], to its progress in value, in [0, 1].
+# Given the share of the fall's time that has passed, returns the share of the fall that is done; in [0, 1].
 Fall = Callable[[float], float]
 
 
@@ -77,7 +77,7 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
     Args:
         peak: the highest rate.
         progress: share of the run before the step, in [0, 1]; 1, and so `final`, is one step after the last.
-        rise: share of the run over which the rate rises, in [0, 1); above 0, the first step's rate is 0.
+        rise: share of the run over which the rate rises, in [0, 1); if it is above 0, the first rate is 0.
         final: share of the peak to which the rate falls, in [0, 1].
         fall: `linear`, `cosine` or `constant`.
 
@@ -104,8 +104,8 @@ def followed_rate(rate: float, kl: float, *, desired: float, begin: float) -> fl
     The KL grows with the square of the rate, so the accepted rates span a factor of 2, which a single change
     cannot skip. `kl` and `desired` are in nats; `begin` is the rate of the first iteration.
 
-    Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", with its 1e-5 to
-    1e-2 around the usual 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.
+    Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", bounds of 1e-5
+    and 1e-2 around the usual rate of 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.
     """
     if kl > desired * _MARGIN:
         return max(rate / _FACTOR, begin * _LOWEST)

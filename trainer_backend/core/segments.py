@@ -155,8 +155,8 @@ def build_segments(
     which it was sampled. Segments without a sampled token are left out.
 
     Args:
-        temperature: of the trained softmax, for samples of another policy; the sampler's log-probs are
-            kept. None: the temperature of sampling.
+        temperature: that of the softmax that is trained, for samples of another policy; the sampler's
+            log-probs are kept. None: the temperature of sampling.
 
     Returns:
         Segments in order of their first decision.

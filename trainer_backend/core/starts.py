@@ -32,8 +32,8 @@ class CurriculumKeys(Table):
     """at which snapshots groups start; frontier: those whose rarest achievement is rare among the kept ones;
     uncertain: those from which 20 to 80 % of the starts gained something; late: all turns equally often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """most snapshots to keep; beyond this, the one to drop is the oldest of the most common turn among those
-    whose rarest achievement is shared by most"""
+    """most snapshots to keep; beyond this, one is dropped at a time: of the snapshots with the most common
+    rarest achievement, the oldest at their most common turn"""
     pool_mib: float = Field(default=64.0, gt=0)
     """most MiB that the kept snapshots may take together"""
 
@@ -116,18 +116,18 @@ def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> lis
     return [item for number, item in enumerate(moments) if number not in gone]
 
 
-# From the pool to the weight of each of its moments, by which starts are drawn.
+# Given the pool, returns a weight for each of its moments; starts are drawn by these weights.
 Rule = Callable[[Pool], Sequence[float]]
 
 
 def frontier(pool: Pool) -> list[float]:
     """Weigh cells by 1/sqrt of their snapshots, turns of a cell equally, and snapshots of a turn equally.
 
-    Most snapshots of a cell are from its first turns. From its last turns, some siblings are likely to reach
-    the next reward.
+    Turns count equally, because most snapshots of a cell are from its first turns, but siblings that start at
+    its last turns are more likely to reach the next reward.
 
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
-    with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
+    with 1/sqrt(C_seen + 1). In place of C_seen + 1 stands the number of the cell's kept snapshots.
     """
     cells = find_cells(pool.moments)
     places = [(cell, item.turn) for cell, item in zip(cells, pool.moments, strict=True)]
@@ -190,7 +190,7 @@ class Candidate:
     plan: str
     own_turn: int
     turn: int
-    """Decisions of the whole game before the moment, including those before the game's first snapshot."""
+    """Decisions of the whole game before the moment, including those before its own start at a snapshot."""
     achieved: Achieved
 
 

@@ -112,7 +112,7 @@ def t_quantile_975(freedom: int) -> float:
 
 
 def step_deltas(step: StepData) -> DecisionRewards:
-    """Compute a decision's achievements from its counters, because metadata depend on the reward mode."""
+    """Compute a decision's unlocks from its counters: stored `decision_rewards` depend on the reward mode."""
     after = step.next_observation or step.observation_data
     before = step.observation_data.achievements_counts
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
@@ -272,7 +272,7 @@ STALENESS_METRICS = (
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Measure how old the samplers of tokens are, before the update; empty if no versions are known."""
+    """Measure by how many versions the tokens' samplers are older than `version`; empty if unknown."""
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
         call = exact_tokens(step)

@@ -23,7 +23,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """How often the policy's choices change the return, and by how much.
+    """How often the policy's choices at a decision change the return, and by how much.
 
     A choice other than the stored one changes nothing if it gives exactly the same return.
     """
@@ -35,7 +35,7 @@ class Departures:
     pairs: int
     """n: number of pairs with d_k other than 0."""
     square: float
-    """Mean of d_k^2 over these n pairs, weighted by the share of their choices; 0 without any."""
+    """Mean of d_k^2 (`TrueAdvantage`) over these n pairs, weighted by their choices' shares; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 
         c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
 
-    c is a number of choices, from 1 to that of all sampled choices.
+    c counts like choices; it is between 1 and the number of all sampled choices.
     """
     shares = [item.count / item.sampled for item in seen]
     mean = math.fsum(shares) / len(shares)

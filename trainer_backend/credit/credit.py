@@ -1,4 +1,4 @@
-"""Stops 7, 9 and 10 of the route: finished rollouts -> segments, r_t and advantages.
+"""Stops 7, 9 and 10 of docs/route.md: finished rollouts -> segments, r_t and advantages.
 
 Pure: the same stored rollouts give the same numbers on any machine.
 """
@@ -259,12 +259,12 @@ class CreditAssignment:
         }
 
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
-        """Build the final views of rollouts that have one, by rollout id. Raises as `final_view_by`."""
+        """Build the final prompts of episodes that a limit cut short, by rollout id; see `final_view_by`."""
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """Compute the rewards of a rollout; decisions before its first snapshot shorten its horizon."""
+        """Compute the rewards of a rollout; decisions before its start at a snapshot shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
@@ -284,7 +284,7 @@ class CreditAssignment:
         ]
 
     def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
-        """Estimate whole episodes, and trained continuations, which are groups of their own."""
+        """Estimate whole episodes, and then trained continuations, whose forks are groups of their own."""
         estimate = self._estimate(rollouts, measured)
         continuations = self.continuations(measured)
         forks = self._estimate_forks(continuations, estimate, measured) if continuations else _NO_FORKS
@@ -337,7 +337,7 @@ class CreditAssignment:
     def _estimate(
         self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
     ) -> _Estimate:
-        """Run the job's estimator over the rollouts; `rests` serve only for comparison."""
+        """Run the job's estimator over the rollouts; `rests` are compared with them, but get no estimate."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]

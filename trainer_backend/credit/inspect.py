@@ -34,7 +34,7 @@ _KEY_SHOWN = 10
 def find_rollout(
     runs: Sequence[RunDirectory], rollout_id: str, advantage: str | None = None
 ) -> tuple[Rollout, list[dict[str, Any]]]:
-    """Find a stored rollout by its id, or by the end of its id; return it with its stored decisions.
+    """Find a stored rollout by its id, or by the end of its id; return it with the columns of its decisions.
 
     The credit is read from the file that `turnwise recredit` wrote for the estimator `advantage`; None: the
     run's own credit.
@@ -150,7 +150,7 @@ def _observations(episode: Trajectory, *, full: bool) -> list[str]:
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
-    """Return, by turn, lines about the loop's states and the tokens' positions, in source 3's terms."""
+    """Return lines by turn, in source 3's terms: the states of the tool loop, the positions of tokens."""
     segments = build_segments(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
@@ -180,7 +180,7 @@ def _snapshot(number: int, segment: Segment) -> str:
 
 
 def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
-    """Describe a decision's tokens: `t` indexes both published lists; positions are in its segment."""
+    """Describe a decision's tokens by its entries in source 3's two lists; positions are in its segment."""
     t = view.turn - 1
     prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
     return [

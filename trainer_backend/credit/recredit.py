@@ -57,8 +57,8 @@ class Recredited:
     refused: Mapping[str, str]
     """Estimators that could not be computed, with the reason."""
     met: Mapping[str, float] = field(default_factory=dict)
-    """By kind, "state" and "text": the share of decisions (without the first of each episode) that have an
-    equal one in their group. A kind by which no estimator compares decisions is absent."""
+    """By kind, "state" or "text": the share of decisions whose state or text occurs twice in their group. The
+    first decision of each episode is left out; a kind that no estimator compares is absent."""
 
     @property
     def advantages(self) -> dict[str, list[float]]:
@@ -410,7 +410,7 @@ def recredit_run(
 def _read_truth(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """Read a truth file. Raises RunDirectoryError as `TruthFile.read`, or if its setting is not this one."""
+    """Read a truth file. Raises RunDirectoryError as `TruthFile.read`, or for another setting than this."""
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
@@ -444,7 +444,7 @@ def select_advantages(
 ) -> dict[str, list[OfEpisode]]:
     """Return each estimator's advantages in the order of the rollouts, by token if it has any by token.
 
-    With `truths`, by rollout and turn, the true ones are added, and those of unmeasured decisions are 0.
+    `truths` (by rollout id and turn) are added under the name TRUTH; then unmeasured decisions have only 0.
     """
     if truths is None:
         return {

@@ -130,7 +130,7 @@ class Policies:
         """Return the policy that sampled the rollout, ACTOR or a fixed policy, by the trajectory's model.
 
         Raises SegmentError if the job has no such policy. If its samples counted as the actor's, they would
-        silently be trained without weights.
+        silently be trained without behaviour weights.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)

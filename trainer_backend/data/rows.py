@@ -10,8 +10,8 @@ Public layouts use different columns for the same part:
     document        document_content
     id              id
 
-Names separated by a comma must agree if both are present; semicolons separate ranks. A null key counts as
-absent, since Parquet does not distinguish the two.
+Columns separated by a comma must agree if both are present. A column after a semicolon counts only if all
+before it are absent. A null key counts as absent, since Parquet does not distinguish the two.
 """
 
 import json

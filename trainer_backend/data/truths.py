@@ -26,7 +26,7 @@ _MOST_PLACES = 10
 
 
 def number_interactions(file: Path | None) -> frozenset[str | None]:
-    """Return the interactions that are known to need a number as ground truth before a task app runs.
+    """Return the interactions that need a number as ground truth, as far as is known without a task app.
 
     None stands for rows without a name, for which the task app chooses the interaction. The task app later
     reports further classes that need a number (`collect/trial.py`). `file` is

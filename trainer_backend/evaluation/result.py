@@ -75,7 +75,7 @@ class EvaluationResult:
     """Mean number of unlocked achievements; None without achievements, and then `rates`, `unique_by_turn`,
     `ach_by_turn` and `spans` are empty."""
     conversation: Mapping[str, Any]
-    """interaction/* and statelm/* (docs/metrics.md); empty without a history."""
+    """The metrics interaction/* and statelm/* (docs/metrics.md); empty unless episodes have a history."""
     decisions: Interval
     env_steps: Interval
     env_reward: Interval

@@ -317,7 +317,7 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
     """Yield all decisions in an order whose every prefix is spread evenly over rewards, turns and states.
 
-    If an episode ran out of time, its last decision is left out: it did not end the episode.
+    An episode that ran out of time is yielded without its last decision, which did not end the episode.
     """
     decisions = []
     for rollout in map(with_records, rollouts):

@@ -26,7 +26,7 @@ from trainer_backend.core.truth import (
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# What a decision chose: its calls, its words, the reason why it has neither, and the end that it caused.
+# A decision's calls, its words, why it was refused (if it was), and the end that it caused (if any).
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
@@ -70,7 +70,7 @@ class _Side(NamedTuple):
 
     @property
     def choice(self) -> Choice:
-        """What the policy chose: two decisions with equal values made the same choice."""
+        """Return the policy's choice; two decisions with equal values made the same choice."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
@@ -178,7 +178,7 @@ class ContinuationPlayer:
     async def _moments(self, item: StoredDecision) -> tuple[str, str | None] | None:
         """Replay the episode for snapshots before the decision, and after it if the episode continued.
 
-        None where two task apps in turn could not be reached.
+        Return None if two task apps, one after the other, could not be reached.
         """
         turn = item.step.turn
         turns = (turn - 1, turn) if item.goes_on else (turn - 1,)

@@ -1,4 +1,4 @@
-"""Define the interfaces of inference engines: one with fixed weights, and one whose weights are replaced."""
+"""Define the interfaces of engines: `FrozenEngine` has fixed weights, `Engine` also loads new weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -45,7 +45,7 @@ class Extras:
     """Called in the caller's event loop with each token except the last one, which only the result of
     `generate` holds."""
     session: str = ""
-    """The rollout of the request, whose prompts begin alike; "" for none."""
+    """The id of the rollout that sends the request; prompts of a rollout begin alike. "" for none."""
     common_draws: bool = False
     """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines without seeds
     ignore this option."""
@@ -67,13 +67,13 @@ class Generation:
     """Why the generation ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial
     result)."""
     versions: tuple[tuple[int, int], ...]
-    """((first_token, policy_version), ...): the weights from each first token on."""
+    """((first_token, policy_version), ...): the version that sampled from each first token on."""
     stop_string: str | None = None
     """The stop string that the last token completed, or None."""
     prompt_tokens_reused: int = 0
     """Prompt tokens whose keys and values were cached."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Per token, as `Extras.likeliest` requests."""
+    """(id, log-prob) of the most likely tokens at each position, as many as `Extras.likeliest` requests."""
     experts: ExpertColumns | None = None
     """The experts, [L, W], of all tokens of prompt and continuation except the last token; None unless the
     engine records experts (`models.routers`)."""
@@ -159,5 +159,5 @@ class Engine(FrozenEngine, Protocol):
         return
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Report the engine's processes, and each change of a process; `report` is `Reporter.process`."""
+        """Call `report` (`Reporter.process`) for each process of the engine, now and at each change."""
         return

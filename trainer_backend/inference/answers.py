@@ -77,9 +77,9 @@ def _function(call: Any) -> object:
 
 @dataclass(slots=True)
 class View:
-    """The messages of a request. The form of each `earlier` answer is known; that of the newest is searched.
+    """The messages of a request, rendered with a form (`Answer.forms`) of each sampled answer.
 
-    Rendering is the most expensive step, so each text is rendered only once.
+    The forms of `earlier` answers are known; callers try forms of the newest. Each text is rendered once.
     """
 
     messages: Sequence[JsonObject]
@@ -125,9 +125,9 @@ class View:
         return None
 
     def exact(self, newest: Answer) -> Answer:
-        """Return the form that reproduces the sampled answer after the conversation was edited.
+        """Return the form that reproduces the sampled answer after an edit, or else the parsed message.
 
-        The prompt must then begin with the new text before the answer, and the sampled answer.
+        The prompt must begin with the new text before the answer, followed by the sampled answer.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:

@@ -233,7 +233,7 @@ class SampledTokens:
         cls, requests: list[Request], host_BN: NDArray[np.float64], likeliest: Likeliest | None,
         truncated_B: NDArray[np.bool_],
     ) -> "SampledTokens":  # fmt: skip
-        """Build from columns of ids, log-probs and, if any row truncates, the mass that truncation kept."""
+        """Build from `host_BN`: columns of ids, log-probs and, if a row truncates, the mass that was kept."""
         lost: list[float | None] | None = None
         if truncated_B.any():
             rows = zip(truncated_B.tolist(), host_BN[:, 2].tolist(), strict=True)
@@ -255,9 +255,9 @@ def drawing_device(device: torch.device) -> torch.device:
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
-    """Split requests into those to prefill now, and siblings that can copy more from one of them afterwards.
+    """Split requests into those to prefill now, and those that copy more if they join after one of them.
 
-    If the cache cannot be cut, the first sibling keeps its state near the position where the prompts part.
+    If rows cannot be cut (`RowCache.cuts`), the first sibling keeps a state near the end of the shared part.
     """
     first: list[Request] = []
     later: list[Request] = []

@@ -109,7 +109,7 @@ class SlotCache(Cache, RowCache):
         self._visible = 0
 
     def begin_prefill(self, *, first_row: int, length: int) -> None:
-        """Let the next forward pass write new rows, from row `first_row` on, from position 0 on."""
+        """Let the next forward pass write new rows from position 0 on; the first is row `first_row`."""
         self.reserve(length)
         self._first_row = first_row
         self._positions_BQ = None

@@ -97,15 +97,15 @@ def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
 # Importance weights compare probabilities of equal ids, so both models must map an id to the same text.
 
 Tokenizer = PreTrainedTokenizerFast
-# The number of characters of a chat template in a message about a difference.
+# The number of characters of a chat template that an error message about a difference quotes.
 _EXCERPT = 40
 
 
 def first_difference(own: Tokenizer, other: Tokenizer) -> str | None:
-    """Return why `own` cannot weigh samples of `other`, as a sentence about `other`; None if `own` can.
+    """Return the first reason why samples of `other` cannot be weighed under `own`; None if they can.
 
-    The comparison covers, in this order, the size of the vocabulary, its entries, the special ids, the chat
-    template and its settings, the tool-call format, and the ids of a probe.
+    The reason is a sentence about `other`. In this order are compared: the vocabulary's size and entries, the
+    special ids, the chat template and its settings, the tool-call format, and the ids of a probe.
     """
     return next(_differences(own, other), None)
 

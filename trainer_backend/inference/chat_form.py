@@ -1,6 +1,6 @@
 """Check the form of the messages and tools of a chat request, so that a chat template can read them.
 
-No key is null, since `shared_schemas.chat.without_nulls` has removed nulls. The checks are written by hand,
+No value is null, since `shared_schemas.chat.without_nulls` has removed nulls. The checks are written by hand,
 because every message of every decision is checked, and because a location such as `messages.2.content.0.text`
 must name the item as the caller wrote it.
 """
@@ -16,8 +16,8 @@ from trainer_backend.inference.reply import TOOL_CALL_ERROR
 # OpenAI's newer name of the role "system".
 DEVELOPER = "developer"
 _ROLES = (*ROLES, DEVELOPER)
-# Keys of a message that this server, a chat template or a rollout reads: those with text, and others. Clients
-# add the keys of _OF_ANSWERS to answers; the listed values have no effect.
+# The keys of a message that this server, a chat template or a rollout reads: those with a text as value, and
+# others. Clients add the keys of _OF_ANSWERS to answers; the listed values have no effect.
 _TEXTS = frozenset({"name", "tool_call_id", "tool_name", "reasoning", "reasoning_content"})
 _OTHER_KEYS = frozenset({"role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"})
 _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {

@@ -106,7 +106,7 @@ class Turn:
 
 
 class Conversations:
-    """A bounded memory of rollouts. The cost of a forgotten rollout is one full prompt.
+    """A bounded memory of rollouts. The next prompt of a forgotten rollout is tokenised from its text.
 
     A rollout requests one decision at a time; if two requests overlap, the later answer counts.
     """
@@ -154,10 +154,10 @@ def next_prompt(
 ) -> Prompt:
     """Return the prompt after a turn; it keeps the turn's ids up to the first place where the text differs.
 
-    The raw text replaces every unedited answer: the template gets the raw text as content, or, if the
-    template then writes something else, the raw text replaces the template's output. If the rendering does
+    Every unedited answer appears as it was sampled: the template gets the sampled text as content; if the
+    template writes it differently, the sampled text replaces the template's output. If the prompt still does
     not begin with everything that the model saw and wrote, a message was edited, or the template drops or
-    rewrites a part. The result then keeps only ids before the first difference.
+    rewrites a part. Then only the ids before the first difference are kept.
     """
     hashes = RequestHashes.of(messages, tools)
     text, plain, answers = _render(turn, hashes, messages, tools)

@@ -48,7 +48,7 @@ class TokenAttention(Protocol):
         """Store a layer's keys (rotated) and values of the tokens, [T, key-value heads, head_dim]."""
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Return the attention of rotated queries, [T, heads, head_dim], each over its row up to itself.
+        """Return the attention of rotated queries, [T, heads, head_dim], each to its row up to itself.
 
         Call `write` for the layer first.
         """
@@ -56,7 +56,7 @@ class TokenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adapters of a joined product: scale * x A' B'. The A of its parts are stacked; their B are blocks."""
+    """Adapters of a joined product: scale * x A' B'. A stacks the A of its parts; B has theirs as blocks."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -195,7 +195,7 @@ class Stream:
 
 
 class KernelStream(Stream):
-    """A stream computed by kernels, such as Triton's, with products in `dtype`; `norm` adds the last one."""
+    """A stream computed by kernels such as Triton's; `norm` first adds the product that `add` computed."""
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: Any, dtype: torch.dtype
@@ -300,7 +300,7 @@ class Decoder:
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
-        """Assert that the model's weights lie where the decoder reads them, so that new ones reach both."""
+        """Assert that the decoder reads the weights where the model has them, so that new ones count."""
         moved = any(weight.data_ptr() != place for weight, place in self._places.items())
         assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
 

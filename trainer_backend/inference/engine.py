@@ -4,12 +4,12 @@ Each turn of the thread admits waiting requests in order of arrival (a bounded n
 requests are not held up), prefills them together, and makes one decode step for all. Results go to the event
 loop of the caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
 
-The engine computes a prompt from the first token that no row and no kept prefix holds (`prefixes`). On CUDA
-the cache is paged (`paged_runner`), a step is a CUDA graph, the host reads its tokens while the next step
-runs, and a request that does not fit waits. On other devices a row reserves its whole length, and if memory
-runs out, the requests that did not fit end. If memory runs out while new weights are copied, the engine frees
-kept prefixes and pages and copies the weights once more; if that fails too, it refuses all requests until a
-later load succeeds.
+The cache holds the keys and values of a running request in a *row*, and those of some finished requests in
+*kept prefixes*. A prompt is computed from the first token that none of them holds (`prefixes`). On CUDA the
+cache is paged (`paged_runner`), a step is a CUDA graph, the host reads its tokens while the next step runs,
+and a request that does not fit waits. On other devices a request for which memory runs out ends with an
+error. If memory runs out while new weights are copied, the engine frees kept prefixes and pages and copies
+the weights again; if that fails too, it refuses all requests until a later load succeeds.
 
 The engine has no compiled decode (compiling takes longer than the first iteration of many runs) and no
 speculative decoding.
@@ -47,7 +47,7 @@ from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.routers import recorded_routers
 
-# Below this temperature, dividing fp32 logits may overflow; callers who want less randomness mean 0.
+# At a lower temperature, dividing fp32 logits by it may overflow; for less randomness, callers can send 0.
 LOWEST_TEMPERATURE = 1e-3
 # bench/decision_rate.py finds the thread's CPU time by this name.
 ENGINE_THREAD = "turnwise-engine"
@@ -60,13 +60,13 @@ class LocalEngine(Engine):
     tokens, whatever else is being generated.
 
     Args:
-        model: any causal model whose layers a runner can hold (`runner`), in evaluation mode, on its device.
+        model: any causal model that a runner can compute (`runner`), in evaluation mode, on its device.
             Our decoder may move the weights in memory (`decoder`); do not move the model to another device.
         stop_ids: see `stop_token_ids`.
         keys: None: the defaults, with the model's `max_position_embeddings` as the longest request.
         read: finds the weights of a version; by default in the version's folder.
         paged: whether the cache is paged; None: if the device has kernels for pages (CUDA).
-        prefill_tokens: the most tokens that one turn prefills, padding included; one prompt always fits.
+        prefill_tokens: the most tokens that a turn prefills, padding included; a longer prompt goes alone.
     """
 
     request_timeout_s = order_timeout_s = 600.0

@@ -54,8 +54,8 @@ _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 class GatewayLimits:
     """Bounds of the gateway.
 
-    `default_max_tokens` is for requests without a limit; a long prompt may leave less room. `leaves_out` are
-    keys of chat requests that this gateway ignores and other gateways refuse.
+    `default_max_tokens` limits answers to requests that set no limit; a long prompt may leave less room. The
+    keys `leaves_out` of chat requests are ignored here, and refused by other gateways.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024

@@ -60,7 +60,7 @@ class Inbox:
             self._closed_because = None
 
     def close(self, reason: str) -> None:
-        """Refuse all calls from now on, with the first reason. The engine thread ends at its next turn."""
+        """Refuse all calls from now on; the first reason is kept. The engine thread ends at its next turn."""
         with self._change:
             self._closed_because = self._closed_because or reason
             self._change.notify_all()

@@ -91,7 +91,7 @@ class VllmKeys(Table):
 
     @property
     def asks(self) -> dict[str, float]:
-        """Return config of the actor's policy: at vLLM, requests wait as long as the run for a replica."""
+        """Return keys of the actor's policy: with vLLM, a request waits for a replica as long as the run."""
         if self.engine == "local":
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
@@ -124,7 +124,7 @@ class EngineKeys(Table):
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
     head_dim * bytes of a number; a kept prefix takes at most as much as a slot. A paged cache allocates pages
     on demand, and one longest request always fits. A layer with a state instead takes the state's size for
-    each request and kept prefix; a model with such layers keeps as many prefixes again, inside prompts.
+    each request and kept prefix; such a model may keep as many states again, inside prompts.
     """
 
     own_process: bool = False

@@ -264,7 +264,7 @@ class Stack(Cache):
         self.lengths[:rows] = [length + new for length in self.lengths[:rows]]
 
     def mask(self, rows: int) -> Tensor | None:
-        """Return a mask [rows, columns] of what rows see, next token included; None if they see all of it."""
+        """Return a mask [rows, columns], true where a row has a token, next one included; None if all are."""
         longest = max(self.lengths[:rows])
         missing = [longest - length for length in self.lengths[:rows]]
         if not any(missing):

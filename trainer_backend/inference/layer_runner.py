@@ -21,7 +21,7 @@ from trainer_backend.models.routers import Routers
 
 # The most tokens of prompts of equal length that are prefilled together.
 GROUP_TOKENS = 2048
-# The largest relative difference between the logits of rows and of a plain pass, in float32 and in 16 bits.
+# The largest allowed relative difference of a row's logits from a plain pass's, in float32 and in 16 bits.
 EXACT, ROUNDED = 1e-3, 0.1
 _AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
 
@@ -117,7 +117,7 @@ class LayerRunner:
         return experts
 
     def _can_continue(self) -> bool:
-        """Test whether prompts may continue from kept rows, since no list of model families is complete.
+        """Return whether prompts may continue from kept rows, by a test: no list of families is complete.
 
         Raises:
             ModelFolderError: logits of rows differ from those of each text alone, or the cache does not fit.

@@ -10,7 +10,7 @@ from trainer_backend.models.folder import is_out_of_memory
 
 # A slab should be large for the allocator, and small compared with a device's memory.
 SLAB_BYTES = 256 * 2**20
-# The fewest slabs of a small cache, since a slab is allocated whole.
+# The fewest slabs into which a small cache is divided, since a slab is allocated whole.
 LEAST_SLABS = 8
 # The memory that slabs leave free on a GPU, for prefills and for the capture of graphs.
 RESERVE_BYTES = 2 * 2**30
@@ -22,7 +22,7 @@ class PageMemory:
     Page p is page p % slab_pages of slab p // slab_pages. `bases_S` holds the address of each slab on the
     device, so that kernels of a captured graph find slabs that are allocated later or again. `limit` is the
     largest number of pages; further pages of the last slab are not used (see `whole_slabs`). The first
-    `least` pages are allocated without regard to the reserve.
+    `least` pages are allocated even if less than RESERVE_BYTES stays free.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ def free_memory(device: torch.device) -> int:
 
 
 def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a page: of the keys and values of all layers."""
+    """Return the number of bytes of a page, which has the keys and values of all layers."""
     return 2 * layers * PAGE * heads * dim * dtype.itemsize
 
 
 def slab_pages(page: int, limit: int) -> int:
     """Return the number of pages of a slab, a power of 2; a page has `page` bytes.
 
-    Within SLAB_BYTES and `limit` / LEAST_SLABS pages, but at least 1.
+    The slab has at most SLAB_BYTES and at most `limit` / LEAST_SLABS pages, but at least 1 page.
     """
     most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)

@@ -41,7 +41,7 @@ def most_tiles(rows: int) -> int:
 
 
 def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
-    """Return disjoint groups of rows that save most reads in tiles of `tile_rows` rows.
+    """Return the disjoint groups of rows that save the most reads in tiles of `tile_rows` rows.
 
     `pages_B` are the full pages of each row. A group has at least LEAST_ROWS rows.
     """
@@ -52,7 +52,7 @@ def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
 
 
 def _choose_groups(rows: list[int], pages_B: Sequence[list[int]], tile_rows: int) -> list[Group]:
-    """Group rows, sorted by pages: either all rows in one group, or parts that share more, and the rest."""
+    """Group rows that are sorted by pages: all in one group, or parts that share more, and the rest."""
     if len(rows) < LEAST_ROWS:
         return []
     depth = shared_length(pages_B[rows[0]], pages_B[rows[-1]])  # sorted rows in between share these too

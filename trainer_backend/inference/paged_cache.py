@@ -17,8 +17,8 @@ class PagedCache(RowCache):
     """A cache in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
 
     If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
-    the largest number of pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row]
-    int32. Data after a row's length is never read, so `clear_row` has nothing to do.
+    the largest number of pages, at least those of one row of `max_len`. `tables`, [slots, pages of a row]
+    int32, has each row's page numbers. Data after a row's length is never read: `clear_row` does nothing.
     """
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
@@ -101,6 +101,6 @@ class PagedCache(RowCache):
 
 
 def find_slots(tables_BP: NDArray[np.int32], rows: Ints | int, positions: Ints) -> Ints:
-    """Return the slots of tokens at positions of rows."""
+    """Return the slot, page * PAGE + position in the page, of the token at each position of each row."""
     pages: Ints = tables_BP[rows, positions // PAGE].astype(np.int64)
     return pages * PAGE + positions % PAGE

@@ -259,7 +259,7 @@ def attend(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Implement `paged_attention.attend`, with scratch memory [B, H, SPLITS, D] float32, twice with tiles."""
+    """Implement `paged_attention.attend`, with scratch [B, H, SPLITS, D] float32, twice that with tiles."""
     rows, heads, dim = q_BHD.shape
     group, width, tile = heads // memory.heads, triton.next_power_of_2(dim), _tile(memory)
     count = SPLITS if tiles is None else 2 * SPLITS
@@ -310,8 +310,8 @@ def attend_blocks(
 ) -> Tensor:
     """Return causal attention of many queries per row, [T, H, D], in the cache's type.
 
-    `blocks_N4` are int32: of each block the first token in `q_THD`, the number of tokens, their row, and the
-    position of the first token. A block has at most `block_rows` queries.
+    `blocks_N4` (int32) has four numbers for each block: its first token in `q_THD`, the number of its tokens,
+    their row, and the first token's position. A block has at most `block_rows` queries.
     """
     tokens, heads, dim = q_THD.shape
     keys, values = memory.offsets(layer)

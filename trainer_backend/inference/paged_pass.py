@@ -41,7 +41,7 @@ class PrefillAttention:
     """The attention of many tokens per row; the tokens of a row are adjacent.
 
     `tables_BP` are int32 pages of B rows. `starts_B` is the position of each row's first token in the pass,
-    before which its tokens are cached. `counts_B` is the number of each row's tokens in the pass, at least 1.
+    the tokens before it are cached. `counts_B` is the number of each row's tokens in the pass, at least 1.
     `heads` is the number of query heads.
     """
 
@@ -98,7 +98,7 @@ class PrefillAttention:
         return out_1HQD[0].transpose(0, 1)
 
     def _blocks(self, group: int) -> NDArray[np.int32]:
-        """Return the blocks for `paged_kernel.attend_blocks`, [N, 4], those that see most keys first."""
+        """Return the blocks for `paged_kernel.attend_blocks`, [N, 4]; first those that see the most keys."""
         from trainer_backend.inference.paged_kernel import block_rows
 
         size = block_rows(self._memory, group) // group

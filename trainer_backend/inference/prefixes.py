@@ -5,8 +5,8 @@ turn, siblings share their prompt, and all prompts of a job share the system mes
 copy is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and if hashes are equal,
 the ids are compared too.
 
-A cache with states cannot be cut: a prompt continues only from a whole row or copy. So where a prompt departs
-from a known prompt, at a mark, the cache keeps the state. A later prompt can continue from the mark.
+States of recurrent layers (`layer_cache`) cannot be cut: there a prompt continues only from a whole row or
+copy. So states are also kept at *marks*: positions where a prompt departed from a known prompt.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +26,9 @@ SHORTEST_PREFIX = 3 * BLOCK
 
 
 class Prefix:
-    """Ids and the place of their keys and values: a row of the cache, a copy of a row, or None.
+    """Token ids, and the `place` of their keys and values: the number of a row, a copy of a row, or None.
 
-    `experts` are the recorded experts of at least these tokens, [n, W] each, if experts are recorded.
+    `experts` are those of at least these tokens, in parts [n, W] of n tokens; empty unless recorded.
     """
 
     __slots__ = ("block_keys", "experts", "ids", "place")
@@ -97,9 +97,9 @@ class Match(NamedTuple):
     prefix: Prefix | None
     length: int
     lost: int = 0
-    """The number of further ids that are known, but without a kept state."""
+    """The number of ids after `length` that the cache knows, but without a state to continue from."""
     mark: int = 0
-    """The position at which to keep a state for the next prompt that shares these ids; 0 for none."""
+    """The length at which to keep a state for the next prompt that shares these ids; 0: keep none."""
 
 
 NOTHING = Match(None, 0)

@@ -35,7 +35,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
-# The number of characters that are encoded per token of the limit: several times the usual three or four.
+# `surely_more_than` encodes this many characters per token of the limit; a token usually has three or four.
 _START = 16
 
 # Empty reasoning that no template trims away. Unicode reserves the character for private use.
@@ -242,7 +242,7 @@ class ChatRenderer:
         """Return an answer with its reasoning outside its content, if the template reads reasoning there.
 
         Args:
-            reasoning: the reasoning that the message lacks; "": the reasoning in its content, if any.
+            reasoning: the reasoning that the message lacks; "": take the reasoning in its content, if any.
         """
         thought, content = split_reasoning(_text(message.get("content")), str(self.tokenizer.chat_template))
         reasoning = reasoning or thought
@@ -410,7 +410,7 @@ class ChatRenderer:
             )
 
     def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
-        """Return the prompts without tools that have more than `most` tokens, as the gateway counts them.
+        """Return the conversations that, rendered without tools, have more than `most` tokens.
 
         Conversations that the template refuses are skipped: their rollouts fail with the reason.
         """
@@ -426,7 +426,7 @@ class ChatRenderer:
         """Return the prompts, by index, of the conversations that the template can render."""
         try:
             return dict(enumerate(self.prompt_texts(conversations, [])))
-        except BadChatRequest:  # for one conversation or more
+        except BadChatRequest:  # at least one conversation cannot be rendered
             texts = {}
             for place, messages in enumerate(conversations):
                 with suppress(BadChatRequest):

@@ -79,7 +79,7 @@ def rollout_body(choice: Choice, *, reused: int) -> dict[str, Any]:
     """Return the additional fields for a rollout, which already has the first `reused` ids of the prompt."""
     body: dict[str, Any] = {"raw_text": choice.raw_text}
     if choice.generation.experts is not None:
-        # The last token that the rollout has was sampled, but its keys and values were not computed yet.
+        # The rollout lacks the experts of its last token: that token was sampled, but not yet computed.
         first = max(0, reused - 1)
         body["experts"] = write_experts(choice.generation.experts[first:], first)
     return body
@@ -92,7 +92,7 @@ def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> 
         "prompt_tokens": len(prompt_ids),
         "completion_tokens": completion_tokens,
         "total_tokens": len(prompt_ids) + completion_tokens,
-        # Later choices reuse the first one's prompt; the minimum is what was cached before.
+        # Later choices reuse the prompt of the first choice, so the minimum was cached before this request.
         "prompt_tokens_details": {"cached_tokens": min(g.prompt_tokens_reused for g in generations)},
     }
 

@@ -24,7 +24,7 @@ Outcome = SampledToken | Generation | InferenceError
 class Request:
     """A request, which belongs to the inbox until it is admitted, then to the engine thread.
 
-    A prompt of n tokens counts as n - 1 cached tokens; the first step feeds the last like a sampled token.
+    Of a prompt of n tokens, n - 1 are cached; the first step feeds the last one, like a sampled token.
     """
 
     request_id: str
@@ -39,15 +39,15 @@ class Request:
     reused: int = 0
     """The number of cached tokens that needed no prefill."""
     lost: int = 0
-    """The number of further tokens that are known, but without a kept state."""
+    """The number of tokens after the reused ones that the cache knew, but without a state to go on from."""
     marks: set[int] = field(default_factory=set)
-    """The numbers of tokens after which a state is kept."""
+    """The lengths of the beginnings of the prompt whose state is kept for later prompts."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     experts: list[NDArray[np.uint16]] = field(default_factory=list)
-    """The experts of the cached tokens, [n, W] each, if experts are recorded."""
+    """The experts of the cached tokens, in parts [n, W] of n tokens each; empty unless they are recorded."""
     arrival: int = 0
     """The number of the request in order of arrival."""
     prefix: Prefix = field(init=False)
@@ -69,7 +69,7 @@ class Request:
         self.prefix = Prefix(self.cached_ids(), self.experts)
 
     def begin_experts(self, known: Prefix | None) -> None:
-        """Copy from the known prefix the experts of the tokens that need no prefill."""
+        """Begin the experts with those of the reused tokens, which the known prefix has recorded."""
         reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
         self.experts.clear()
         self.note_experts(reused)
@@ -112,7 +112,7 @@ class Request:
 
 
 def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the uncached part of B requests: all ids [T], first positions [B], and numbers of tokens [B]."""
+    """Return the tokens to prefill of B requests: ids [T], and each row's first position and count, [B]."""
     starts_B = np.array([request.reused for request in requests])
     counts_B = np.array([request.cached for request in requests]) - starts_B
     rests = chain.from_iterable(request.cached_ids()[request.reused :] for request in requests)

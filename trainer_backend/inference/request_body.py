@@ -1,4 +1,4 @@
-"""Read the common part of both completion requests: sampling and refused keys; no key is silently ignored."""
+"""Read the keys that chat and text completions have in common; no key is ignored silently."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """OpenAI's names and `Sampling`'s options, all bounded. `neutral` keys take no other values."""
+    """OpenAI's names and `Sampling`'s options, all bounded. A key in `neutral` may have only these values."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -65,7 +65,7 @@ class SamplingRequest(OpenBody):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return the keys that have an effect at other servers, but not here."""
+        """Return the keys of this request that would have an effect at other servers, but have none here."""
         known = [(name, value) for name, value in (self.model_extra or {}).items() if name in self.neutral]
         return tuple([name for name, value in known if not is_among(value, self.neutral[name])])
 

@@ -58,7 +58,7 @@ class Tokens:
     columns_T: Tensor
     """The column of each token in the cache."""
     heads_TK: Tensor
-    """The key-value heads of each token among the heads of all rows, row * heads + head."""
+    """The index of each key-value head of a token among the heads of all rows: row * heads + head."""
 
 
 class RowAttention:
@@ -91,7 +91,7 @@ class RowAttention:
             tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
 
     def _places_in(self, capacity: int) -> Tensor:
-        """Return the places of the tokens' vectors, [T * key-value heads], in [slots * heads * capacity].
+        """Return each token's indices among the slots * heads * capacity vectors, [T * key-value heads].
 
         They are computed once, unless a growth ran out of memory and left tensors of several capacities.
         """
@@ -273,7 +273,7 @@ def _index_tokens(ranges: Sequence[range]) -> slice | Tensor:
 
 
 def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `_attend`, [N, H, D], and the log of the sum of exponentials, [N, H]; on a CPU, in float32."""
+    """Return the result of `_attend`, and its log-sum-exp of scores, [N, H]; on a CPU, in float32."""
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         scores_NGL, values_NLD = _scores_once(span, span.mask, queries_NHD, keys, values)
         most_NG1 = scores_NGL.amax(-1, keepdim=True)

@@ -23,10 +23,10 @@ from trainer_backend.models.routers import Routers
 
 log = structlog.get_logger(__name__)
 
-# The number of tokens of whole prompts that a CPU prefills at a time, so that activations stay in its cache.
+# A CPU prefills prompts together up to this number of tokens, so that activations stay in its cache.
 CHUNK_TOKENS = 512
-# The cost of a call of attention, in numbers of keys and values that could be read meanwhile (measured on a
-# CPU). Rows attend together, padded to the longest row, if another call would cost more.
+# A call of attention costs as much time as reading this many numbers of keys and values (measured on a CPU).
+# Rows attend in one call, padded to the longest row, unless the padding costs more than another call.
 CALL_NUMBERS = 2**18
 
 
@@ -39,9 +39,9 @@ def choose_runner(
     pages: PageLimits = BY_DEVICE,
     routers: Routers | None = None,
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
-    """Return the runner of a model, for `kept` kept prefixes; log why if our decoder does not compute it.
+    """Return the runner of a model, with room for `kept` kept prefixes; log why it is not our own decoder.
 
-    The runner records the choices of `routers`.
+    A runner by `transformers` records the experts that `routers` choose.
     """
     layers = why_not_by_position(model, longest=max_len)
     if layers is not None:
@@ -91,8 +91,8 @@ class DecoderRunner:
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute prompts except their last tokens, in the rows from `first_row` on.
 
-        Each row already has its first `reused` tokens. Whole prompts come first, then rests of prompts, then
-        prompts that need no computation.
+        Each row already has its first `reused` tokens. The order of requests is: whole prompts, then rests of
+        prompts, then prompts that need no computation.
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)

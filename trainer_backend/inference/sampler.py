@@ -26,7 +26,7 @@ read_options = attrgetter(*OPTIONS)
 PLAIN_OPTIONS: tuple[float, ...] = read_options(Sampling())
 # The number of tokens that are cumulated together: see `inverse_cdf`.
 BLOCK = 64
-# The largest vocabulary that is cumulated at once, since the number of operations limits a small model.
+# The largest vocabulary that is cumulated at once: with few tokens, fewer operations are faster.
 AT_ONCE = 16 * BLOCK
 # The largest number that `uniforms` gives. A float64 multiplied by it becomes the next smaller float64.
 BELOW_ONE = 1.0 - 2.0**-53
@@ -99,7 +99,7 @@ class Draw(NamedTuple):
     """[B] int64 ids."""
     logprobs_B: Tensor
     """[B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows: under
-    softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf."""
+    softmax(logits)); rows of `processed_B`: after it, renormalised. NaN if the logits hold NaN or +inf."""
     mass_B: Tensor | None
     """[B] float64 probability that truncation kept; None if no row truncates."""
 

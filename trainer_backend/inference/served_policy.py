@@ -123,8 +123,8 @@ class ServedPolicy:
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the tool's name for the opening of a forced call.
 
-        Return None if the model must write the name itself (of several tools, or one that the template would
-        not escape), or if a call of these tools has no name.
+        Return None if the model must write the name itself (it chooses among several tools, or the template
+        would not escape the name), or if a call of these tools has no name.
         """
         if self.call_opening is None or len(tools) != 1 or self.tool_format.leaves_out_name(tools):
             return None

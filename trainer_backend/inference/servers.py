@@ -1,4 +1,4 @@
-"""Run several replicas of one policy as one engine: a session stays at one replica, and none has old weights.
+"""Run several replicas of one policy as one engine: a rollout stays at one; none serves with old weights.
 
     starting -> stale -> serving -> lost
                   ^        |          |
@@ -6,8 +6,8 @@
                   |        |          |
                   +--------+----------+     to serving only by a load that passes its canary, a test prompt
 
-A replica counts as lost when it fails real requests. `/health` shows nothing: a hanging server answers it.
-Another replica samples the requests of a lost replica again, from the same ids.
+A stale replica lacks the current weights; a lost one failed a request, a load or its canary. `/health` proves
+nothing: a hanging server answers it. Other replicas sample the requests of a lost one again, by the same ids.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Replica:
     running: int = 0
     """The number of requests that the replica samples now."""
     sessions: int = 0
-    """The rollouts whose decisions go to the replica."""
+    """The number of rollouts whose decisions go to the replica."""
     fit: bool = False
     """Whether a check has found that the server fits the run."""
     task: asyncio.Task[None] | None = None
@@ -61,17 +61,17 @@ class Replica:
 
 
 class Servers(Engine):
-    """The engine over replicas, which detects hanging replicas itself.
+    """An engine that distributes requests over replicas, and detects hanging replicas itself.
 
     `generate` runs in the gateway's loop, all other methods run in the run's loop.
 
     Args:
         wait_s: how long a request waits for a replica that serves and has time. If none serves, the run ends.
-        canary_limit: the largest mean difference of a scored prompt's log-probs that rounding explains. Each
-            version has such a prompt, its canary. It detects wrong loads, since vLLM reports success for
-            loads that leave parts of the model unchanged.
+        canary_limit: the largest mean difference that rounding explains between a replica's and the learner's
+            log-probs of the canary, a prompt that comes with each version. The canary detects wrong loads:
+            vLLM reports success even for a load that leaves parts of the model unchanged.
         tell: receives a line for each replica that is lost or serves again.
-        renew: restarts the server of an address, after a replica was away for half of `wait_s`.
+        renew: restarts the server at an address; called if it was lost for half of `wait_s`, or cannot sleep.
         sleeps: whether replicas sleep from a release to the next load.
     """
 
@@ -280,7 +280,7 @@ class Servers(Engine):
         return any(replica.state == "serving" for replica in self.replicas)
 
     def _load_all(self) -> list[asyncio.Task[None]]:
-        """Start a task per idle replica, to load the current version or mark the replica as lost."""
+        """Let each replica without a running task load the current version; return the tasks of all."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
@@ -371,7 +371,7 @@ class Servers(Engine):
         self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
-            """Return what to compare: sessions first for a new session, requests first for one that moves."""
+            """Return a sort key: sessions first for a new session, requests first for one that moves."""
             counts = replica.sessions, replica.running
             return counts if home is None else counts[::-1]
 

@@ -25,10 +25,10 @@ Floats = NDArray[np.float64]
 # The most numbers in the products' weights. Larger weights do not fit in a core's caches, and their products
 # take longer than the gaps between them.
 MOST_WEIGHTS = 4_000_000
-# The largest product of a row's queries and visible keys. Longer rows attend faster by torch, which computes
-# many queries together (measured on a CPU).
+# The largest product of a row's tokens, visible keys, heads and head size. Longer rows attend faster by
+# torch, which computes many queries together (measured on a CPU).
 MOST_ATTENTION = 20_000_000
-# The most queries per head of keys for which the source has room.
+# The most query heads per key head for which the C source has room.
 _MOST_QUERIES = 256
 
 
@@ -146,7 +146,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens like `logits`; draw ids and log-probs, [B] each, like `sampler.sample` untruncated."""
+        """Feed tokens like `logits`; draw ids and log-probs, [B] each, as `sampler.sample` does."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
@@ -164,7 +164,7 @@ class SmallPass:
         positions_T: Wholes,
         *numbers: NDArray[Any],
     ) -> None:
-        """Run a pass; `numbers` are logits, temperatures, uniforms, ids and log-probs, as far as needed."""
+        """Run a pass. `numbers`: logits, temperatures, uniforms, ids, log-probs; the last may be left out."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)
@@ -178,7 +178,7 @@ class SmallPass:
         self._kernels.small_pass(self._model, tokens, *places)
 
     def _read_trunks(self, rows: int) -> tuple[Wholes, NDArray[np.uint64]]:
-        """Return the tokens of each row's trunk, and the trunk's address, [rows] each; 0 for none."""
+        """Return the length and the address of each row's trunk, [rows] each; 0 for a row without one."""
         starts, fronts = np.zeros(rows, np.int64), np.zeros(rows, np.uint64)
         for row, trunk in self._cache.trunks.items():
             if row < rows:

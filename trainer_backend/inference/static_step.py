@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _STEP = 8
-# The number of columns: the uniform number, whether log-probs are processed, and the options.
+# The number of columns of `floats_BN`: the uniform number, whether log-probs are processed, the options.
 _FLOATS = 2 + len(OPTIONS)
 # The number of steps without a graph after a capture ran out of memory; by then requests may have ended.
 PATIENCE = 256
@@ -138,7 +138,7 @@ class StaticStep:
         truncates: bool,
         groups: Sequence[Group] = (),
     ) -> Launched:
-        """Begin a step; at most two may be unread.
+        """Begin a step; at most two begun steps may be unread.
 
         Args:
             ints_B4: for each row the token to feed; the row's index in the step before, whose sampled token

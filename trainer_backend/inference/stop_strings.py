@@ -36,7 +36,7 @@ class GrowingText:
 
 
 class StopStrings:
-    """Strings of which the first to appear in the sampled text ends the text (`stop` of OpenAI's API)."""
+    """Strings that end the sampled text as soon as one of them appears (`stop` of OpenAI's API)."""
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         self._decode = decode
@@ -46,7 +46,7 @@ class StopStrings:
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
-        """Return the same strings before the first token, for a request that another server begins again."""
+        """Return a copy that has taken no token, for a request that another server begins again."""
         return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:

@@ -21,7 +21,7 @@ _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """A request with OpenAI's names and vLLM's `return_token_ids`. `logprobs = 0`: only of sampled tokens."""
+    """OpenAI's names and vLLM's `return_token_ids`. `logprobs = 0` requests sampled tokens' log-probs."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingRequest.neutral,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # The lengths of trunks are multiples of this number.
 BLOCK = 32
-# The least ratio of lengths at which a longer trunk is made or preferred, since rows leave the shorter one.
+# The least ratio of lengths at which a longer trunk is preferred, since its rows leave the shorter one.
 _LONGER = 2
 
 
@@ -28,7 +28,7 @@ def most_rows(slots: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trunk:
-    """Tokens, the keys of each layer, [heads, tokens, head_dim], and the values of each layer."""
+    """Token ids, and in `tensors` the keys of each layer, [heads, tokens, head_dim], then the values."""
 
     ids: Sequence[int]
     tensors: tuple[Tensor, ...]

@@ -28,9 +28,9 @@ class PolicyVersion(Body):
     address: WeightAddress | None = None
     """The address from which a server gets the weights, if `folder` has older weights; None: from disk."""
     prompt: ScoredPrompt | None = None
-    """The test of a server that has loaded the version; None for the local engine."""
+    """The canary, by which a server that has loaded the version is tested; None for the local engine."""
 
     @property
     def model(self) -> Path:
-        """Return a whole model folder with the version's config and tokenizer; weights may be the base's."""
+        """Return a whole model folder with the version's config and tokenizer, perhaps with old weights."""
         return self.base or self.folder

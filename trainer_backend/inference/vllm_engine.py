@@ -3,7 +3,7 @@
     POST /inference/v1/generate             a sample, by token ids; streamed for stop strings and `on_token`
     POST /inference/v1/abort_requests       ends a stream at a stop string; a last chunk has weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
-    POST /start_weight_update /update_weights /finish_weight_update      likewise, sent by the learner
+    POST /start_weight_update /update_weights /finish_weight_update      new weights that the learner sends
     POST /sleep /wake_up                    the GPU's memory is given back while the learner works
     GET  /version /v1/models                what is served
     GET  /metrics                           the number of computed tokens, if no sample ends for long
@@ -77,7 +77,7 @@ _FLAGS = {
     ),
 }
 _CONNECT_TIMEOUT_S = 30.0
-_FRONTEND_TIMEOUT_S = 10.0  # of a request that the server's engine does not answer
+_FRONTEND_TIMEOUT_S = 10.0  # of a request that the server answers without its engine
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
 # Methods of vllm_worker/turnwise_vllm.py.
@@ -235,9 +235,9 @@ class VllmEngine(RemoteEngine):
     """The sum of the seconds that the server needed to take its memory back."""
     silence_s = 30.0
     """A sample may take any time, but after this time without an answer the server is asked for one token.
-    The server hangs if the token takes longer than this time too, and the server's metrics count no further
-    token: a server with a queue of long samples continues to count. A caller of `generate` must wait longer
-    than twice this time, or the next attempt goes to the same server."""
+    The server hangs if this token takes longer than this time too, and its metrics count no further token: a
+    server with a queue of long samples continues to count. A caller of `generate` must wait longer than twice
+    this time, or the next attempt goes to the same server."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class VllmEngine(RemoteEngine):
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.move(url)
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
-        self._name = ""  # of the last load, as is the version
+        self._name = ""  # the name of the last load; `version` is also of that load
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
         self._is_asleep = False

@@ -54,7 +54,7 @@ class ServedWeights:
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the tensors of the model's `state_dict()`, after checking all of them.
 
-        Of names that share memory (a tied head and its embedding), one is enough.
+        If names share memory (a tied head and its embedding), `tensors` needs only one of them.
 
         A GPU has no room for two models, so each tensor overwrites the old one. After an error during the
         copies (out of memory), some tensors are old: the model must not compute until a later call returns.

@@ -32,7 +32,7 @@ class EngineCounters:
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     prompt_tokens_recomputed: int = 0
-    """Tokens that a row or a copy knew, but that were computed because no state was kept at that position."""
+    """Tokens that a row or a copy knew, but that were computed again, since no state was kept after them."""
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
@@ -115,8 +115,8 @@ class EngineWorker:
     def swap(self, version: int, copy: Callable[[], None]) -> None:
         """Let `copy` write the weights of a version.
 
-        If memory runs out in `copy`, some weights are new and some old, and the engine samples no token. Any
-        other InferenceError is raised before the first write; all other errors end the engine.
+        If memory runs out in `copy`, some weights are new and some old; the engine samples nothing until a
+        later swap succeeds. Other InferenceErrors precede the first write; any other error ends the engine.
         """
         try:
             self._with_room(copy, f"loading version {version}", relief=self._free_all)
@@ -204,7 +204,7 @@ class EngineWorker:
         return [*outcomes, *ended]
 
     def _sample(self) -> SampledTokens | None:
-        """Decode one step; if memory runs out, free a row and repeat. None if no tokens or no rows are left.
+        """Decode one step; if memory runs out, free a row and repeat. Return None if there are no tokens.
 
         With pages, the youngest request loses its row, waits and is computed again. Without pages, the
         longest request ends: its length determines how much memory all rows take.
@@ -229,7 +229,7 @@ class EngineWorker:
     def _with_room(
         self, action: Callable[[], Result], task: str, relief: Callable[[], None] | None = None
     ) -> Result:
-        """Run an action; if memory runs out, call `relief`, or drop copies of prefixes, and try once more."""
+        """Run an action; if memory runs out, call `relief` (default: drop kept prefixes) and try again."""
         for _ in range(2):
             try:
                 return action()

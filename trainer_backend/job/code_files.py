@@ -52,7 +52,7 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
     yield "services.task_plugins", [*map(str, plugins)], plugins
     path = job.multi_turn.interaction_config_path
     files = [] if path is None else [path]
-    # And the modules in its folder whose classes it names.
+    # Also the modules in the folder of that file whose classes it names.
     interactions = interactions_in(path) if path is not None else ()
     for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions):
         module = files[0].resolve().parent.joinpath(*name.split("."))

@@ -24,7 +24,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.tables import table_model
 
 REWARD_KEYS = (*StepRewardKeys.model_fields, "step_rewards_horizon")
-# Also a folder's name: not `..`, not hidden, and unlike a flag.
+# A job's name is also a folder's name: it is not `..`, not hidden, and does not look like a flag.
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
 # The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")

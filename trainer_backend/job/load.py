@@ -35,7 +35,7 @@ from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_B
 # The most findings in one error; each is costly, since it compares the allowed keys.
 MOST_FINDINGS = 20
 _LONGEST_LINE = 4_000
-# Of a key and of a value in a finding.
+# The most characters of a key and of a value in a finding.
 _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 
@@ -47,7 +47,7 @@ class LoadedJob:
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Keys left out because a name that a later layer chooses does not read them, with their warnings."""
+    """Warnings by key left out: the estimator, loss, ... that a later layer chooses does not read the key."""
 
 
 def load_job(
@@ -194,7 +194,7 @@ def _nulls_in_lists(
 ) -> Iterator[tuple[str, str]]:
     """Yield the key and the place, `a.b` and `a.b[1].c[0]`, of each None in a list.
 
-    TOML cannot hold these. A key with None counts as absent.
+    TOML cannot hold None. A key with None counts as absent.
     """
     if value is None and in_list:
         yield key, place
@@ -235,7 +235,7 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each key of boards for which the job gives a name, with that name."""
+    """Yield each of these keys (`boards`) with the name that the job chooses for it, if any."""
     for key in boards:
         table, _, field = key.partition(".")
         name = getattr(getattr(config, table), field, None)  # a table may be absent
@@ -251,7 +251,7 @@ def _homes_of_key(key: str) -> list[str]:
 
 
 def _locate(finding: Finding, places: Places) -> str:
-    """Return the places of the keys in a finding; only of the first if it is a key without effect."""
+    """Return the places of the keys in a finding; if its first key has no effect, only that key's."""
     if finding.kind == "not read":
         return places.of(*_homes_of_key(finding.keys[0]))
     named = [key for key in finding.keys if key in finding.sentence] or finding.keys
@@ -287,7 +287,7 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
-# Keys with values of papers, and for each the boolean key of the same table that switches it off.
+# Keys that papers set, each with the boolean key of the same table that switches it off.
 _SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
 
 
@@ -321,7 +321,7 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
 
 
 def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `[TABLE.NAME]` of each chosen name that has own keys, so that the resolved job shows them."""
+    """Add a table `[TABLE.NAME]` for each chosen plug with keys of its own, so that the job shows them."""
     result = dict(tables)
     for board, home in READ_BY.items():
         table, _, key = board.partition(".")

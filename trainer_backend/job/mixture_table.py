@@ -28,7 +28,7 @@ SwitchStep = Annotated[int, Field(ge=1)]
 
 
 class TrainedSamplingKeys(SamplingKeys):
-    """The options of training rollouts: neither greedy nor close to uniform."""
+    """The sampling options of training rollouts, which are neither greedy nor close to uniform."""
 
     temperature: float = Field(
         default=1.0, gt=0.0, le=10.0, description="sampling temperature; that of [rollout] is also trained"
@@ -60,10 +60,10 @@ class RolloutOnlyTable(FixedPolicyKeys):
     """[rollout_only], or several as [[rollout_only]]: a frozen model that samples a part of the rollouts."""
 
     weight: float = Field(default=1.0, gt=0)
-    """its share among several fixed policies"""
+    """with several fixed policies: how often this one is chosen, relative to the others' weights"""
     objective: ObjectiveKind = "decoupled"
     """loss of its samples. decoupled: the job's loss, clipped around the proximal policy, times a truncated
-    weight; single_ratio: the job's loss with the ratio to the fixed policy; reinforce: weights, no clip"""
+    weight; single_ratio: the job's loss, ratio to the fixed policy; reinforce: the weight without a clip"""
     baseline: Baseline = "shared"
     """siblings that its episodes are compared with. shared: all; per_policy: those of the same policy"""
     behaviour_weight_cap: float | None = Field(default=None, ge=1)
@@ -75,7 +75,7 @@ class RolloutOnlyTable(FixedPolicyKeys):
     behaviour_weight_mode: WeightMode | None = None
     """weight mode of its samples; absent: as in [training]"""
     train_value_head: bool = False
-    """critic: also train it on these samples, by their truncated weights"""
+    """also train the critic on these samples, weighted by their truncated weights"""
 
     @property
     def is_active(self) -> bool:
@@ -119,7 +119,7 @@ class AllocationTable(PlugTable):
     alpha: float | None = Field(default=None, ge=0, le=1)
     """constant: the probability that the actor samples"""
     alpha_0: float | None = Field(default=None, ge=0, le=1)
-    """linear: alpha at step 0; adaptive: before any results"""
+    """linear: alpha at step 0; adaptive: alpha before there are results"""
     beta: float | None = Field(default=None, ge=0)
     """linear: increase of alpha per step"""
     min_alpha: float | None = Field(

@@ -1,4 +1,4 @@
-"""Tables with the keys of plugs (estimators, losses ...): keys that a table lacks are in `[TABLE.NAME]`."""
+"""Tables that plugs (estimators, losses ...) read. Keys that a table lacks are in `[TABLE.NAME]`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -21,13 +21,13 @@ Keys = TypeVar("Keys", bound=Table)
 class PlugTable(Table, extra="allow"):
     """A table that plugs read. `[TABLE.NAME]` may have any keys if a plug of that name is not loaded."""
 
-    # The boards whose plugs read the table.
+    # The keys, such as algorithm.loss, that choose the plugs which read the table.
     boards: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="wrap")
     @classmethod
     def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Check the tables of plugs too, and report all faults at once."""
+        """Check the table and each `[TABLE.NAME]` in it, and report all faults at once."""
         own, faults = {}, []
         looks_only = bool(info.context and info.context.get("looks_only"))
         try:
@@ -56,7 +56,7 @@ class PlugTable(Table, extra="allow"):
         return dict((self.model_extra or {}).get(name, {}))
 
     def read(self, kind: type[Keys], name: str) -> Keys:
-        """Return the keys of the plug of that name: the table itself if it has them all."""
+        """Return the plug's keys: the table itself if it has them all, else with those of `[TABLE.NAME]`."""
         if isinstance(self, kind):
             return self
         shared = {key: getattr(self, key) for key in kind.model_fields if key in type(self).model_fields}
@@ -65,7 +65,7 @@ class PlugTable(Table, extra="allow"):
 
 
 def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence for each value that the chosen plug's class of keys refuses.
+    """Yield `TABLE.NAME` and a sentence for each value that the chosen plug's class of keys refuses.
 
     Args:
         tables: the tables of the job, by name.
@@ -84,7 +84,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 
 
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
-    """Yield the choice, the key and a sentence for each `[TABLE.NAME]` that nothing reads."""
+    """Yield for each `[TABLE.NAME]` that nothing reads: the choosing key, `TABLE.NAME`, and a sentence."""
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
         table, _, key = board.partition(".")

@@ -59,7 +59,7 @@ def refuse_repeats(rule: str) -> AfterValidator:
 
 
 class PlayKeys(Table):
-    """What is played, and by which policy."""
+    """The environment, and the policy that plays it."""
 
     env_name: Name = "crafter"
     """environment, by its name at the task app"""
@@ -72,11 +72,11 @@ class PlayKeys(Table):
     policy_config: Annotated[dict[str, Any], refuse_keys(SET_BY_THE_JOB)] = Field(default_factory=dict)
     """passed to the policy; keys that the job sets itself are refused"""
     max_turns: int = Field(default=50, ge=1, le=10_000)
-    """decisions an episode may take"""
+    """the most decisions of an episode"""
 
 
 class EpisodesKeys(LimitKeys, PlayKeys):
-    """Which episodes are played, and how many."""
+    """The choice of episodes, and their number."""
 
     seeds: Annotated[tuple[Seed, ...], refuse_repeats("comes once in an epoch")] = ()
     """train and warm up only on these worlds, in shuffled epochs; absent: always new worlds"""
@@ -106,7 +106,7 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
         return self.policy_config.get("tool_choice") == "required"
 
     def choose_sampling(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
-        """Return the actor's sampling options; for a fixed policy, with its own options in place of those."""
+        """Return the actor's sampling options; for a fixed policy, its own options replace the actor's."""
         keys = set(SAMPLING_KEYS)
         own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)
         return Sampling(**self.model_dump(include=keys) | own)
@@ -151,7 +151,7 @@ class DataTable(Table):
     """split of the held-out rows; absent: test, if evaluation_path is given"""
     held_out_share: float | None = Field(default=None, gt=0, lt=1)
     """instead of evaluation_path and evaluation_split: hold out about this share of `split`, chosen by a hash
-    of held_out_seed and a row's own id, or of what the row asks if it has none"""
+    of held_out_seed and a row's own id; a row without an id is hashed by what it asks"""
     held_out_seed: int = Field(default=0, ge=0, lt=2**31)
     """jobs with equal seeds hold out the same rows"""
     shuffle: bool = True
@@ -162,7 +162,7 @@ class DataTable(Table):
 
     @property
     def held_out(self) -> str:
-        """The held-out rows, for messages."""
+        """A description of the held-out rows for messages."""
         if self.held_out_share is not None:
             share = f"{self.held_out_share:g} of {self.split} of {self.path}"
             return f"{share}, held_out_seed {self.held_out_seed}"

@@ -1,16 +1,16 @@
 """Rules between keys of a job, and the format of a table of rules.
 
-A line of a table has the terms that exclude each other; the indented text after it says why, and what is
+Each line of a table has terms that may not all hold. The indented text after it says why, and what is
 allowed:
 
     training.critic = "own" & lora
         it trains whole layers, and the policy's own are held; known there: head
 
-`key` is set to another value than its default, or the table is there; `key = "a"` has the value, or one of a
-list; `key < 1` and `key < other.key` compare; `algorithm.loss: clips` is an attribute of the plug that the
-job names; `no ` negates; `<words>` are a condition of `rules.CONDITIONS`. `a | b & c` are two rules, `a & c`
-and `b & c`. A rule with a key of [rollout_only] is for each fixed policy. The text may hold a job's value:
-`{model.device}`.
+Terms: `key` (its value is not the default, or the table is there), `key = "a"` (its value is this, or one of
+a list), `key < 1` and `key < other.key`, `algorithm.loss: clips` (an attribute of the plug that the job
+names), `no TERM`, and `<words>` (a condition of `rules.CONDITIONS`). `a | b & c` are two rules: `a & c`, and
+`b & c`. A rule with a key of [rollout_only] is checked for each fixed policy. The text may contain a value of
+the job: `{model.device}`.
 """
 
 import json
@@ -56,7 +56,7 @@ class Rule(Generic[Facts]):
     sentence: str | Callable[[Facts], str | Iterable[str]]
     """What was found, what is allowed, the likely intent; `{model.device}` in a text is the job's value."""
     kind: Kind = "refusal"
-    """refusal: the job cannot run; not read: a key has no effect; advice: a mistake; bias: of the gradient"""
+    """refusal: the job cannot run; not read: a key has no effect; advice: a mistake; bias: of the credit"""
     needs: Need = "toml"
     """What the rule reads: the TOML alone, the plugs that it names, or the answers of a task app."""
 
@@ -88,7 +88,7 @@ def is_key(key: str) -> bool:
 
 
 class Case(NamedTuple):
-    """A job; for a rule about fixed policies, with one of them."""
+    """A job, and one of its fixed policies if the rule is about fixed policies."""
 
     config: JobConfig
     policy: RolloutOnlyTable | None = None
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         return self.value(key.partition(".")[0]) is not None and bool(self.value(key) != usual)
 
     def show(self, key: str) -> str:
-        """Write a key with its value, alone if the value may be secret or long, or say that it has none."""
+        """Return `key = value`, `key` alone if the value may be secret or long, or `without key`."""
         table, _, name = key.partition(".")
         home = name if name and table == _ONLY else key if name else f"[{table}]"
         value = self.value(key) if key != _ONLY else self.config.fixed_policies
@@ -147,7 +147,7 @@ class Term:
 
 
 def has(key: str, *values: object) -> Term:
-    """Return the term that a key has one of the values, or without values, that it is not its default."""
+    """Return a term: the key has one of these values; or, if none is given, not its default."""
     return Term((key,), lambda case: case.value(key) in values if values else case.is_set(key), values)
 
 
@@ -194,7 +194,7 @@ def join_words(parts: Iterable[str]) -> str:
 def read_table(
     text: str, conditions: Mapping[str, Term], kind: Kind = "refusal"
 ) -> Iterator[Rule[JobConfig]]:
-    """Yield the rules of a table (its format is above)."""
+    """Yield the rules of a table, whose format this module's docstring describes."""
     for block in re.split(r"(?<![&|])\n(?=\S)", text.strip()):
         line, _, reason = block.partition("\n    ")
         first, *others = line.replace("\n", " ").split(" & ")

@@ -66,7 +66,7 @@ def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
 
 
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
-    """Return the actor's share in each iteration, or in the most relevant ones of a very long job.
+    """Return the actor's share (alpha) by iteration; in a very long job, only of some iterations.
 
     A schedule that needs earlier outcomes is asked only about the first iteration. Empty if keys of the
     schedule are missing or contradict each other. JobError: the schedule fails, or returns no share.
@@ -432,7 +432,7 @@ def unknown_state_keys(names: Iterable[str], known: Sequence[str], env_name: str
 
 
 def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Iterator[str]:
-    """Compare state keys with those of our environments; only its task app knows those of a plug-in."""
+    """Yield a sentence for each state key that a built-in environment lacks; other environments pass."""
     env_name = config.rollout.env_name
     known = list_state_keys(env_name)
     if known is not None:
@@ -449,7 +449,7 @@ def _missing(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_bounds(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence if alpha's bounds contradict, or if adaptive would begin with one policy alone."""
+    """Yield a sentence if alpha's bounds contradict, or if adaptive would begin with only one policy."""
     table = config.rollout_allocation_schedule
     if table is None:
         return
@@ -468,7 +468,7 @@ def _wrong_bounds(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_answers(config: JobConfig) -> Iterator[str]:
-    """Ask a schedule for each iteration twice, since the operator's own schedules are unchecked."""
+    """Yield a sentence if a schedule fails, or answers differently when it is asked again."""
     place = f"{_SCHEDULE}.type is {Case(config).value(f'{_SCHEDULE}.type')!r}"
     try:
         first, again = (_alphas(config, backwards=back) for back in (False, True))
@@ -484,7 +484,7 @@ def _wrong_answers(config: JobConfig) -> Iterator[str]:
 
 
 def _unlike_papers(config: JobConfig) -> Iterator[str]:
-    """Compare a job's values with those of the estimator's and the loss's papers."""
+    """Yield a sentence on the job's values that differ from the papers of its estimator and its loss."""
     algorithm, case = config.algorithm, Case(config)
     papers = {
         _ADVANTAGE: estimator(algorithm.advantage).values,
@@ -604,7 +604,7 @@ def all_rules() -> tuple[Rule[JobConfig], ...]:
 
 
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
-    """Yield a rule for each key that the job's chosen name does not read, but other names of the board do.
+    """Yield a rule for each key that the job's estimator, loss, ... does not read, but another one would.
 
     The second key of such a rule is the choice, such as algorithm.advantage.
     """

@@ -37,7 +37,7 @@ class JobTable(Table):
     """[job]"""
 
     name: str = Field(default="job", pattern=JOB_NAME.pattern, max_length=LONGEST_NAME)
-    """first part of `model` and of the run directory's name; absent: the file's name"""
+    """first part of the model's name in requests, and the run directory's name; absent: the file's name"""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """root of every world, sampling and shuffle seed"""
     runs_dir: Path = Path("runs")
@@ -45,7 +45,7 @@ class JobTable(Table):
     trainer_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
     """Python files with estimators, losses, aggregations or schedules of your own (docs/plugins.md)"""
     trainer_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
-    """SHA-256 of each file of trainer_plugins; a run refuses a file with another one"""
+    """SHA-256 of each file of trainer_plugins; a run refuses a file with another digest"""
 
 
 class CurriculumTable(CurriculumKeys):
@@ -56,7 +56,7 @@ class EvaluationTable(Table):
     """[evaluation]"""
 
     every_n_iters: int = Field(default=10, ge=1)
-    """iterations between evaluations; also before the first and after the last"""
+    """iterations between evaluations; the first is before, and the last after, all iterations"""
     instances: int = Field(default=128, ge=1, le=1_000_000)
     """held-out worlds, or rows of [data], never used in training"""
     seeds: Annotated[tuple[Seed, ...], refuse_repeats("counts once in a mean")] = ()

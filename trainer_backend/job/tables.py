@@ -80,18 +80,18 @@ class ServicesTable(Table):
     """Python files with environments or policies of your own, for the task app that the job starts
     (docs/plugins.md)"""
     task_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
-    """SHA-256 of each file of task_plugins; a run refuses a file with another one"""
+    """SHA-256 of each file of task_plugins; a run refuses a file with another digest"""
     gymnasium_modules: tuple[Module, ...] = Field(default=(), max_length=64)
     """modules that register environments with gymnasium; the job's own task app imports them. Absent, for
     this key and the next six: the task app's environment variable decides (docs/foreign.md)"""
     verifiers_modules: tuple[Module, ...] = Field(default=(), max_length=64)
     """tasksets that the job's own task app may play as `verifiers:MODULE`"""
     verifiers_python: Path | None = None
-    """the Python of the environment that has verifiers"""
+    """the Python of the virtual environment that has verifiers"""
     textarena_python: Path | None = None
-    """the Python of the environment that has textarena, for `textarena:ID`"""
+    """the Python of the virtual environment that has textarena, for `textarena:ID`"""
     reasoning_gym_python: Path | None = None
-    """the Python of the environment that has reasoning-gym, for `reasoning_gym:NAME`"""
+    """the Python of the virtual environment that has reasoning-gym, for `reasoning_gym:NAME`"""
     mcp_servers: Path | None = None
     """the file of MCP servers, for `mcp:NAME`"""
     allowed_environment_hosts: tuple[Host, ...] = Field(default=(), max_length=64)
@@ -190,8 +190,8 @@ class LearnerTable(Table):
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """how often a run continues from its newest checkpoint after the learner's process was lost"""
     url: str = Field(default="", repr=False)
-    """with cluster.launcher = 'external': the address of the learner, whose key both sides have in the
-    environment variable TURNWISE_LEARNER_KEY"""
+    """with cluster.launcher = 'external': the address of the learner. On both sides, the variable
+    TURNWISE_LEARNER_KEY of the environment holds its key"""
 
     @property
     def ranks(self) -> int:

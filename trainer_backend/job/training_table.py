@@ -23,7 +23,7 @@ from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.core.schedules import DesiredKlKeys, FallKeys
 from trainer_backend.job.plug_table import PlugTable
 
-# Nats between sampler and learner: a hundred times the value measured for a correct pair (float32: 1e-4).
+# Nats between log-probs of sampler and learner: a hundred times those of a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 
 
@@ -68,8 +68,8 @@ class LoopKeys(Table):
         f"a CPU {MICRO_BATCH_TOKENS}, which fit its cache, on a GPU as many as fit its memory by the plan",
     )
     share_prefixes: bool = True
-    """compute what several segments begin with once: rules and tools of a prompt, a sibling's prompt, a
-    conversation so far; not with lora.dropout, which would be shared too"""
+    """compute a beginning that several segments share only once: the rules and tools of a prompt, a sibling's
+    prompt, a conversation so far; not with lora.dropout, which would be shared too"""
     logits_chunk_tokens: int | None = Field(default=None, ge=1)
     """tokens whose logits exist at a time; absent: a share of the device's memory"""
     gradient_checkpointing: bool | Annotated[int, Field(ge=0)] = False
@@ -89,8 +89,8 @@ class LoopKeys(Table):
         f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
     target_kl: float | None = Field(default=None, gt=0)
-    """in nats, mean over the tokens of a step; once the policy is further than this from the policy at the
-    iteration's start, the remaining steps of the iteration are skipped, with every loss; absent: never"""
+    """in nats: once the policy's KL to the policy at the iteration's start, as a mean over the tokens of a
+    step, is above this, the iteration's remaining steps are skipped, with every loss; absent: never"""
     skip_flat_groups: bool = False
     """omit groups whose advantages are all 0 from the update; they are still stored"""
     skip_certain_above: float | None = Field(default=None, gt=0, lt=1)
@@ -101,8 +101,8 @@ class LoopKeys(Table):
     """how often an iteration replaces flat groups by other worlds; a known bias: outcomes then select the
     training data"""
     aggregation: str = "token_mean"
-    """what has equal weight. token_mean: tokens of an optimizer step; decision_mean: its decisions;
-    episode_equal: episodes of the iteration, however it is split; constant: tokens, over a planned number"""
+    """what weighs equally in the loss. token_mean: tokens of an optimizer step; decision_mean: its decisions;
+    episode_equal: episodes of the iteration, in all its steps; constant: tokens, over a planned number"""
     entropy_coef: float = Field(default=0.003, ge=0)
     """weight of the entropy bonus"""
 

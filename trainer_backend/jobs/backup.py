@@ -29,7 +29,7 @@ JOBS, RUNS = "jobs.jsonl", "runs"
 # Temporary content of a run directory, in addition to *.tmp.
 _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
-# Prefix of the folder of a backup's links, and the age from which on such a folder is abandoned.
+# Prefix of folders with a backup's links, and the age in seconds from which such a folder is abandoned.
 _LINKS, _LEFT_S = "backup-", 86_400.0
 
 

@@ -27,7 +27,7 @@ from trainer_backend.store.jobs import refuse_unended
 from trainer_backend.store.rows import Job
 
 SERVICE = ".service"
-# A run directory with this file was deleted as a job but kept its files; the watcher ignores it.
+# Marks a run directory whose job was deleted without its files; the watcher ignores the directory.
 FORGOTTEN = "forgotten"
 # Depths of runs below the data directory: `turnwise train --seeds` makes NAME-seeds/seed_0.
 _DEPTHS = ("*/run.json", "*/*/run.json")
@@ -126,7 +126,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
     Only one service at a time may run jobs in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
-    # For example, `compose cp` leaves files of root. Only folders of runs and their JSON files are checked.
+    # For example, `compose cp` leaves files of user root. Only run folders and their JSON files are checked.
     with suppress(PermissionError):  # the glob of an unreadable folder, which the loop reports itself
         for part in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
             if reason := say_unusable(part, writes=runs_jobs):
@@ -152,7 +152,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
 
 
 def _read_home(file: Path) -> str:
-    """Return the folder's name, which the first service that opens it creates."""
+    """Return the data directory's name. The first service that opens the directory invents it."""
     with write_errors(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)
         home.seek(0)
@@ -166,7 +166,7 @@ def _read_home(file: Path) -> str:
 def _claim_place(folder: Path, home: str) -> None:
     """Record the path of this folder, and refuse a copy of another data directory.
 
-    A copy has the original's name. With a shared store, each of their services would run the other's jobs.
+    A copy has the original's name. With a shared store, both services would run each other's jobs.
     """
     ours, note = folder / SERVICE / "home", folder / SERVICE / "place"
     with write_errors(note):
@@ -190,7 +190,7 @@ _LOOK_S = 60.0
 
 
 def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
-    """Forget a job, and move its run directory to the trash or hide it.
+    """Forget a job. Move its run directory to the trash (`files`), or hide it from the watcher.
 
     A run of `turnwise train` is forgotten only once its directory is gone.
     """

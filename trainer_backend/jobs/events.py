@@ -72,9 +72,9 @@ async def stream_job_events(
     query: Annotated[EventsQuery, Query()],
     last_event_id: Annotated[str | None, Header(max_length=40)] = None,
 ) -> StreamingResponse:
-    """Server-sent events:
+    """Stream a job's progress as server-sent events.
 
-    `metrics`, `log`, `state`, `store`, `end`; comments in between keep the stream open.
+    The events are `metrics`, `log`, `state`, `store` and `end`; comments between them keep the stream open.
     """
     service = get_service(request)
     place = Place.read(last_event_id or query.after or "0.0")

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' format: counts of the service, last numbers of jobs that run or have just ended."""
+"""Metrics in Prometheus' format: counts of the service, and last numbers of running and just ended jobs."""
 
 import re
 from collections import Counter

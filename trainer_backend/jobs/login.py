@@ -37,9 +37,9 @@ async def log_in(
     key: Annotated[str, Form(max_length=_LONGEST)],
     next: Annotated[str, Form(max_length=_LONGEST)] = "/",
 ) -> Response:
-    """Start a session for the right key. After several wrong keys, a client with another one must wait.
+    """Start a session for the right key. After several wrong keys, a further wrong one gets 429.
 
-    The right key works even then: users of a proxy share an address, and a stranger must not lock them out.
+    The right key always works: users of a proxy share an address, and a stranger must not lock them out.
     """
     service = get_service(request)
     if service.keys.opens(key):

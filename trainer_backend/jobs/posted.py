@@ -41,7 +41,7 @@ _MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_DEEP = f"holds tables or lists in one another, more than {_DEEPEST} deep"
-# The most keys and list items of a document. Of a text, the separators are counted: there are slightly more.
+# The most keys and list items of a document. In a text the _DIVIDERS are counted, which are slightly more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 # Maximum depth at which files in a folder of data or checkpoints are read.
@@ -132,7 +132,7 @@ def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     """Fill in the operator's addresses and folder if the job has none or the default ones.
 
-    A job may have all defaults: it may be the job.toml of a run, or the output of `turnwise check --all`.
+    A job may name every default, as the job.toml of a run or the output of `turnwise check --all` does.
     """
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
@@ -231,7 +231,7 @@ def refuse_task_app(url: str, bounds: Bounds) -> str | None:
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Yield a refusal of a learner (it would get the operator's key) or of a Ray that is not allowed."""
+    """Yield a refusal unless the operator allows the job's learner, which gets a key of his, or its Ray."""
     if config.cluster is None or config.cluster.launcher == "local":
         return
     key, address = "learner.url", config.learner.url
@@ -399,7 +399,7 @@ def check(content: bytes, bounds: Bounds) -> Checked:
 
 
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
-# The most characters that the search for lines parses again; keys after a longer value have no line.
+# The most characters that the search for lines parses again. Keys after a longer value get no line number.
 _MOST_CHARACTERS = 2 << 20
 
 

@@ -57,7 +57,7 @@ async def start_process(
 ) -> JobProcess:
     """Start the process of a job, which ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
-        start = log.tell()  # before the process shares the position
+        start = log.tell()  # before the new process moves this position
         process = await JobProcess.start(command(run_dir), stdout=log, stderr=log, env=environment)
         process.log_start = start
     return process

@@ -66,7 +66,7 @@ class DeleteQuery(Body):
 
 
 def job_body(*, as_json: bool) -> dict[str, Any]:
-    """Describe a body for OpenAPI that the route parses itself."""
+    """Return the OpenAPI description of a body that the route itself parses."""
     text = {"schema": {"type": "string"}, "example": '[model]\npreset = "tiny-0.3m"\n'}
     content: dict[str, Any] = {"application/toml": text, "text/plain": text}
     if as_json:
@@ -170,7 +170,7 @@ async def resume_job(request: Request, job_id: str) -> JobView:
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(request: Request, job_id: str) -> JobView:
-    """End a job for good; it is `cancelling` until its process has saved. Its results stay."""
+    """End a job; it is `cancelling` until its process has saved. Its results stay, for a later `resume`."""
     return await _apply(get_service(request), "cancel", job_id)
 
 
@@ -185,7 +185,7 @@ SERVICE = "turnwise-trainer"
 
 
 class Health(Body):
-    """The service lives. `store` is whether the database answered its last request; jobs run without it."""
+    """The service lives. `store`: whether the database answered last time; without it, jobs still run."""
 
     status: Literal["ok"] = "ok"
     service: str = SERVICE
@@ -213,7 +213,7 @@ class Limits(Body):
 
 
 class PostedJobs(Body):
-    """What posted jobs may name, in addition to what needs no permission."""
+    """The folders, addresses, key variables and models that the operator lets posted jobs name."""
 
     roots: tuple[str, ...]
     task_urls: tuple[str, ...]
@@ -224,7 +224,7 @@ class PostedJobs(Body):
 
 
 class Info(Body):
-    """The service; `runs_jobs` is whether it trains jobs itself, and does not only show them."""
+    """The service. `runs_jobs` is false if it only shows jobs, and trains none."""
 
     service: ServiceInfo
     store: str

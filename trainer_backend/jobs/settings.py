@@ -18,7 +18,7 @@ STORE_S = 20.0
 
 
 class SupervisorSettings(SettingsTable):
-    """How jobs are run."""
+    """Settings of the supervisor: how many jobs run at a time, and when a job is restarted."""
 
     max_jobs: Annotated[int, Flag()] = Field(
         default=1, ge=1, description="jobs that run at a time; others wait"
@@ -66,7 +66,7 @@ TaskApp = Annotated[str, AfterValidator(_check_task_app)]
 
 
 class Bounds(SettingsTable):
-    """What a posted job may name (posted.py)."""
+    """The files, addresses, models and keys that a posted job may name (posted.py)."""
 
     data_dir: Annotated[Folder, Flag()] = Field(
         default=Path("runs"), description="where run directories are, and the store"

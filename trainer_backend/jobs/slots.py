@@ -18,11 +18,11 @@ from trainer_backend.store.database import StoreUnavailable
 
 @dataclass(slots=True)
 class Slot:
-    """What is known of a running job, also between a crash and the next start. Times are the loop's clock."""
+    """The known facts of a running job, also between a crash and the next start. Times are the loop's."""
 
     process: JobProcess | None = None
     is_counted: bool = False
-    """Whether `attempt` already counts the next start, since claiming a job counts its first start."""
+    """Whether the job's `attempt` already counts the next start; claiming a job counts its first start."""
     ending: Ending | None = None
     """The end of its process, until it is stored."""
     not_before_s: float = 0.0
@@ -60,11 +60,11 @@ class Line:
     """Runs calls that may hang in a database or network disk, each with a deadline.
 
     A stuck thread cannot be ended. So each caller has a Line with its own thread: only the later calls of the
-    same caller wait for a stuck one, each until its deadline.
+    same caller wait for a stuck call, each until its deadline.
 
     Args:
         shown: the store's address for messages.
-        answer_s: the deadline; while an earlier call still holds the thread, it covers both.
+        answer_s: the deadline of a call, which includes its wait for earlier calls on the thread.
         threads: more than one for a caller whose calls need not wait for each other, such as requests.
     """
 

@@ -1,4 +1,4 @@
-"""Transitions of a job: at the end of its process, by verbs, and by other trainers. Pure."""
+"""State changes of a job: when its process ends, by pause, resume and cancel, by other trainers. Pure."""
 
 import signal
 from collections.abc import Mapping
@@ -138,7 +138,7 @@ def refuse_external(job: Job, verb: str) -> None:
 _WAITS: Changes = {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
 _CANCELLED: Changes = {"state": "cancelled", "wanted": "cancel"}
 _CANCELLING: Changes = {"state": "cancelling", "wanted": "cancel"}
-# The changes of a verb in each state, perhaps none; in other states the verb is refused. A job that is
+# The changes by each verb and state, perhaps none; in other states the verb is refused. A job that is
 # resumed while pausing continues once its process has saved and ended.
 _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
     "pause": {
@@ -159,7 +159,7 @@ _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
 
 
 def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
-    """Return the changes of a verb, or None if the job has that state already: requests may be repeated."""
+    """Return the changes by a verb; None if there is nothing to change, since requests may be repeated."""
     refuse_external(job, verb)
     if job.state not in _VERBS[verb]:
         raise JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")

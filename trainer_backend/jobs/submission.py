@@ -105,7 +105,7 @@ _log = structlog.get_logger("trainer")
 
 
 class JobsForPages:
-    """Implements pages.page.Jobs."""
+    """Implements pages.page.Jobs, the dashboard's actions on jobs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -46,7 +46,7 @@ _MOST_ACTIVE = 1000
 class Supervisor:
     """Runs jobs in one event loop: start `run` as a task, and call `close` at the end.
 
-    Calls of the store have a deadline. After StoreUnavailable, the change of a call may still happen.
+    Calls of the store have a deadline. A call that ended as StoreUnavailable may still change the store.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Supervisor:
             await self._line.ask(record_death, row, ending)
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
-        except StoreUnavailable as error:  # or the run is large; the watcher continues
+        except StoreUnavailable as error:  # or a large run takes too long; the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
         log.info(

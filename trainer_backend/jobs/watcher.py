@@ -92,7 +92,7 @@ class Watcher:
     Args:
         look_s: interval of looks at active runs.
         tidies: whether to delete files that [retention] does not keep.
-        answer_s: deadline of the store.
+        answer_s: deadline for an answer of the store.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Watcher:
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
 
-        `everything` includes inactive and new runs, and unreadable ones again.
+        With `everything`, look also at inactive and new runs, and again at unreadable ones.
         """
         rows = self._rows(everything=everything)
         if everything:
@@ -280,7 +280,7 @@ class Watcher:
 
 
 def _external_job(path: Path, home: str) -> Job:
-    """Make a row from the run's unparsed job, which may have keys of another version."""
+    """Make a row from job.toml without validating it, since it may have keys of another version."""
     run = open_run(path)
     try:
         text = read_text(path / "job.toml")

@@ -115,7 +115,7 @@ class Adapter:
         trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
         own = [parameter.data for parameter, _ in trained]
         try:
-            # Exchanged, not overwritten, because a later backward pass needs the own weights unchanged.
+            # Exchanged, not overwritten, because a later backward pass needs the trained weights unchanged.
             for parameter, tensor in trained:
                 parameter.data = tensor
             yield
@@ -130,7 +130,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged_in(self, name: str, weight: Tensor) -> Tensor:
-        """Merge the adapter into a whole weight of `under`; float32, in main memory."""
+        """Merge the adapter into a weight of `under` that is not sharded; float32, in main memory."""
         plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
         return plain if layer is None else plain + _layer_delta(layer)
 

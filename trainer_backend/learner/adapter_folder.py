@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             scaling = settings.lora_alpha / settings.r
             if weight.dim() == 3:
                 experts = model.get_submodule(own.rpartition(".")[0])
-                # Whether the tensor is [E, in, out], not [E, out, in]; peft asks this way too.
+                # Whether the tensor is [E, in, out] and not [E, out, in], as peft tests it.
                 is_by_input = bool(getattr(experts, "is_transposed", False))
                 learned = expert_delta(down, up, settings.r, scaling, is_by_input)
             else:
@@ -93,7 +93,7 @@ def read_settings(folder: Path) -> "LoraConfig":
 
 
 def rename_for_wrapper(folder: Path, decoder: str) -> None:
-    """Rename a text model's adapters as in the wrapper's class (`Origin.decoder`).
+    """Rename a text model's adapters as in its wrapper, such as a vision-language model (`Origin.decoder`).
 
     Layers get their full names, because name endings would match layers of a vision tower too.
     """
@@ -190,6 +190,6 @@ def _plain(setting: Any) -> Any:
 
 
 def _shorten(setting: Any) -> str:
-    """Describe a setting; of a long list only the first names."""
+    """Describe a setting; a long list by its first names."""
     is_long = isinstance(setting, list) and len(setting) > 4
     return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)

@@ -3,9 +3,9 @@
     OneRow       one row without padding, for a variable-length kernel: CUDA with bfloat16
     ByLength     one row; within attention, segments of similar length are batched: a CPU
     BlockMask    a mask [L, L] per row, for torch's scaled_dot_product_attention: any device, L^2 work
-    PaddedRows   one segment per row, by length: layers without attention by position, on any device
+    PaddedRows   one segment per row, batched by length: models that cannot pack rows, any device
 
-All give the results of each segment alone, as tests check.
+All give each segment the results that it has alone, as tests check.
 """
 
 import inspect
@@ -50,7 +50,7 @@ from trainer_backend.models.part_attention import why_no_parts, widened
 ONE_ROW = "turnwise_one_row"
 # Head dimensions of FlashAttention: multiples of 8 up to this.
 _WIDEST_HEAD = 256
-# A branch of a trie costs about as much as this number of tokens (bench/shared_prefix.py).
+# A branch of a trie (`core.collate`) costs about as much as this many tokens (bench/shared_prefix.py).
 SHARE_FROM = 16
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
@@ -70,10 +70,10 @@ class PackedAttention(Protocol):
 
     @property
     def takes_tries(self) -> bool:
-        """Return whether it supports rows of tries (`core.collate`)."""
+        """Return whether rows may be tries, which store shared prefixes once (`core.collate`)."""
 
     rows_are_joined: ClassVar[bool]
-    """Whether rows are concatenated, so that the width of a row costs nothing."""
+    """Whether rows are concatenated without padding, so that wide rows cost no more."""
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         """Return the rows on the device, and keywords for the forward pass.
@@ -102,7 +102,7 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` gets the bounds of segments, `joined` the levels of tries."""
+    """One row of all tokens. `kernel` attends within segments; for tries `joined` attends level by level."""
 
     kernel: Kernel
     joined: Flash | None = None
@@ -147,10 +147,10 @@ def _keywords(
 
 
 def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
-    """Return attention over one row of tries by the CPU kernels, in float32, for the queries of `depths`.
+    """Return float32 attention by CPU kernels over one row of tries, for the queries of `depths`.
 
-    The kernels keep the keys above a token by depth (`models.cpu_kernels`), so there is no mask, no padding
-    and nothing to join. Keys and values may have fewer heads, whose gradients are then summed in float64.
+    The kernels keep the keys above a token by depth (`models.cpu_kernels`). So they need no mask, no padding
+    and no joining of parts. Keys and values may have fewer heads, whose gradients are then summed in float64.
     """
 
     def attend(q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -179,8 +179,8 @@ class _ByPath(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens on a CPU. `kernels` compute attention (`attend_by_path`); without them
-    `learner.by_length` does, or for tries `learner.joined`."""
+    """One row of all tokens on a CPU. In float32 `kernels` compute attention (`attend_by_path`). Without
+    them, or in another dtype, `learner.by_length` does, or for tries `learner.joined`."""
 
     kernels: CpuKernels | None = None
     implementation: str = ONE_ROW
@@ -216,14 +216,14 @@ def reads_once(row: Packed) -> ReadOnce:
     return read_N, which_N
 
 
-# Keyword with the rows for a model's own layers: groups, and the order of their reads (`padded_groups`).
+# Keyword of a forward pass by the model's own layers, with the result of `padded_groups`.
 GROUPS = "turnwise_groups"
 Groups = tuple[Sequence[PaddedGroup], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """One segment per row, padded at its end; one pass per group of similar lengths. For any causal layers.
+    """One segment per row, padded at its end; one pass per group of similar lengths. For all causal layers.
 
     No token sees a later one, so padding needs no mask.
     """
@@ -233,7 +233,7 @@ class PaddedRows:
     why: str
     """The reason why rows are not packed."""
     ranks: Ranks = ALONE
-    """All ranks make equally many passes, because each pass gathers weights of all ranks."""
+    """The ranks make equally many passes, because each pass gathers weights from all of them."""
     takes_tries: ClassVar[bool] = False
     rows_are_joined: ClassVar[bool] = True
 

@@ -31,14 +31,14 @@ from trainer_backend.plugins import policy_loss
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The scored and weighted segments of an iteration (stop 8)."""
+    """The scored and weighted segments of an iteration (stop 8 of docs/route.md)."""
 
     scored: list[Scored]
-    """In the order of the segments."""
+    """Every segment, in the order of the drafts."""
     logs: dict[str, NDArray[Any]]
-    """By policy, the log of each unit's weight before truncation."""
+    """By policy, the log of each unit's weight before truncation; a unit is a token, decision or episode."""
     token_means: dict[str, float]
-    """By policy, the mean of proximal/behaviour over its tokens, for any unit."""
+    """By policy, the mean over tokens of proximal/behaviour, whatever the policy's unit is."""
 
 
 def build_objectives(
@@ -75,10 +75,10 @@ def build_objectives(
 def weighed(
     drafts: Sequence[Scored], proximal: Sequence[Row], objectives: Mapping[str, Objective]
 ) -> Weighed:
-    """Compute the weights of all sampled tokens of an iteration; an episode may lie in several steps.
+    """Compute the behaviour weights of the sampled tokens of an iteration, or of a micro-batch.
 
-    `drafts` are scored only by the reference of the KL term; `proximal` are each segment's [N] log-probs by
-    the learner; `objectives` are by policy.
+    `drafts` are segments with scores only by the reference of the KL term. `proximal` has each segment's [N]
+    log-probs by the learner. `objectives` are by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
         reference = () if draft.reference is None else draft.reference
@@ -124,7 +124,7 @@ class FirstStep:
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """Return a micro-batch, on the CPU, with log-probs of its own forward pass, and weights."""
+        """Return a micro-batch, on the CPU, with log-probs of its own forward pass and weights from them."""
         own_N = logprobs_N.detach()
         rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows
@@ -134,10 +134,10 @@ class FirstStep:
 
 
 class Scores:
-    """The scores of an iteration's segments: from before the first step, or some from that step's passes.
+    """The scores of an iteration's segments, computed before the first step or by its own forward passes.
 
-    `proximal` has [N] log-probs by segment number, except of the segments of `first`, whose numbers are
-    `members`. `first` is None if all segments are scored.
+    `first` has the segments that the first step scores itself, and `members` their numbers; None: there are
+    no such segments. `proximal` has the [N] log-probs of every other segment, by its number.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Scores:
         self._members, self.first = members, first
 
     def step(self, members: Sequence[int]) -> Sequence[Scored]:
-        """Return the segments with these numbers; drafts until the first step is over."""
+        """Return the segments with these numbers; for a first step that scores itself, its drafts."""
         if self.first is not None:
             return self.first.drafts
         return [self.samples.scored[number] for number in members]
@@ -189,7 +189,7 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     if not sampled:
         return {}
     gaps = [np.abs(np.asarray(item.proximal, np.float64) - item.segment.logprobs) for item in of_actor]
-    if policy_version is not None:  # -1 is below every gap
+    if policy_version is not None:  # -1: below every gap, so excluded
         versions = [item.segment.versions for item in of_actor]
         gaps = [np.where(own == policy_version, gap, -1.0) for own, gap in zip(versions, gaps, strict=True)]
     gap_N = np.concatenate(gaps)

@@ -23,7 +23,7 @@ from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
-# The least wait for further servers after the first.
+# Least time to wait for further servers after the first one.
 _GRACE_S = 1.0
 
 
@@ -181,7 +181,7 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Return whether a wait is over: max(_GRACE_S, first - start) after `first`, or without it `limit_s`."""
+    """Return whether `limit_s` is over, or once there is a `first`, max(_GRACE_S, first - start) after it."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 

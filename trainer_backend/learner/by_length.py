@@ -64,7 +64,7 @@ SHORTEST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The cells (places in padded batches) of a row's tokens, or of some; segments are batched by length."""
+    """The cells (places in padded batches) of all or some tokens of a row; segments are batched by length."""
 
     token_P: Tensor
     """int64, the token in each cell; in padding, the last token of the segment."""
@@ -81,22 +81,22 @@ def group_by_length(bounds: SegmentBounds) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class PaddedGroup:
-    """Segments of similar length, one per row, and the cells whose states are read."""
+    """Segments of similar length, one per row, and the cells whose hidden states are read."""
 
     token_ids_BL: Tensor
     """int64; in padding, the last token of the segment."""
     is_real_BL: Tensor
     """bool, False in the padding."""
     read_R: Tensor
-    """int64, indices into these rows, flattened."""
+    """int64, the cells that are read, as indices into the flattened rows."""
     experts_BLW: Tensor | None = None
     """As in `Packed`."""
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
-    """Lay out the segments of `one_row` one per row, by length; return groups, and the [N] order of reads.
+    """Lay out the segments of `one_row` one per row, by length; return groups and an [N] index.
 
-    Indexed by that order, the concatenated reads of the groups are in the order of the flat columns.
+    The index sorts the concatenated reads of the groups into the order of the flat columns.
     """
     groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()

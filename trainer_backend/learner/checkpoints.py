@@ -10,7 +10,7 @@
                                    layers; learning_rate.json with "desired_kl"
                                with several ranks model-n-of-m.safetensors of each rank, an index, and
                                    training_state/optimizer/ with the share of each rank
-                               adapter/    with [lora], in peft's layout; merged into a model in this folder
+                               adapter/    with [lora], in peft's layout; a model in this folder includes it
                                base.json    without a model: the checkpoint with the base model, its digest
     checkpoints/best           a link to the checkpoint with the best evaluation so far, or to the latest
     checkpoints/best.json      the checkpoint that was marked as the best, and its mean outcome

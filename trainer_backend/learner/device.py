@@ -14,7 +14,7 @@ from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 _AMPERE = (8, 0)
 _LOGITS_BYTES = 256 * 2**20
 _GPU_SHARE_OF_LOGITS = 32
-# Beginnings of torch's errors without a GPU. Any other error is the fault of an existing driver.
+# Beginnings of torch's errors on a machine without a GPU. Any other error comes from an existing driver.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 
 
@@ -62,7 +62,7 @@ class Placement:
     device: torch.device
     """The device of the model."""
     low: torch.dtype | None = None
-    """The dtype of the factors of products, and of frozen matrices such as the engine's copy
+    """The dtype of inputs of matrix products, and of frozen matrices such as the engine's copy
     (`models.precision`); None: float32 throughout."""
     unusable_gpu: str | None = None
     """Description of a GPU whose driver `auto` found but could not use."""

@@ -103,7 +103,7 @@ class LocalFactory:
             tell(len(shares), len(advantages))
             own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
             credited = {item.rollout_id: replace(item, advantages=own[item.rollout_id]) for item in episodes}
-            # Segments without advantage have no gradient; without them, weights change by a common factor.
+            # Segments without advantage have no gradient; leaving them out scales all token weights alike.
             counted = [item for item in scored if np.any(read_column(item.segment, own, "advantage"))]
             update.gradient(counted or scored[:1], credited)
             shares[name] = _share(learner, self._ranks)

@@ -97,7 +97,7 @@ class Proposal:
     settings: Settings
     plan: MemoryPlan
     fits: bool
-    """Whether everything fits at its fullest; otherwise no known settings are enough."""
+    """Whether the job fits even at its fullest; False: no known settings are enough."""
 
     def sentence(self) -> str:
         text = str(self)

@@ -28,7 +28,7 @@ from trainer_backend.models.part_attention import attended, folded, heads_first,
 
 
 class Shared(NamedTuple):
-    """A run from `start` to `end`, and the end of the tokens below it, which follow it."""
+    """A run, from `start` to `end`; the tokens below it follow, up to `until`."""
 
     start: int
     end: int
@@ -78,7 +78,7 @@ class _Places:
     """int64, the token in each cell."""
     real_N: Tensor
     real_token_N: Tensor
-    """int64, the flat indices of cells without padding, and their tokens."""
+    """int64, the flat indices of the cells that are no padding, and the tokens in these cells."""
 
     @classmethod
     def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:

@@ -1,7 +1,7 @@
 """Implements `learner.operators` by Triton's kernels (`models.kernels`) or CPU kernels, with gradients.
 
-With plain weights, queries, keys and values are one product, and gate and up another. Separate products would
-each read the states again, and their gradients of the states would have to be added.
+With plain weights, one product computes queries, keys and values, and another computes gate and up. Separate
+products would each read the states again, and their gradients of the states would have to be added.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trainer_backend.learner.packed_decoder import Operators, heads_apart
 
 
 def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operators:
-    """Build operators from the functions of `kernels`; `out` is the dtype of products' factors."""
+    """Build operators from the functions of `kernels`; `out` is the dtype of inputs of products."""
 
     def sum_and_norm(
         dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None

@@ -83,9 +83,9 @@ _PASSES = 3
 class LocalLearner:
     """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
 
-    `started_from` is the checkpoint with the reference of the KL; None: the policy of the first update. With
-    `adapter_folder` None, adapters are new. `ranks` each hold a share of the weights and make all calls
-    together.
+    `started_from` is the checkpoint with the reference of the KL; None: the reference is the policy at the
+    first update. If `adapter_folder` is None, adapters are new. All `ranks` make all calls together, and each
+    holds a share of the weights.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class LocalLearner:
         policy_version: int | None,
         cache: LogprobCache,
     ) -> dict[str, float]:
-        """Take the policy's steps; none while an own critic warms up, or if all segments were certain."""
+        """Take the policy's steps, unless an own critic still warms up or all segments were certain."""
         training, share, metrics = self.config.training, 1.0, dict[str, float]()
         if training.skip_certain_above is not None:
             numbers = uncertain_segments(episodes, training.skip_certain_above)
@@ -355,7 +355,7 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """Run the own critic's passes of an iteration; an error counts the policy's `steps` too."""
+        """Run the own critic's passes of an iteration; an error's `steps_taken` includes the policy's."""
         critic = self._own_critic()
         before = critic.steps
         try:

@@ -57,9 +57,9 @@ class MemoryUse(EngineUse):
     masked: bool
     """Whether attention is masked over rows of several segments, instead of over one long row."""
     row_tokens: int
-    """Width of the widest row, at least the engine's longest sequence."""
+    """Tokens of the widest row, at least those of the engine's longest sequence."""
     micro_batch_tokens: int
-    """Tokens of one forward and backward, at least a row."""
+    """Tokens of one forward and backward pass, at least those of a row."""
     logits_chunk: int
     """Tokens whose logits exist at a time."""
     reference: bool = False
@@ -95,8 +95,8 @@ class MemoryNeeds:
     """Main memory of all ranks of a node; on a CPU, whose main memory is the device, only the additional need
     at the start."""
     least: int
-    """The least that the device must have: without kept prefixes, with the lower estimate of activations;
-    with a cache in pages, for one request of the allowed length."""
+    """The least bytes that the device must have, with the lower estimate of activations. Caches then have no
+    kept prefixes; a cache in pages holds one request of the allowed length."""
 
 
 def memory_needs(
@@ -130,7 +130,7 @@ def memory_needs(
 
 
 def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
-    """Return the larger need: during an update, while vLLM sleeps, or while it is awake.
+    """Return the bytes by kind of the larger need: of an update, while vLLM sleeps, or while vLLM is awake.
 
     A sleeping server keeps the memory of CUDA and its graphs.
     """
@@ -222,7 +222,7 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
     """Return the bytes of an engine's full cache, with the beginnings (trunks) that our decoder shares."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many more within prompts
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many within prompts too
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
@@ -290,7 +290,7 @@ def activations(shape: ModelShape, use: MemoryUse) -> int:
     total = tokens * (inputs + max(kept, again * largest * _AGAIN // 10))
     if use.low and not shape.adapters:  # autocast saves rounded weights
         total += BFLOAT16 * shape.parameters * max(whole, 1) // shape.layers
-    total += FLOAT32 * shape.adapted_experts * (max(whole, again) + 1) // shape.layers  # and their gradient
+    total += FLOAT32 * shape.adapted_experts * (max(whole, again) + 1) // shape.layers  # W + BA, its gradient
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 

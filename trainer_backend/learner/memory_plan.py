@@ -32,8 +32,8 @@ from trainer_backend.models.kinds import missing_kernels, module_is_here
 _CGROUP = Path("/sys/fs/cgroup")
 # Limits of chosen micro-batches, in tokens: larger ones gain nothing, smaller ones leave a GPU idle.
 _MOST_TOKENS, _FEWEST_TOKENS = 2**16, 2**9
-# The reserve of a choice: a share of the device, and of the estimated activations, for our layers and for
-# those of transformers (see the accuracy in learner.memory).
+# A choice of micro-batches leaves a reserve free: a share of the device, and a share of the estimated
+# activations, by our layers or by transformers' (see the accuracy in learner.memory).
 _SPARE, _UNSURE_OWN, _UNSURE_THEIRS = 0.05, 0.1, 1 / 3
 
 
@@ -46,11 +46,11 @@ class MemoryPlan:
     free: int
     host_free: int
     ranks: str = ""
-    """The ranks that have these needs, in words; empty for a single process."""
+    """The ranks that have these needs, as text for the user; empty for a single process."""
     notes: tuple[str, ...] = ()
     """Sentences about slower ways in which the learner computes, with reasons and costs."""
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    """From the job, or chosen by the plan."""
+    """Tokens of a micro-batch, from the job or chosen by the plan."""
 
     @property
     def need(self) -> int:
@@ -112,7 +112,7 @@ def model_configs(
 
 
 def choose_vocabulary(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """Return the vocabulary size of a preset: with fixed policies, that of the first."""
+    """Return the vocabulary size of a preset: that of the first fixed policy, if there is one."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
@@ -195,7 +195,7 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
     servers = servers_on(placement, config, ranks)
     use = replace(
         use,
-        # A vLLM server does not adapt to the memory that others leave.
+        # Counted in full: a vLLM server does not adapt to the memory that others leave.
         vllm=int(servers * config.inference.server_share * placement.card_bytes()) if servers else 0,
         vllm_servers=servers,
         vllm_sleeps=config.inference.sleep,

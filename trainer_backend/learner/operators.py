@@ -151,7 +151,7 @@ def gates_are_known(config: Any) -> bool:
 
 
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
-    """Return operators by Triton's kernels (`kernels_are_here`); `out` is the dtype of products' factors."""
+    """Return operators by Triton's kernels (`kernels_are_here`); `out` is the dtype of inputs of products."""
     from trainer_backend.models import kernels
 
     reading = Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out))

@@ -54,7 +54,7 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Restore weights and moments of `named_state` from a file, on each rank its share; yield its tensors.
+    """Restore each rank's share of what `named_state` stored in a file; yield all of the file's tensors.
 
     CheckpointError: the file belongs to another model.
     """

@@ -39,15 +39,15 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-# Key of the number of iterations in its file; the other keys name weights.
+# Key in the critic's file of its number of iterations; the other keys name weights.
 _ITERATIONS = "iterations"
 
 
 class OwnCritic:
-    """Begins as a copy of the policy. Not thread-safe, like its learner.
+    """A second model that predicts values. It begins as a copy of the policy. Not thread-safe.
 
-    `level`: whether values are read by decision or by token. The job's `seed` determines the order of
-    batches.
+    `level` says whether values are read by decision or by token. The order of batches follows from the job's
+    `seed`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class OwnCritic:
     ) -> None:
         self._scorer, self._ranks = replace(policy, model=_copy_policy(policy, table, ranks)), policy.ranks
         self._table, self._seed, self.level = table, seed, level
-        self.steps = 0  # of the optimizer, since this object was made
-        self.iterations = 0  # number of those that it has learned from, also before a resume
+        self.steps = 0  # steps of the optimizer since this object was made
+        self.iterations = 0  # iterations from which it has learned, also before a resume
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay, epsilon = table.critic_learning_rate, table.weight_decay, table.adam_epsilon

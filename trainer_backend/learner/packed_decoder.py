@@ -6,8 +6,8 @@ two ways:
     last layer      queries, and everything after attention, only for the N tokens that are read
     other work      norms, rotations and gates by `operators`, in fewer passes over the states
 
-Most tokens of an agent's prompts predict no sampled token. With 2 layers the first saves a third of a forward
-pass, with 28 layers 2 to 3 %.
+Most tokens of an agent's prompts predict no sampled token. With 2 layers the first way saves a third of a
+forward pass, with 28 layers 2 to 3 %.
 """
 
 from collections.abc import Callable, Mapping

@@ -28,7 +28,7 @@ class StepSums:
     """Sums over a whole step, the denominators of its means."""
 
     tokens: float
-    """Number of sampled tokens, with the step's share of tokens that the iteration omits."""
+    """Number of sampled tokens, plus the step's share of the tokens that the iteration omits."""
     weights: Mapping[str, float]
     """By policy, the sum of its tokens' weights."""
     critic: float
@@ -48,13 +48,13 @@ class PolicyTerms:
 
     @property
     def unit_levels(self) -> dict[str, RatioLevel]:
-        """By policy, the level whose units must be complete."""
+        """By policy, the level (token, decision, episode) whose units a step may not split."""
         return {policy: objective.unit_level for policy, objective in self.objectives.items()}
 
     def trusted(self, batch: Batch) -> Batch:
-        """Multiply a step's critic weights: by behaviour weights, or by 0, for samples of fixed policies.
+        """Multiply the critic's weights of fixed policies' samples by the behaviour weights, or by 0.
 
-        If no weight is left, the critic is removed from the step, because moments alone would move its head.
+        If no weight is left, the critic is removed from the step: AdamW's moments alone would move its head.
         """
         if batch.critic is None or len(self.objectives) == 1:
             return batch
@@ -77,7 +77,7 @@ class PolicyTerms:
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
-        """Add the units' shared logs, by the current log-probs, to a whole step."""
+        """Add `Objective.unit_logs` to a whole step; they are computed from the current log-probs."""
         there, logs_N = to_device(batch, logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))

@@ -126,7 +126,7 @@ class Host:
 
 
 class Call(Caller):
-    """A call, executed once; every request for it gets its `lines`. `digest` is that of its arguments."""
+    """A call, executed once; every request for it gets its `lines`. `digest` is a digest of its arguments."""
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest

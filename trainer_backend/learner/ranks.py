@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the `count` ranks of a learner. With a single rank, nothing communicates."""
+    """This process as one of the `count` ranks of a learner. A single rank communicates with no other."""
 
     index: int = 0
     """Index of this rank, from 0."""

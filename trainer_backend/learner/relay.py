@@ -36,7 +36,7 @@ _LOOK = timedelta(seconds=0.2)
 
 
 class Caller:
-    """The caller of a call. This base class, for ranks other than the first, ignores all reports."""
+    """Receives the reports of a call. This base class, for ranks other than the first, ignores them."""
 
     def tell(self, done: int, total: int) -> None:
         """Report the progress of the call."""
@@ -54,7 +54,7 @@ class Halted(Exception):
 
 
 class Relay:
-    """A rank's part of calls; `do` executes a call by name and arguments on this rank."""
+    """One rank's side of the relay; `do` executes a call by name and arguments on this rank."""
 
     def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
         self._ranks, self._do, self._number = ranks, do, 0

@@ -40,7 +40,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """Also log-probs and entropies of the sampled tokens."""
+    """Hidden states, and the log-probs and entropies of the sampled tokens."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -48,7 +48,7 @@ class States(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model, and how it is computed."""
+    """A model, and the settings with which it is computed."""
 
     model: PreTrainedModel
     """On the placement's device, with attention set to `attention.implementation`."""

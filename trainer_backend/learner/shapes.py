@@ -69,9 +69,9 @@ class ModelShape:
     state_bytes: int = 0
     """Bytes per token that autograd saves in a layer with a state, without norms and MLP."""
     state_numbers: int = 0
-    """Numbers in a layer's state, per row of an engine."""
+    """How many numbers a layer's state has, per row of an engine."""
     mlps: int = 0
-    """Number of layers that are only an MLP, in models whose other layers have none."""
+    """Number of layers that are only an MLP, in models whose other layers have no MLP."""
     norms: float = 2.0
     """Norms per layer over its whole width; Gemma has four."""
 
@@ -87,7 +87,7 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers in the keys and values of a token."""
+        """How many numbers the keys and values of a token have."""
         return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:

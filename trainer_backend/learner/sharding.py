@@ -108,7 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return the [n] numbers of a tensor that this rank adds to a sum; of copies, only the first counts."""
+    """Return the [n] numbers of a tensor that this rank adds to a sum; copies on other ranks add none."""
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()

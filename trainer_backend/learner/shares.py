@@ -45,8 +45,8 @@ def write_weights(
 ) -> None:
     """Write a model's weights, one file per rank, and the index.
 
-    A rank holds at most the largest tensor and the tensors that it writes. All ranks have the same order of
-    weights; `finished` converts a gathered tensor to those that are written.
+    A rank holds at most the largest tensor and the tensors that it writes. `weights` have the same order on
+    all ranks. `finished` converts a gathered tensor to the tensors that are written.
     """
     writers = _assign_writers(weights, ranks.count)
     mine: dict[str, Tensor] = {}

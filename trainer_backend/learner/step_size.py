@@ -30,7 +30,7 @@ Score = Callable[[Sequence[Segment]], Sequence[Row]]
 
 
 class StepSize:
-    """The current peak of the rate. Only "desired_kl" changes the peak, and stores it in checkpoints."""
+    """The current peak of the learning rate. Only "desired_kl" changes it, and stores it in checkpoints."""
 
     def __init__(self, table: TrainingTable, seed: int, ranks: Ranks = ALONE) -> None:
         self._table, self._seed, self._ranks = table, seed, ranks

@@ -110,7 +110,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A segment with the scores of its N sampled tokens before the first step (stop 8)."""
+    """A segment with the scores of its N sampled tokens before the first step (stop 8 of docs/route.md)."""
 
     segment: Segment
     proximal: Row = ()
@@ -118,7 +118,7 @@ class Scored:
     behaviour: Row = ()
     """[N] behaviour weights (core.behaviour), in [0, cap]; empty before scoring."""
     policy: str = ACTOR
-    """The sampler of the segment."""
+    """The policy that sampled the segment."""
     share: Row = ()
     """[N] weights of the tokens in the whole iteration, for an aggregation over the iteration."""
     reference: Row | None = None

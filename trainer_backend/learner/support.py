@@ -121,7 +121,7 @@ def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
 
 
 def _compare(own: Tensor, other: Tensor) -> float:
-    """Return the largest difference of allowed logits, relative to the largest of them if that is above 1."""
+    """Return the largest difference of allowed logits, relative to the largest logit if that is above 1."""
     is_allowed = ~(own < EXCLUDED / 2)  # NaN counts as allowed, so that it is found
     own, other = own[is_allowed], other[is_allowed]
     return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

@@ -49,7 +49,7 @@ class LogprobCache:
     reference: dict[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
-        """Select the segments of these numbers, by rollout id."""
+        """Return a cache of only the segments with these numbers; both are by rollout id."""
 
         def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
             known = logprobs.keys() & numbers.keys()
@@ -87,7 +87,7 @@ class PolicyUpdate:
         self._aggregation = aggregation(name)
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         self._tokens_by_rank = np.zeros(scorer.ranks.count)  # of all micro-batches so far
-        # Tokens of the steps' segments; without shared repetitions; with padding, for one segment per row.
+        # Tokens of the steps' segments; computed tokens, shared ones once; and with padding (`PaddedRows`).
         self._tokens = self._computed = self._places = 0
         default = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
         self._mismatch_limit = config.training.mismatch_limit or default
@@ -102,7 +102,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
-        Once the policy is farther than `target_kl` from the proximal policy, no step is taken any more.
+        Once the policy is farther than `target_kl` from the proximal policy, no further step is taken.
         `policy_version` is as in `parts.Learner.update`.
 
         Raises:
@@ -151,7 +151,7 @@ class PolicyUpdate:
         }
 
     def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
-        """Return the rate of the last step, and the KL of the iteration if the rate follows it."""
+        """Return the learning rate of the last step, and the iteration's KL if the rate follows this KL."""
         with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
             return {"optim/lr": self._rate()} | self._step_size.follow(
                 scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
@@ -303,7 +303,7 @@ class PolicyUpdate:
             self._places += sum(PaddedRows.places(piece.packed) for piece in pieces)
 
     def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
-        """Return the load of a step's experts, for a balancing loss already over all micro-batches."""
+        """Return the load of a step's experts; for a balancing loss, counted first over all micro-batches."""
         experts = self._scorer.experts
         load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
         if experts is not None and experts.coefficient and len(pieces) > 1:
@@ -380,9 +380,9 @@ class PolicyUpdate:
         )
 
     def _pieces(self, batch: Batch, max_rows: int, *, is_first: bool) -> list[Batch]:
-        """Cut the step into micro-batches, with data that their own forward passes cannot compute.
+        """Cut the step into micro-batches, and add data that their own forward passes cannot compute.
 
-        These are shared logs of units that lie in several micro-batches, and log-probs without dropout.
+        Such data are the logs of units that lie in several micro-batches, and log-probs without dropout.
         """
         pieces = list(cut_batch(batch, max_rows))
         spans = self._terms.has_split_units(batch)
@@ -462,11 +462,11 @@ class _Load:
     tokens: int
     """Number of the step's tokens, without padding."""
     of_step: Tensor | None = None
-    """[M, E] over the whole step; None: there is a single micro-batch."""
+    """[layers M, experts E], tokens of the whole step; None: they were not counted in advance."""
     piece: Routing | None = None
     """The routing of the current micro-batch."""
     sent: Tensor | None = None
-    """[M, E] over the micro-batches so far that count."""
+    """[M, E] over the micro-batches so far, without copies of other ranks' micro-batches."""
 
     def keep(self) -> None:
         """Add the current micro-batch to `sent`."""
@@ -489,7 +489,7 @@ class _Load:
         return torch.stack(parts).sum(dim=0) if parts else None
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return metrics of the evenness of the step's load."""
+        """Return metrics of how evenly the step's tokens are spread over the experts."""
         sent_ME = None if self.piece is None else self.sent_by_all(ranks)
         return {} if sent_ME is None else load_metrics(sent_ME)
 

@@ -55,7 +55,7 @@ class ValueHead:
         return {"weight": self._weight_D, "bias": self._bias}
 
     def _read(self, states: Hidden) -> Tensor:
-        """Return the [N] bools of whether a value is read."""
+        """Return [N] bools: whether the value of each state is read."""
         first_N = states.rows.first_N
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 

@@ -14,7 +14,7 @@ class Ways(NamedTuple):
 
     updates: str
     rows: str
-    """The contents of a row of an update."""
+    """The content of one row in an update's micro-batches."""
     engine: str
     goes_on_from: str
     """From where the engine continues a prompt whose beginning it has cached."""

@@ -138,7 +138,7 @@ class CpuKernels:
         return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0) and weight_OI.is_contiguous()
 
     def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return x w', [T, O]. Needs `multiplies` to be true. A token's result does not depend on others."""
+        """Return x w', [T, O]. Needs `multiplies` to be true. A token's result depends on no other token."""
         out_TO = input_TI.new_empty((len(input_TI), len(weight_OI)))
         self._multiply(input_TI, weight_OI, out_TO, adds=False)
         return out_TO

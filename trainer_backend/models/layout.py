@@ -151,7 +151,7 @@ def read_object(path: Path) -> Mapping[str, Any]:
 def described(config: Mapping[str, Any]) -> str:
     """Describe architecture and size; models with the same tensor names and shapes get the same text.
 
-    It has the `model_type`, which every config.json has; `architectures` depends on the class that saved it.
+    The text names `model_type` and not `architectures`, which depends on the class that saved the folder.
     """
     sizes = text_sizes(config)
     layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")

@@ -26,7 +26,7 @@ def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
-    """Return a model's inputs: token ids, or, with a low precision, float32 embeddings that are rounded."""
+    """Return a model's inputs: token ids, or, with a low precision, embeddings rounded to it in float32."""
     if low is None:
         return {"input_ids": ids_BL}
     tokens = {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}

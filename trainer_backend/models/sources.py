@@ -25,8 +25,8 @@ UNWANTED = ("*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*")
 def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
     """Return the folder with the model of [model]; a hub name is fetched into the hub's cache if needed.
 
-    With `cached_only` the hub is not contacted. ModelFolderError: the hub has no such model or denies access;
-    or the model is not cached, and the hub cannot be reached.
+    With `cached_only` the hub is not contacted. Raises ModelFolderError if the hub has no such model or
+    denies access, or if the model is not cached and the hub cannot be reached.
     """
     if table.path is not None:
         return table.path

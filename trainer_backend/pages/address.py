@@ -38,7 +38,7 @@ def _value(name: str, text: str, kinds: Sequence[type]) -> Any:
 
 
 def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) -> tuple[str, bool]:
-    """Read the sort column of a list, and whether the highest value comes first."""
+    """Read the column by which a list is sorted, and whether the highest value comes first."""
     sort = params.get("sort") or default
     if sort not in sorts:
         raise BadAddress(f"sort is {sort[:40]!r}; known: {', '.join(sorts)}")
@@ -46,7 +46,7 @@ def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) 
 
 
 def describe_order(sort: str, down: bool, newest: str) -> str:
-    """Describe an order in words; `newest` is the value of `sort` that means by age."""
+    """Describe an order in words; `newest` is the column whose highest value is the newest row."""
     if sort == newest:
         return "newest first" if down else "oldest first"
     return f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"
@@ -61,9 +61,9 @@ def change_query(params: QueryParams, **changes: object) -> str:
 def link_list(
     path: str, params: QueryParams, *, sort: str, down: bool, sorts: Collection[str], cursor: str | None
 ) -> dict[str, Any]:
-    """Return a list's order, and the addresses of its current, first and next page and of other orders.
+    """Return a list's order, the addresses of its current, first and next page, and those of other orders.
 
-    `cursor` leads to the next page, if there is one.
+    `cursor` is the position of the next page; None on the last page.
     """
 
     def address(**changes: object) -> str:

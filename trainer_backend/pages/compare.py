@@ -39,12 +39,12 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
 
 
 def name_outcomes(sides: Sequence[Story]) -> list[str]:
-    """Return the different names of the runs' outcomes; a run without episodes has none yet."""
+    """Return the names of the runs' outcomes, each once; a run without episodes has no name yet."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
 def _difference(first: Story, other: Story) -> Interval | None:
-    """Return the last evaluation of `other` minus that of `first`, by world; None without common worlds."""
+    """Return the last evaluation of `other` minus that of `first` over common worlds; None if none is."""
     before, after = (
         (side.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
         for side in (first, other)
@@ -55,7 +55,7 @@ def _difference(first: Story, other: Story) -> Interval | None:
 
 def _doubt(first: Story, other: Story) -> Iterator[str]:
     """Yield sentences about keys that make the same world another task, and about rows that differ."""
-    # Rows with ids from their content are the same in any file and any split.
+    # A row whose id comes from its content is the same row in any file and any split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     keys = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
@@ -71,7 +71,7 @@ def _doubt(first: Story, other: Story) -> Iterator[str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest different ends of the paths."""
+    """Return the last n parts of each path, for the smallest n with which all differ."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-parts:])) for path in paths]
         if len(set(names)) == len(names):

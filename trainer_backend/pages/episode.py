@@ -44,7 +44,7 @@ def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, Rollo
 
 
 def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) -> dict[str, Any]:
-    """Return the values of an episode's page, with one of its decisions, if it has any."""
+    """Return the values for the page of an episode, and for its decision `turn`, if it has decisions."""
     store = dashboard.store
     job, row, run_dir, (rollout, columns) = read_episode(store, job_id, rollout_id)
     episode, failure = rollout.trajectory, rollout.failure
@@ -63,7 +63,7 @@ def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) 
         raise UnknownTurn(f"rollout {row.rollout_id} has decisions 1 to {count}, not {turn}")
     decision = decision_view(episode, columns, turn)
     pictures, key = dashboard.frames.cached(run_dir, rollout), decision["state_key"]
-    # Decisions of the group in the same state, also this one.
+    # Decisions of the group that were made in the same state, including this one.
     anchors = reads_rollouts.anchors(store, job_id, row, key, limit=_ANCHORS_SHOWN) if key else ()
     branches = reads_rollouts.branches(store, job_id, row, turn)
     return values | {

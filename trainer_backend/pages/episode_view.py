@@ -61,7 +61,7 @@ def interaction_texts(step: StepData) -> list[str]:
 
 
 def last_message(step: StepData) -> str:
-    """Return the last message of a prompt: the only one that changes between fresh prompts."""
+    """Return the text of a prompt's last message, the only message that changes between fresh prompts."""
     return "".join(str(message.content or "") for message in step.observation_data.messages[-1:])
 
 
@@ -86,7 +86,7 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
             "state": "new" if msg_id >= new_from else "kept" if was is None else "edited",
             "was": "" if was is None else was.content or "",
             "was_calls": () if was is None else was.tool_calls or (),
-            # A message that is deleted at the end, and not edited later, is deleted in this prompt.
+            # The episode ends with the message deleted and with this text, so it is deleted here too.
             "deleted": was is not None and msg_id in episode.deleted_msg_ids
             and last[msg_id : msg_id + 1] == [message],
             "edited_at": edited_at,
@@ -220,7 +220,7 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
 
 
 def _payments(step: StepData) -> list[str]:
-    """Return the rewards and costs of a decision; the environment's own reward only without achievements."""
+    """Return a decision's rewards and costs. The environment's own is left out if it has achievements."""
     parts = [f"{part.source} {signed(part.value)}" for part in step.reward_parts if part.value]
     if step.observation_data.achievements_counts:
         return parts
@@ -239,7 +239,7 @@ _CREDIT = (
 
 
 def credit_figures(stored: Columns, show: Callable[[float], str]) -> list[Figure]:
-    """Return the rewards and advantages that a decision has."""
+    """Return name, value and meaning of each stored reward and advantage of a decision."""
     numbers = _numbers(stored)
     values = [(title, numbers.get(name), meaning) for name, title, meaning in _CREDIT]
     return [(title, show(value), meaning) for title, value, meaning in values if value is not None]
@@ -248,7 +248,7 @@ def credit_figures(stored: Columns, show: Callable[[float], str]) -> list[Figure
 def credit_lines(stored: Columns) -> list[tuple[str, str]]:
     """Return the equations by which the advantage follows from its parts, each with an explanation.
 
-    Empty for files of earlier versions, which have neither parts nor estimator.
+    The list is empty for files of earlier versions, which store neither parts nor estimator.
     """
     plug, numbers = ESTIMATORS.get(stored.get("estimator") or ""), _numbers(stored)
     if plug is None:

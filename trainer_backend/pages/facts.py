@@ -25,7 +25,7 @@ def chosen_keys(job: Job) -> list[tuple[str, str, str]]:
 
 
 def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every key that differs between jobs, given as TOML, with its value in each."""
+    """Return every key that differs between jobs, which are given as TOML, and its value in each job."""
     jobs = [dict(_leaves(_values(config))) for config in configs]
     rows = {key: [job.get(key, ABSENT) for job in jobs] for job in jobs for key in job}
     return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
@@ -38,7 +38,7 @@ NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gatew
 def group_seeds(configs: Sequence[str]) -> list[list[int]]:
     """Group jobs by setting; return groups of indices. Jobs of a group differ only in NO_SETTINGS.
 
-    If all jobs of a setting have the same seed, each of them is a group of its own.
+    If all jobs of a setting have the same seed, each job is a group of its own.
     """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
@@ -53,7 +53,7 @@ def group_seeds(configs: Sequence[str]) -> list[list[int]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield keys without a table below them, such as rollout.env_config.text, and their values as text."""
+    """Yield each key whose value is no table, as rollout.env_config.text, and its value as text."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -64,7 +64,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def to_begin_from(job: Job) -> str:
     """Return a TOML for another job like this one: its chosen keys, without keys that the service sets."""
     known = parse_tables(job.config)
-    # [[rollout_only]] stays as it is written. Optional tables such as [warmup] stay even without keys.
+    # Keep [[rollout_only]] as it is written, and optional tables such as [warmup] even without keys.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
     fields = JobConfig.model_fields
     tables: dict[str, dict[str, Any]] = {

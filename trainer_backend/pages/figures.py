@@ -68,7 +68,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Format an estimated duration in the largest unit that it contains twice: 90 s, 24 min, 3 h."""
+    """Format an estimated duration in the largest unit of which it has at least two: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"

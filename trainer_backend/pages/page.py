@@ -30,12 +30,12 @@ Action = Literal["pause", "resume", "cancel"]
 
 
 class Jobs(Protocol):
-    """What pages may do with jobs. The jobs API implements these calls, so both follow the same rules."""
+    """The calls by which pages change jobs. The jobs API implements them, so both follow the same rules."""
 
     async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Queue the job in a form's text, once per form id and text; TrainerError: the job is refused."""
+        """Queue the job in a form's text, once per form id and text; raise TrainerError if it is refused."""
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
@@ -85,7 +85,7 @@ def list_page(template: str, **values: Any) -> HTMLResponse:
 
 
 def takes_part(request: Request) -> bool:
-    """Return whether the browser uses only a part of the answer, for example to filter or sort a list."""
+    """Return whether the browser needs only a part of the page, for example the list after a new filter."""
     return "HX-Request" in request.headers and "HX-History-Restore-Request" not in request.headers
 
 
@@ -129,7 +129,7 @@ def _assets() -> tuple[str, str, str]:
 
 
 def _digest(text: str) -> str:
-    """Return the name of an inline script or style in a Content-Security-Policy."""
+    """Return the digest that names an inline script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -38,10 +38,10 @@ _CLIP = 700
 
 
 def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
-    """Return the best episode of the best evaluation; None before an evaluation has stored one.
+    """Return the best episode of the best evaluation; None if no evaluation has stored an episode yet.
 
     `headline` has world, outcome and end, `lines` the decisions with the texts of their prompts, `shots` the
-    pictures, and `missing` the reason why there are none.
+    pictures, and `missing` the reason if there are no pictures.
     """
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
@@ -143,7 +143,7 @@ def saved_data(
 
 
 def turn_charts(story: Story) -> list[Chart]:
-    """Chart achievements and rewards by decision turn, of the first and of the last iterations."""
+    """Chart achievements and rewards by turn: a curve for the first iterations, one for the last."""
     rows = story.by_actor
     if not rows:
         return []
@@ -269,7 +269,7 @@ def _training(story: Story) -> list[Line]:
 
 
 def _count_episodes(rows: Sequence[Row], policy: str, outcome: str) -> str:
-    """Describe a policy's episodes in these iterations: number, mean outcome, and a fixed policy's weight."""
+    """Describe a policy's episodes in these iterations: number, mean outcome, and weight if it is fixed."""
     past = read_past(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
     if mean is None:
@@ -303,7 +303,7 @@ def _time(story: Story) -> list[Line]:
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
-    """Return the mean r_t of each turn over the actor's episodes, [T]; an ended episode counts as 0."""
+    """Return the [T] mean r_t of each turn over the actor's episodes; an episode that has ended adds 0."""
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
@@ -317,7 +317,7 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 
 def last_minus_first(story: Story) -> Interval | None:
-    """Return the `paired_difference` of the last and the first evaluation with the same tasks, if stored."""
+    """Return the mean gain from the first to the last evaluation of the same tasks; None if it is unknown."""
     same = find_comparable(story.evaluations)
     if len(same) < 2:
         return None

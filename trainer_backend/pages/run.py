@@ -46,7 +46,7 @@ from trainer_backend.store.rows import ENDED, Curve, Job
 router = page_router()
 
 TABS = (("", "Charts"), ("rollouts", "Rollouts"), ("config", "Job"), ("log", "Log"))
-MOST_RUNS = 12  # colours and dashes distinguish 36, but readers do not
+MOST_RUNS = 12  # colours and dashes could mark 36 curves, but readers could not tell them apart
 _LOG_LINES = 500
 _SORTS = get_args(RolloutSort)
 _PAGE = 50  # rollouts
@@ -130,7 +130,7 @@ def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> J
 
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
 def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
-    """Show one chart as a table; for a single run with the values of the chosen axis."""
+    """Show one chart as a table; if it has a single run, also the values of the chosen x axis."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
@@ -174,7 +174,7 @@ def rollouts(request: Request, job_id: str) -> Response:
 
 
 def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
-    """Return a page of rollouts for an address; for lost ones also the causes by stage."""
+    """Return the part of the list of rollouts that an address names; for lost ones also causes by stage."""
     where, (sort, down) = read_filter(RolloutFilter, params), read_order(params, _SORTS, "newest")
     rows = reads_rollouts.rollouts(
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,

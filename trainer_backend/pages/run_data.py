@@ -45,7 +45,7 @@ def points_for(runs: int) -> int:
 
 
 def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple[list[Panel], list[Panel]]:
-    """Return the panels for the runs' (kind, metric) pairs, and generated ones for the other pairs."""
+    """Return the panels for the runs' (kind, metric) pairs, and generated panels for the remaining pairs."""
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
     panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
     return panels if len(runs) == 1 else split_by_line(panels), make_other_panels(pairs)
@@ -63,7 +63,7 @@ def run_data(
 ) -> dict[str, Any]:
     """Return the page's values except those of its charts: panels by section, and facts about the runs.
 
-    The facts are figures and tables of one run, or names, last figures and different keys of several.
+    For one run the facts are figures and tables, for several their names, last figures and different keys.
     `apart`: runs that differ only in the seed are not merged. `pin`: id or name of the reference run.
     """
     panels, rest = panels_for(runs, metrics)
@@ -98,7 +98,7 @@ def run_data(
 
 
 def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group panels (as dicts) or charts by section; sections without any are left out."""
+    """Group panels (as dicts) or charts by section; empty sections are left out."""
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
         for title in get_args(Section)
@@ -146,8 +146,8 @@ def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
     """Return the last figures of runs, or means over seeds, and the differences to the pinned run.
 
-    Each of `rows` has a group, whether it is `pinned`, and its `cells` as texts: a `value`, for several seeds
-    the `reach` from the lowest to the highest, and the `difference`.
+    Each of `rows` has a group, whether it is `pinned`, and its `cells`. A cell has texts: the `value`, the
+    `difference`, and for several seeds the `reach` from the lowest to the highest.
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]

@@ -31,9 +31,9 @@ def make_head(
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
-    A recent iteration took `rate_s` seconds; `place` is the id of the last event on the page. In the head,
+    `rate_s` is the seconds of a recent iteration, `place` the id of the last event on the page. In the head,
     `live` says that the run may still change, `progress` describes its stage, `actions` has the allowed
-    verbs, `processes` has a live run's processes by role, and `notes` says what slows the last start.
+    verbs, `processes` has a live run's processes by role, and `notes` says what slows its newest start.
     """
     total, live = read_iterations(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
@@ -73,7 +73,7 @@ def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, s
     parts = path.split("/")
     facts = [
         ("environment", rollout.get("env_name", "")),
-        # The beginning of a path differs rarely.
+        # Keep the end of a path, since the beginnings of paths rarely differ.
         ("model", path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])),
         ("advantage", tables.get("algorithm", {}).get("advantage", "")),
         ("begun", ago(job.started, now) if job.started else ""),
@@ -138,7 +138,7 @@ _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "ite
 
 
 def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
-    """Return for each stage of these rows that lost rollouts its name, `180 of 200` and the causes."""
+    """Return, for each stage that lost rollouts, its name, the count as `180 of 200`, and the causes."""
     lines = []
     for row in rows:
         stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])
@@ -154,7 +154,7 @@ RATES = "eval/success_rates/"
 
 
 def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence[str]]:
-    """Return a heading and a line per evaluation, the oldest first; empty before the first."""
+    """Return a heading and a line per evaluation, the oldest first; empty without evaluations."""
     if not rows:
         return []
     of_achievements = [figure for figure in FIGURES[1:] if figure[1].startswith("eval/")]
@@ -177,8 +177,8 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
 def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the success rates of the first and the last evaluation, the highest first; empty without any.
 
-    `before` and `after` name the two evaluations; `before` is empty if there is only one. `rows` have each
-    achievement as text, on a scale of 100, and as a curve from `curves`, by `RATES` and the name.
+    `before` and `after` name the two evaluations; `before` is empty if there is only one. Each row has the
+    rates of one achievement as text, in percent, and as a small curve of `curves[RATES + name]`.
     """
     if not evaluations or not evaluations[-1].get("eval/success_rates"):
         return {}

@@ -52,7 +52,7 @@ def runs(request: Request) -> Response:
 
 
 def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
-    """Return a page of runs for an address, and the runs that it names as chosen."""
+    """Return the part of the list of runs that an address names, and the runs that it names as chosen."""
     where, (sort, down) = _read_filter(params), read_order(params, _SORTS, "created")
     rows = reads.runs(
         store, where, sort=cast(RunSort, sort), descending=down, cursor=params.get("cursor") or None
@@ -75,7 +75,7 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
 
 
 def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
-    """Return the values by which the list can be filtered, with their numbers of runs; tags by tag key."""
+    """Return the values by which the list can be filtered, and how many runs have each; tags by tag key."""
     facets = reads.run_facets(store)
     tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
     for tag, count in facets["tags"].items():

@@ -1,8 +1,8 @@
 """Pure: series as charts, tables and small curves; the horizontal axes of a run.
 
-A chart is a dict for static/charts.js: `x` has the values of the horizontal axis, and `y` of each of `curves`
-has a value or None for each of these, `low` and `high` its band, if it has one. `run` and `line` are the
-indices of the curve's run, and of its line in the panel; `dots` says that its points are far apart.
+A chart is a dict for static/charts.js, with the positions `x` on the horizontal axis and `curves`. A curve
+has in `y` a value or None for each position, and in `low` and `high` its band, if it has one. `run` is the
+index of its run, `line` that of its line in the panel; `dots` says that its points are far apart.
 """
 
 import math
@@ -20,7 +20,7 @@ Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
 Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
 Values = Sequence[float | None]
-EVERY_POINT = 10**9  # as the most points of a curve: no curve is thinned
+EVERY_POINT = 10**9  # the most points of a curve if no curve is thinned
 
 
 def draw_chart(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
@@ -70,7 +70,7 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
     if len(bounds) == 2:
         return [(bound.iterations, bound.values) for bound in bounds]
     own = curves[line.kind, line.metric]
-    thinned = alone and own.low != own.high  # the bands of several runs would hide each other
+    thinned = alone and own.low != own.high  # with several runs, the bands would hide each other
     return [(own.iterations, own.low), (own.iterations, own.high)] if thinned else ()
 
 
@@ -82,7 +82,7 @@ def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence
 
 
 def _rounded(values: Values) -> list[float | None]:
-    """Round to 1e-8 of the largest value, which no picture shows and takes a third of the bytes."""
+    """Round to 1e-8 of the largest value: pictures stay the same, and the text has a third of the bytes."""
     largest = max(map(abs, filter(None, values)), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
@@ -122,7 +122,7 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
 
 
 def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Return the hours of each iteration, from the previous one's end; from its begin if it opens a start."""
+    """Return each iteration's hours: since the previous one's end, or at a new start since its own begin."""
     added, before = {}, None
     for at in sorted(rows):
         row = rows[at]
@@ -138,8 +138,8 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
     """Return the iterations at which charts have values, and each run's position there on each axis.
 
-    Axes that a run lacks are left out. Before the first iteration an axis is 0; between two iterations it has
-    the earlier value.
+    Axes that any run lacks are left out. Before the first iteration a position is 0; between two iterations
+    it is that of the earlier one.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]

@@ -60,7 +60,7 @@ async def replay(
     """
     recorded = [ReplayTurn.of(step) for step in episode.steps[: max(turns)]]
     if not episode.achievements_counts:
-        # Without counters, all names of actions and all rewards may be equal, so results are also compared.
+        # Without counters of achievements, all actions and rewards may be equal: compare the results too.
         results = [step.step_info.tool_result for step in episode.steps]
         recorded = [
             turn.model_copy(update={"result": result})
@@ -80,7 +80,7 @@ async def replay(
 
 
 _CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
-# Environments, and prefixes of names, that have only text and draw nothing: no task app is started for them.
+# Names of environments, and prefixes of names, that draw nothing: no task app is started for them.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
 
@@ -134,7 +134,7 @@ class Frames:
         """Return the pictures of an episode as PNG by turn; turn 0 is the start.
 
         Raises:
-            NoPictures: the episode has none; further requests do not replay it.
+            NoPictures: the episode has no pictures; further requests do not replay it.
             TrainerError: no task app could be started or asked; another request tries again.
         """
         # A page requests several frames at once. One replay draws all; the other requests wait without a
@@ -172,7 +172,7 @@ class Frames:
 
 
 def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
-    """Return the cache key of a run's environment, which changes when the job is replaced."""
+    """Return a cache key of a run's environment; the key changes when the run's job is replaced."""
     job = run_dir / "job.toml"
     name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
     return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0

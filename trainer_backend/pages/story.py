@@ -52,7 +52,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the actor played; in a mixture it may miss some."""
+        """The iterations in which the actor played; in a mixture, an iteration may be without the actor."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property
@@ -70,7 +70,7 @@ class Story:
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
-        """The first, best and last evaluation. One that is several of these has all words: "first, best"."""
+        """The first, best and last evaluation, each once. One may have two words: "first, best"."""
         rows = self.evaluations
         marks = [("first", rows[0]), ("best", self.best_evaluation), ("last", rows[-1])] if rows else []
         by_iteration: dict[int, tuple[list[str], Row]] = {}
@@ -85,7 +85,7 @@ class Story:
 
     @property
     def last_episodes(self) -> Row | None:
-        """The row of the last evaluation, or else of the last iteration, which names the outcome."""
+        """The row that names the outcome: that of the last evaluation, or else of the last iteration."""
         return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
 
     @property

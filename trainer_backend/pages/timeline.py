@@ -22,9 +22,9 @@ _STEPS_S = tuple(
     )
     for count in counts
 )  # fmt: skip
-_LEAST_WIDTH = 0.2  # in percent, so that work of no time is visible
-# The least share of the axis, in percent, that holds the number of a bar: on a phone, and on a screen.
-_ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # at the sides, and for each digit
+_LEAST_WIDTH = 0.2  # in percent, so that even very short work is visible
+# The least width, in percent of the axis, of a bar with its number: on a phone, and on a larger screen.
+_ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # the width at the sides, and for each digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _bar(span: _Span, begin: float, end: float) -> dict[str, Any]:
 
 
 def _ticks(whole_s: float) -> list[dict[str, Any]]:
-    """Return even marks backwards from the end, and the end."""
+    """Return marks at even distances before the end of the axis, and a mark at the end."""
     step = next((step for step in _STEPS_S if whole_s / step <= _MOST_TICKS), whole_s / _MOST_TICKS)
     count = int(whole_s / step)
     marks = [
@@ -114,7 +114,7 @@ def _ticks(whole_s: float) -> list[dict[str, Any]]:
 
 
 def _who_waited(rows: Sequence[Row]) -> str:
-    """Describe the shares of the working time over all rows."""
+    """Describe how the working time of all rows divides into joint work, collecting and learning."""
     for_rollouts = sum(row.get("time/wait_collect_s", 0.0) for row in rows)
     for_learner = sum(row.get("time/wait_learner_s", 0.0) for row in rows)
     both = sum(map(_both_s, rows))
@@ -131,7 +131,7 @@ def _who_waited(rows: Sequence[Row]) -> str:
 
 
 def _both_s(row: Row) -> float:
-    """Return the seconds in which both lanes worked, from their share and the seconds in which one did."""
+    """Return the seconds in which both lanes worked, from their share and from the seconds of waiting."""
     share = row.get("perf/overlap", 0.0)
     if share >= 1.0:  # neither waited
         return float(row["timeline/learn_end"] - row["timeline/learn_start"])

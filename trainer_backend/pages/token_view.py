@@ -1,4 +1,4 @@
-"""The tokens of a segment with their colours; long runs are folded.
+"""The tokens of a segment with their colours. A `Run` has adjacent tokens of one decision or the context.
 
 A token has up to three classes, of which the page's style shows one: `a` for its advantage, `p` for its
 probability, `m` for its mask. They are steps of a scale, since a page without inline styles has few colours.
@@ -18,13 +18,13 @@ from trainer_backend.pages.figures import number, signed
 
 STEPS = 4  # of the scale of advantages, on each side of 0
 _PROBABILITIES = (0.99, 0.9, 0.5, 0.1, 0.01)
-# Longer runs are folded, except for their two ends, since a context may have a hundred thousand tokens.
+# Longer runs of tokens show only their two ends, since a context may have a hundred thousand tokens.
 _FOLD, _ENDS = 400, 60
-# The same for the sampled tokens of the decision on the page.
+# The same two numbers for the sampled tokens of the decision on the page.
 _MOST, _MOST_ENDS = 8000, 4000
 
 Decode = Callable[[int], str]
-# Adjacent tokens: the turn that sampled them (None: context), the first of them, the one after the last.
+# The turn that sampled the tokens (None: context), the index of the first one, and the index after the last.
 Run = tuple[int | None, int, int]
 
 
@@ -33,9 +33,9 @@ def segment_view(
 ) -> dict[str, Any]:
     """Return the part of a segment that the page of a decision shows.
 
-    `runs` are the decision, its neighbours, and the context around them. A run has adjacent tokens of one
-    decision (its `turn`) or of the context (None); if it is folded, `folded` tokens between `tokens` and
-    `rest` are left out. `before` and `after` count the other tokens, and name the decision that shows them.
+    `runs` are the decision, its neighbours, and the context around them. The `turn` of a run is None for the
+    context. If a run is long, `folded` tokens between its `tokens` and its `rest` are left out. `before` and
+    `after` count the tokens outside of these runs, and name a turn whose page shows them.
 
     `index` is the segment's place in the episode, from 0, `turn` a decision that it trains, and `advantages`
     has the token advantages of each decision (`token_advantages`).
@@ -75,7 +75,7 @@ def _cut(segment: Segment) -> list[Run]:
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
-    """Return each decision's stored advantages: one, one per token, or [] without credit."""
+    """Return each decision's stored advantages: one value, a value per token, or [] without credit."""
     rows: list[Sequence[float]] = []
     for columns in decisions:
         by_token, whole = columns.get("token_advantages"), columns.get("advantage")

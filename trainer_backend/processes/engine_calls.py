@@ -32,7 +32,7 @@ class EngineSetup(Body):
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """A request for a sample; for its fields see `Extras`."""
+    """A request for a sample; `Extras` explains most fields."""
 
     ids: tuple[int, ...]
     sampling: Sampling

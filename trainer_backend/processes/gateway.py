@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 _TOTALS_S = 30.0
 # Time for reading a model; `load_s` adds the wait for servers.
 _LOAD_S = 600.0
-# After so many ends in a row without an answered request, no process is started again. After so many ends
+# If this many processes in a row end without an answered request, no other is started. If this many end
 # during one call, the call fails.
 _MOST_IN_VAIN = 3
 _LOOK_S = 0.2
@@ -59,7 +59,7 @@ _LAST_WORDS_S = 1.0
 
 
 def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums by name. Pure."""
+    """Sum the counts that have the same name. Pure."""
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
@@ -79,7 +79,7 @@ class _Life:
     moves: list[tuple[str, str]] = field(default_factory=list)
     """Former and new addresses of vLLM servers, not sent to the process yet."""
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
-    """Tasks that wait for the process's end, the end of the call `serve`, and `announced`."""
+    """Three tasks: they wait for the end of the process, the end of the call `serve`, and `announced`."""
     has_answered: bool = False
     fault: Exception | None = None
     """Why no process can serve the policies."""
@@ -141,7 +141,7 @@ class Gateway(Worker):
         self._life: _Life | None = None
         self._last_words = ""
         self._in_vain = 0  # processes in a row that ended without an answer
-        # The last read counts of ended processes, and of the running one.
+        # The counts that were last read from ended processes, and from the running one.
         self._ended: Mapping[str, float] = {}
         self._newest: Mapping[str, float] = {}
         self._session = plain_session(
@@ -151,7 +151,7 @@ class Gateway(Worker):
 
     @property
     def pid(self) -> int | None:
-        """The id of its process; None before the first one."""
+        """The id of the gateway's process; None before the first process."""
         return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
@@ -284,7 +284,7 @@ class Gateway(Worker):
         if address is None:
             return False
         life.url, life.version = address, self._version
-        # `ended` also reads the output of libraries.
+        # `ended` also reads the output of libraries, or the process would block.
         life.tasks = [
             asyncio.ensure_future(work)
             for work in (process.ended(), self._serve(life), life.announced.wait())
@@ -407,6 +407,6 @@ class Gateway(Worker):
 def load_s(table: InferenceTable) -> float:
     """Return the most seconds that a gateway may take to serve a version.
 
-    A pool waits for its first server, for the load, and for the other servers.
+    With vLLM it waits for the first server, for the load, and for the other servers.
     """
     return _LOAD_S + 3 * table.replica_patience_s

@@ -43,19 +43,19 @@ class GatewaySetup(Body):
     version: PolicyVersion
     """The version that the process serves first."""
     probes: bool
-    """Whether the servers of fixed policies are tried; not after a restart, which must not fail for them."""
+    """Whether servers of fixed policies are probed; not after a restart, which they must not prevent."""
 
 
 class Line(Body):
-    """Text for the run: the address that answers requests now (serving), the address of a vLLM server that
-    must be restarted (server_away), or a line for the user (say)."""
+    """Text for the run. By kind: the address that answers requests from now on (serving), the address of a
+    vLLM server that must be restarted (server_away), or a line for the user (say)."""
 
     kind: Literal["serving", "server_away", "say"]
     text: str
 
 
 class Sign(Body):
-    """The first request is answered, or a vLLM server is about to ask the learner for the weights."""
+    """Sent when the first request is answered, or a vLLM server is about to ask the learner for weights."""
 
     kind: Literal["answered", "server_asks"]
 

@@ -65,7 +65,7 @@ _LOST = 1
 
 
 class GatewayHost:
-    """Implements the calls of a run: it serves the policies once, on `listener`, to callers with `key`."""
+    """Implements the run's calls: serves policies on `listener` to requests with `key`, once in its life."""
 
     def __init__(self, listener: Listener, key: SecretStr) -> None:
         self._listener, self._key = listener, key
@@ -84,7 +84,7 @@ class GatewayHost:
         except ServiceError as error:
             self.last_word = str(error)
             raise
-        except Exception as error:  # another process may not fail
+        except Exception as error:  # a new process might not fail
             _die(f"{type(error).__name__}: {error}", error)
         finally:
             self.ended.set()
@@ -138,7 +138,7 @@ class GatewayHost:
         ]
         broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
         try:
-            if setup.version.prompt is not None:  # the servers have other weights, or of an earlier start
+            if setup.version.prompt is not None:  # the servers have other weights
                 await engine.load(setup.version)
             async with racing(server.serve([self._listener.socket]), broken) as (serving, _):
                 server.should_exit = True

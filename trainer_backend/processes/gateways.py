@@ -86,7 +86,7 @@ class Gateways:
             gateway.reporter = reporter
 
     async def verify(self) -> list[str]:
-        if not self._keepers:  # a stop came before the first publish, so no gateway will ever answer
+        if not self._keepers:  # stopped before the first publish: no gateway will ever answer
             return []
         lines = await self.while_serving(_all(gateway.verify() for gateway in self.gateways))
         return [line for own in lines for line in own]
@@ -135,7 +135,7 @@ class Gateways:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results. Raise the first error only after all have ended, so that none is left half done."""
+    """Return the results of all work. Raise the first error only once all work has ended."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -150,7 +150,7 @@ class ActorGateways(Protocol):
     """The address, model name and key, known before anything is served."""
 
     def serving(self, learner: Any, fixed: Any = None) -> AbstractAsyncContextManager[InferenceServer]:
-        """Serve the learner's policy, and the `fixed` ones of this process, until the context is left."""
+        """Serve the learner's policy, and this process's fixed policies, until the context is left."""
 
 
 @dataclass
@@ -209,7 +209,7 @@ class GatewayProcesses:
         self, table: InferenceTable, weights: WeightFolders, number: int, version: PolicyVersion, first: bool
     ) -> GatewaySetup:
         """Make the setup of a gateway's next process; `first` says whether it is the first one."""
-        if weights.servers is not None:  # whose addresses may have changed
+        if weights.servers is not None:  # the servers' addresses may have changed
             table = table.model_copy(update={"urls": weights.servers.urls})
         return GatewaySetup(
             job_name=self.job_name,

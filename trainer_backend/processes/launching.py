@@ -1,8 +1,8 @@
 """The protocol of launchers, and two of them: `local` starts children of this process; under `external`,
 Slurm, Kubernetes or Compose starts the learner, and the launcher only has its address.
 
-A launcher starts the process of a role and returns a handle. The role decides what happens when its process
-ends: most start another one.
+A role is a program of the run, such as the learner or a gateway. A launcher starts its process and returns a
+handle. The caller decides what happens when the process ends; most start another one.
 """
 
 import asyncio

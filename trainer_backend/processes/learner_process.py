@@ -190,7 +190,7 @@ class LearnerConnection:
 
 
 def _last_words(log_file: Path | None) -> str:
-    """Return the end of a sentence about an ended process; empty if its log is on another machine."""
+    """Return the log's last words, to end a sentence about the process; empty if the log is elsewhere."""
     if log_file is None:
         return ""
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
@@ -386,7 +386,7 @@ class LearnerProcess:
             self._report("lost", line)
 
     def _wait_for_exit(self) -> int | None:
-        """Return the exit code, on the thread of a call, which notices the end before the event loop."""
+        """Return the exit code to the thread of a call, which notices the end before the event loop does."""
         with suppress(TimeoutError):
             return self._exit_code.result(_EXIT_S)
         return None
@@ -409,7 +409,7 @@ class LearnerProcess:
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """Read a short reply that is no result of a call."""
+    """Read a short reply, such as a refusal, that is not the result of a call."""
     try:
         return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyFault as error:

@@ -46,7 +46,7 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# The mean difference of a test prompt's log-probs that rounding explains, by the serving precision.
+# Limits, by serving precision, of the mean difference of a test prompt's log-probs that rounding explains.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NO_POLICIES: Mapping[str, ServedPolicy] = MappingProxyType({})
 
@@ -99,10 +99,10 @@ class PolicyServer:
     """Serves the actor and the fixed policies of a job behind one address and one key.
 
     Args:
-        job_name: begins the policies' names: `{job}/actor`.
+        job_name: the beginning of the policies' names, such as `{job}/actor`.
         table: [inference], with the threads of one engine.
-        key: the callers' key; None: a fresh one; "none": no key, on this machine.
-        directory: receives versions for engines that load them; None: an engine of this process copies them.
+        key: the callers' key; None: a new random key; "none": callers on this machine need no key.
+        directory: receives versions that engines load; None: an engine of this process copies the weights.
         broadcasts: whether the learner sends versions instead of writing them.
         tell: receives a line for each vLLM server that is lost or serves again.
     """
@@ -175,7 +175,7 @@ class PolicyServer:
         def read(version: PolicyVersion) -> WeightSource:
             if self._directory is None:
                 return learner.weights()
-            # The engine copies the learner's model, with the adapters apart from the base in any precision.
+            # The engine copies the learner's model, in which adapters and base are apart in any precision.
             return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
 
         stop_ids = learner.facts().stop_ids
@@ -214,7 +214,7 @@ class FolderPolicy:
 async def first_breakdown(
     policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
 ) -> str:
-    """Return why an engine stopped, or why a task in `watches` failed, which looks after an engine."""
+    """Wait until an engine stops, or a task that watches one fails; return the reason."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 

@@ -44,7 +44,7 @@ class ProcessEngine(Engine):
         self._end: asyncio.Task[int] | None = None
         self._is_closed = False
         self.breakdown: Future[str] = Future()
-        self.counters = EngineCounters()  # as the last answer told them
+        self.counters = EngineCounters()  # those of the last answer
 
     @property
     def version(self) -> int:
@@ -83,7 +83,7 @@ class ProcessEngine(Engine):
             await self.look_after()
 
     async def look_after(self) -> None:
-        """Wait for the breakdown of the engine; raise EngineLost if its process has ended."""
+        """Wait until the engine breaks down; raise EngineLost if its process has ended."""
         assert self._end is not None and self._serving is not None, "it has begun"
         try:
             reason = await asyncio.shield(self._serving)

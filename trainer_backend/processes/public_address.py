@@ -26,7 +26,7 @@ class PublicAddress:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def lead_to(self, url: str) -> None:
-        """Forward connections to this address."""
+        """Forward connections to the process at `url`."""
         self.hold()
         parts = urlsplit(url)
         accept = partial(self._pass_on, parts.hostname or "", parts.port or 0)

@@ -146,7 +146,7 @@ class Supervisor:
             self._watch = asyncio.ensure_future(self._end_without_orchestrator())
 
     async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
-        """Return a Host for each node or replica of a group, once all have a place."""
+        """Wait until all nodes or replicas of a group have a place; return a Host for each."""
         name, need = resources.group, (resources, dict(bundle), strategy)
         if self._needs.setdefault(name, need) != need:  # an earlier start of the run had other needs
             self._give_back(name)
@@ -206,7 +206,7 @@ class Supervisor:
                 await asyncio.sleep(self._lease_s / _BEATS)
             async with self._lease:
                 await self.close()
-                if time.monotonic() - self._heard >= self._lease_s:  # no new orchestrator meanwhile
+                if time.monotonic() - self._heard >= self._lease_s:  # and no new orchestrator has begun
                     ray.kill(ray.get_runtime_context().current_actor)
                     return
 

@@ -37,7 +37,7 @@ _RELEASE = (
     "print(m.version(names[0]) if names else '')"
 )
 _RELEASE_TIMEOUT_S = 60.0
-# A server that is being started answers after minutes.
+# Seconds between two attempts to reach a server, whose start takes minutes.
 _LOOK_S = 1.0
 # Arguments of servers to which the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
@@ -131,7 +131,7 @@ class VllmServer(Worker):
 
     Args:
         table: [inference].
-        own: further arguments of the command.
+        own: further arguments of the server's command.
         tell: receives a line for each end of the server.
     """
 
@@ -199,7 +199,7 @@ class VllmServer(Worker):
 
 
 class VllmServers:
-    """The vLLM servers that a run starts itself, with a model whose weights are replaced before they serve.
+    """The vLLM servers that a run starts itself, with a model whose weights it replaces before they serve.
 
     Args:
         hardware: the learner's hardware.
@@ -293,7 +293,7 @@ def _copy(version: Path, folder: Path) -> None:
 
 
 def arguments(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command line of a table: `--name value`; `--name` or `--no-name`, several values, or JSON."""
+    """Yield a table's options: bools as `--name` or `--no-name`, lists as several values, tables as JSON."""
     for key, value in table.items():
         name = key.replace("_", "-")
         if isinstance(value, bool):
@@ -307,7 +307,7 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
     """Return the accelerators of each server. They are taken from the end: the learner uses the first one.
 
-    None without accelerators, or if one server needs more than there are; vLLM then reports that.
+    Every entry is None if there are no accelerators, or fewer than one server needs, which vLLM then reports.
     """
     if not devices or each > len(devices):
         return [None] * servers

@@ -44,7 +44,7 @@ class WeightFolders:
     The newest two are kept: a restarted engine loads the newest, and another may still read the previous one.
 
     Args:
-        prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none.
+        prompt_tokens: length limit of the test prompt that the learner scores for each version; 0: no prompt.
         has_adapters: whether versions are folders of adapters; the base model is then written once, with the
             first version.
         sleeps: whether servers sleep while the learner works.
@@ -92,7 +92,7 @@ class WeightFolders:
         await loading
 
     def serve_again(self) -> None:
-        """Do nothing, since a restarted engine reads its folder."""
+        """Do nothing: a restarted engine reads the newest version's folder without the learner."""
 
     @property
     def renew(self) -> Callable[[str], None] | None:
@@ -232,7 +232,7 @@ class WeightBroadcast(WeightFolders):
             model = (self._path / "model").resolve()
             self._learner.publish(model)
             self._model = model
-            # Logged, since the job does not say it: gloo on a device without NCCL.
+            # Logged, since the job does not name the backend: gloo without CUDA GPUs.
             backend = "nccl" if self._learner.hardware().devices else "gloo"
             log.info("weights_are_sent", backend=backend, servers=self._servers)
         return PolicyVersion(number=number, folder=self._model, prompt=self._scored_prompt(self._model))
@@ -252,7 +252,7 @@ def make_delivery(
         broadcasts: whether the learner sends versions instead of writing folders.
         device: the device of [model].
     """
-    if table.engine == "local":  # needs no scored prompt, and reads adapters from the model's folder
+    if table.engine == "local":  # no test prompt is scored, and adapters are in the model's folder
         return WeightFolders(learner, directory.weights), table
     servers = None
     if not table.urls:

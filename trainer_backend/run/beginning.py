@@ -60,12 +60,12 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
 Result = TypeVar("Result")
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
-# Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
+# Kinds of metrics rows before RL; for each kind the name of the file under rollouts/ with its episodes.
 _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """A stop came before there was anything to save; the message continues "stopped by ..."."""
+    """Raised if a stop comes before there is anything to save. Its message completes "stopped by SIGNAL"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ModelSetup:
 def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
     """Return whether `rollout.max_tokens` is enough for an answer of this length, stop token included.
 
-    The stop token need not be sampled. Of a forced call, at least the first token is already in the prompt.
+    The stop token need not be sampled. If calls are forced, a call's first token, or more, is in the prompt.
     """
     return answer_tokens - 1 - rollout.forces_call <= rollout.max_tokens
 
@@ -97,7 +97,7 @@ class Models(NamedTuple):
     """None where this process serves no fixed policies."""
     progress: Progress
     checkpoint: Path | None = None
-    """The one from which the run continues; None: it begins."""
+    """The checkpoint from which the run continues; None: the run begins."""
 
 
 class Beginning:
@@ -156,12 +156,12 @@ class Beginning:
         return learner, progress
 
     async def _load_fresh(self) -> Models:
-        # First, because this start replaces the rows and the job, which describe what the last start stored.
+        # First, because this start replaces the rows and the job that describe the last start's rollouts.
         self._say_all([await asyncio.to_thread(self._keep_stored)])
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
-        # A mistake in a named model, or a fixed one, shows when it is loaded: before minutes of rollouts, not
-        # after. A preset waits for the prompts that its tokenizer is trained on, if it needs them.
+        # A model with weights is loaded before minutes of rollouts, so that a mistake in it shows at once. A
+        # preset without fixed policies waits for the prompts that its tokenizer is trained on.
         waits = self._setup.table.preset is not None and not self._setup.fixed.folders
         learner = None if waits else await self._learner([])
         fixed = None if learner is None else await self._load_fixed(learner)
@@ -169,10 +169,10 @@ class Beginning:
         return Models(learner, fixed, Progress())
 
     def _keep_stored(self) -> str | None:
-        """Copy rollouts that earlier starts stored before RL into the spool: this start rewrites their file.
+        """Copy rollouts from before RL, stored by earlier starts, to the spool: their file is rewritten.
 
         Earlier versions left no spool, or one whose header does not list the requests. A file whose requests
-        are unknown is set aside. Returns a sentence about it.
+        are unknown is set aside. Returns a sentence for the user, if any rollouts were copied or set aside.
         """
         kind = "prompts" if self._planner.teacher is None else "teacher"
         path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
@@ -188,8 +188,8 @@ class Beginning:
         parts = name_requests(spool, requests, ())
         if _names_all(parts, path):
             return None
-        # A start drops the row before it replaces the job, so a row and the job are of the same start, except
-        # with a cluster. A row without a time is of a start that played nothing. Rows of data may change.
+        # A start drops the row before it replaces the job, so both are from the same start, except with a
+        # cluster. The start of a row without a time played nothing. Rows of data may change.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
@@ -326,7 +326,7 @@ class Beginning:
         batch = await collected(requests, self._dispatcher, spool=spool, tell=tell, stop=self._stop)
         if batch is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
-        spool.flush()  # before the file, which declares the stage complete and replaces an earlier plan's
+        spool.flush()  # first: the file declares the stage complete, and replaces that of an earlier plan
         write_rollouts(self._directory.rollouts_file(_FILES[kind]), batch.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(log, most, self._reporter.say, self._directory.append_last_stage)
@@ -337,7 +337,7 @@ class Beginning:
 
 
 def _names_all(parts: Sequence[Part], path: Path) -> bool:
-    """Return whether one part of the spool has all rollouts of the stored file.
+    """Return whether a single part of the spool has all rollouts of the stored file.
 
     Reads ids only, since parsing 300 MB of rollouts takes half a minute.
     """

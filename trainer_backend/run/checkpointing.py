@@ -133,10 +133,10 @@ class Saving:
         return spent_s
 
     def mark_best(self) -> Mapping[int, str]:
-        """Mark the checkpoint with the best evaluation, and return the notes of `find_best`.
+        """Mark the checkpoint with the best evaluation; return notes of `find_best` by iteration.
 
         The mark is derived from rows and folders each time, so the next start repairs a wrong mark after a
-        kill. A mark whose row is lost stays until an evaluation is better.
+        kill. If the marked evaluation's row is lost, its mark stays until an evaluation is better.
         """
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
         most = self._training.max_lost_share

@@ -1,4 +1,4 @@
-"""The pool of snapshots from a run's own games, at which groups of later iterations start, and its files.
+"""The curriculum: snapshots of the run's own games form a pool, from which groups of later games start.
 
 `curriculum/iteration_j.jsonl` has a line for each snapshot that iteration j added, and a line for each
 finished game of iteration j that began at a snapshot. The pool of iteration k is built from the files up to
@@ -70,7 +70,7 @@ class Curriculum:
     directory: RunDirectory
     tell: Callable[[str], None]
     reseedable: bool
-    """Whether the environment can be given other draws after a snapshot."""
+    """Whether the environment can draw other random numbers after a snapshot."""
     _pool: Pool = field(default_factory=Pool)
     _folded: int = 0
 
@@ -96,7 +96,7 @@ class Curriculum:
         path = self.directory.curriculum_file(iteration)
         path.parent.mkdir(exist_ok=True)
         replace_lines(path, rows, durable=True)
-        if iteration <= self._folded:  # other rollouts than before, since the update rejected some
+        if iteration <= self._folded:  # the rollouts have changed, since the update rejected some
             self._pool, self._folded = Pool(), 0
         pool = self._pool_after(iteration)
         metrics = {
@@ -108,7 +108,7 @@ class Curriculum:
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        # By the number of achievements: counted by their sets, almost every snapshot would be alone.
+        # Grouped by the number of achievements: almost every snapshot has a set of its own.
         depths = Counter(len(moment.achieved) for moment in pool.moments)
         return metrics | {f"starts/{depth:02d}/kept": float(depths[depth]) for depth in sorted(depths)}
 
@@ -209,7 +209,7 @@ def _by_decision(item: Rollout) -> list[Achieved]:
 
 
 def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
-    """Return the key of a game's start, and whether the game added an achievement or outcome reward."""
+    """Return the key of a game's start, and whether the game added achievements or outcome reward."""
     start = request.start
     assert episode is not None and start.parent_rollout_id is not None and start.parent_turn is not None
     before = _achieved(episode.steps[0].observation_data.achievements_counts)

@@ -48,9 +48,9 @@ class LocalPolicy:
     sampler_sha256: str
     """The fingerprint of the weights that sample, which may be rounded ones."""
     sampler: Callable[[], str]
-    """Computes the fingerprint again."""
+    """Computes the fingerprint of the sampling weights again."""
     line: str
-    """Describes it to a person."""
+    """A line that describes the policy to a person."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class FixedSetup:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Folders of the policies with a local model, by name."""
     schedule: AllocationTable | None = None
-    """Its `unit` determines whether fixed policies sample at the same time as the actor."""
+    """Its `unit` decides whether fixed policies and the actor sample at the same time; None: no schedule."""
 
     def share_threads(self, keys: Keys) -> Keys:
         """Return engine keys in which the actor and the local fixed policies share the job's threads.

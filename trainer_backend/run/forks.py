@@ -1,4 +1,4 @@
-"""Stop 3 of the route for continuations that are trained: finished episodes are forked and replayed."""
+"""Plans trained rollouts that continue from decisions of finished episodes (stop 3 of docs/route.md)."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,8 @@ async def plan_forks(
 ) -> list[RolloutRequest]:
     """Plan rollouts that continue from decisions of the actor's finished rollouts; the job's rule chooses.
 
-    If the rule reads samples, continuations draw fresh random numbers where the environment can: otherwise
-    a decision that was chosen for its luck would be lucky again.
+    If the rule reads what a parent sampled, continuations draw fresh random numbers if the environment can:
+    otherwise a decision that was chosen for its luck would be lucky again.
 
     Raises:
         TaskAppError: a replayed episode differs from the stored one.

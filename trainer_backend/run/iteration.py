@@ -38,10 +38,10 @@ _NAMES = {
 
 
 class Iteration:
-    """Stops 2 to 10 of an iteration: it collects, credits and stores one round of rollouts at a time.
+    """Collects, credits and stores an iteration's rollouts, one round at a time (stops 2 to 10 of the route).
 
-    A round is stored before the task apps delete it and before the next round is requested. The first round
-    is requested at once; later ones, and branches, when `add_round` is called.
+    A round, requested together, is stored before task apps delete it and before the next round is requested.
+    The first round is requested at once; later rounds, and branches, when `add_round` is called.
 
     Args:
         progress: the run's progress when the iteration begins.
@@ -72,7 +72,7 @@ class Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a round is collected, and no other one must replace flat groups or rejected rollouts."""
+        """Whether a round is collected, and no flat groups or rejected rollouts must be replaced any more."""
         most = self._planner.table.refill_rounds
         again = self._again or self._forks_again
         return bool(self._rounds) and not again and (not self._missing or len(self._rounds) > most)
@@ -200,7 +200,7 @@ class Iteration:
         return plans_again
 
     async def cancel(self) -> None:
-        """Cancel its first round; nothing reads its errors."""
+        """Cancel the first round and ignore its errors."""
         if self._first is not None:
             await end_tasks(self._first)
 
@@ -253,7 +253,7 @@ class Iteration:
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
-        if batch is not None and what != "branches":  # branches are compared with the whole of their parents
+        if batch is not None and what != "branches":  # a branch is compared with its whole parent
             batch = replace(batch, rollouts=tuple(map(without_past, batch.rollouts)))
         if batch is not None:
             self._run.losses.report(batch, _stage(_NAMES[what], self.number, refills))
@@ -272,7 +272,7 @@ class Iteration:
             self._store(self._name, batch, None if credited is None else credited.credits)
 
         try:
-            # First: if a fixed policy plays the whole iteration, that explains an empty batch.
+            # First, because the failure of a fixed policy that plays the whole iteration empties the batch.
             refuse_round(credit.policies, self._all_requests, self._rounds[-1])
             run.losses.refuse(batch, f"iteration {self.number}", self.number)
             if branches.all:
@@ -289,7 +289,7 @@ class Iteration:
         write_rollouts(path, batch.all, credits, self._measured.scored)
 
     async def _measure(self, batch: Batch, branches: Batch) -> Measured:
-        """Stop 8 of the route: measure new rollouts, if the job's estimator or rewards need it."""
+        """Get values and scores of new rollouts if estimator or rewards need them (stop 8 of the route)."""
         earlier, credit, learner = self._measured, self._run.credit, self._run.learner
         values, after, scored = dict(earlier.values), dict(earlier.after or {}), dict(earlier.scored)
         if credit.estimator.needs_values:

@@ -93,14 +93,14 @@ async def moment(server: InferenceServer) -> Moment:
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """Stops 2 to 10 of an iteration: collected, credited, stored."""
+    """An iteration after stops 2 to 10 of the route: its rollouts are collected, credited and stored."""
 
     batch: Batch
     branches: Batch
     """Rollouts that continue from decisions of the collected ones, for measurement or for training."""
     credited: Credited
     start: Moment
-    """When its rollouts were requested."""
+    """The moment at which the first rollouts were requested."""
     collect_spans: Sequence[Span]
     credit_spans: Sequence[Span]
     mixture: Mapping[str, float]
@@ -108,7 +108,7 @@ class IterationResult:
     refilled: int = 0
     """Groups that were requested beyond the plan, to replace flat ones."""
     requests: Sequence[RolloutRequest] = ()
-    """Of all rounds."""
+    """The requests of all rounds."""
 
 
 def iteration_metrics(
@@ -227,7 +227,7 @@ def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
-    """Return the metrics of conversations; empty where none were played. `failures` counts all, by code."""
+    """Return the metrics of conversations; empty without any. `failures` counts failed rollouts by code."""
     trajectories = [item.trajectory for item in rollouts if item.trajectory is not None]
     answered = interaction_metrics(trajectories)
     failed = failure_metrics(failures)
@@ -245,7 +245,7 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
 
 
 def branch_metrics(branches: Batch) -> dict[str, Any]:
-    """Return the metrics of branches, which continue from decisions; empty without branches."""
+    """Return the metrics of branches (rollouts that continue from a decision); empty without branches."""
     if not branches.all:
         return {}
     decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
@@ -256,7 +256,7 @@ _DRIFT = (
     "Each would break a prefix if text were rendered again; here the ids are kept. `GET /v1/models` "
     "has these counts by model, with a digest of its chat template"
 )
-# The servers and engines count them (`InferenceServer.totals`).
+# Computed from the counts of servers and engines (`InferenceServer.totals`).
 INFERENCE_METRICS = (
     Row(
         Metric("inference/requests", "requests"),
@@ -337,7 +337,7 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
 
 
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
-    """Return means over one policy's episodes; empty without episodes."""
+    """Return means over one policy's episodes, by the metric's name; empty without episodes."""
     played = [pair for pair in played if _is_whole(pair[0])]
     episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
     if not episodes:

@@ -29,7 +29,7 @@ from trainer_backend.rundir.state import (
 )
 from trainer_backend.sinks import OpenSink, Sink, SinkRun, SinksTable
 
-# Progress within a stage and words of processes are written at most this often; a new stage, or a new state
+# Seconds between two writes of progress within a stage, or of a process's words. A new stage, or a new state
 # of a process, is written at once.
 _EVERY_S = 1.0
 _CRASHED = "crashed"

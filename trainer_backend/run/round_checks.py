@@ -85,5 +85,5 @@ def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest]
 
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
-    """Map each rollout's place in the plan to the policy that was asked for it."""
+    """Map each rollout's plan id to the policy that its request names."""
     return {plan_id(request.rollout_id): name_sampler(request) for request in requests}

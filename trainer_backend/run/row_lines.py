@@ -30,7 +30,7 @@ _COLUMNS = (
     ("rollout/policy_choice", "by the actor", "{:.0%}"),
     ("mixture/counted_share", "fixed counted", "{:.1%}"),
 )
-# Columns after these and after the outcomes of fixed policies.
+# The last columns, to the right of `_COLUMNS` and of the outcomes of fixed policies.
 _TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s", "{:.1f}"))
 
 
@@ -87,7 +87,7 @@ def word_outcome(row: Row) -> str:
 
 def columns_for(row: Row) -> list[tuple[str, str, str]]:
     """Return key, title and format of each figure that the row has; the first is the iteration."""
-    # Of each fixed policy; the actor has its column anyway.
+    # The outcome of each fixed policy; the actor's is in `_COLUMNS`.
     keys = [key for key in row if _OF_A_POLICY.fullmatch(key) and key != metric_name(ACTOR, OUTCOME)]
     outcomes = [(key, key.split("/")[1], "{:.2f}") for key in keys]
     columns = [

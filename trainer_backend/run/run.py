@@ -37,7 +37,7 @@ class Run:
     curriculum: Curriculum | None = None
     """None: every game begins in its world."""
     reseedable: bool = False
-    """Whether the environment can be given other draws after a snapshot; asked where that matters."""
+    """Whether the environment can draw other random numbers after a snapshot; False if not needed."""
 
     @property
     def learner(self) -> Learner:
@@ -85,7 +85,7 @@ class Run:
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
         if not staleness and not self.saving.will_be_saved(progress.iteration):
             return None
-        # Each iteration in between adds a version at most.
+        # Each iteration from `progress` to this one adds a version at most.
         waits = number - 1 - progress.iteration
         return self.spool(
             f"iteration_{number}", requests, range(newest - max(staleness - waits, 0), newest + 1)

@@ -28,7 +28,7 @@ class Stop(asyncio.Event):
 
 
 class Halted(Exception):
-    """Raised between two steps of work on a thread, to end the work; see `until_on_thread`."""
+    """Raised by a progress report to end work on a thread between two steps; see `until_on_thread`."""
 
 
 async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Result | None:

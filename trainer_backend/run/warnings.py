@@ -10,7 +10,7 @@ from typing import Any
 _TOLD_AGAIN = 25  # iterations between two warnings
 _FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
 _MOVED, _LEAP = "loss/kl_to_proximal", 0.5  # nats a token; a healthy iteration has less than 0.1
-# A policy forgets how calls are written if its refused share was at most the one and is at least the other.
+# A policy forgets how to write calls if its refused share rises from the first limit to the second.
 _REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
 
@@ -92,7 +92,7 @@ def steps_too_far(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if `target_kl` ended three iterations in a row after one step, and at every 25th further one."""
+    """Warn if `target_kl` ended the last three iterations after one step; then at every 25th further one."""
     count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
         return None

@@ -18,9 +18,9 @@ from trainer_backend.job.rollout_table import DataTable
 from trainer_backend.rundir.files import replacement
 from trainer_backend.rundir.layout import DATA_RECORD, RunDirectory
 
-# Whether ids are positions, as in runs from before 2026-11-28.
+# Metadata of the file: whether ids are positions, as in runs from before 2026-11-28.
 _BY_POSITION = b"turnwise.by_position"
-# The last iteration that may have played an earlier row; null for current rows.
+# Column: the last iteration that may have played an earlier row; null for current rows.
 _UNTIL = "until"
 _SCHEMA = pa.schema([*((name, pa.string()) for name in RowIdentity._fields), (_UNTIL, pa.int64())])
 _MOST_NAMED = 3
@@ -79,7 +79,7 @@ def accept_rows(
 ) -> DataSet | None:
     """Refuse a data set that changed since the run began, unless `accept_changes`; return it otherwise.
 
-    Notes about accepted changes and about leaks are added to it. `record_rows` stores the new rows.
+    The returned one has notes about accepted changes and about leaks. `record_rows` stores the new rows.
     """
     if data is None or record is None or table is None:
         return data
@@ -99,7 +99,7 @@ def accept_rows(
 
 
 def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | None, iteration: int) -> None:
-    """Record the rows of a start that continues after an iteration, before it plays; see `accept_rows`."""
+    """Record the current rows before anything is played; the run continues after `iteration`."""
     if data is None:
         return
     if record is None:

@@ -16,7 +16,7 @@ NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
-    """Append a whole line or nothing. It survives a kill, and after a flush (`durable`) also a power cut."""
+    """Append a whole line or nothing. The line survives a kill, and if `durable` also a power cut."""
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
 

@@ -39,7 +39,7 @@ FixedModel = FixedWeights | RemoteModel
 
 
 def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
-    """Record the models of a new run by name; without fixed policies there is no file."""
+    """Record the fixed policies of a new run by name; if it has none, write no file."""
     path = run.path / FIXED_RECORD
     if not models:
         path.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ class RunDirectory:
     weights = _Inside("weights")
     """The two newest versions of the policy as model folders, for servers that load them."""
     task_app_log = _Inside("task_app.log")
-    """The log of the run's own task app; with several, of the first one."""
+    """The log of the run's own task app; if there are several, of the first."""
     learner_log = _Inside("learner.log")
     report = _Inside("report")
     recredit = _Inside("recredit")
@@ -89,11 +89,11 @@ class RunDirectory:
         return self.path / "curriculum" / f"iteration_{iteration}.jsonl"
 
     def iteration_files(self) -> list[Path]:
-        """List the stored rollouts of training iterations, unordered."""
+        """List the rollout files of training iterations, unordered."""
         return list(self.rollouts.glob("iteration_*.parquet"))
 
     def iterations(self) -> dict[int, Path]:
-        """List the stored rollouts of training iterations by iteration, in order."""
+        """Return the rollout files of training iterations by iteration, in order."""
         files = {int(path.stem.removeprefix("iteration_")): path for path in self.iteration_files()}
         return dict(sorted(files.items()))
 
@@ -120,7 +120,7 @@ class RunDirectory:
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with overrides and all its code, to play more rollouts."""
+        """Read the job with overrides, and load all code that it names, to play more rollouts."""
         from trainer_backend.job.code_files import with_known_files
 
         if (self.path / _IMPORTED).exists():
@@ -130,7 +130,7 @@ class RunDirectory:
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with overrides, to credit stored rollouts; task apps' files of code need not exist."""
+        """Read the job with overrides, to credit stored rollouts; code files of task apps need not exist."""
         from trainer_backend.job.load import load_job
 
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
@@ -162,7 +162,7 @@ class RunDirectory:
         return read_lines(self.metrics_file)
 
     def is_finished(self, iterations: int) -> bool:
-        """Return whether the run has ended after `iterations`, so that a start has nothing to do."""
+        """Return whether the run has ended after `iterations`, so that a further start has nothing to do."""
         status, newest = state.read_status(self.path), latest_checkpoint(self.checkpoints)
         if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
             return False
@@ -196,7 +196,7 @@ class RunDirectory:
         tidy_spools(self.rollouts, iteration, tell, policy_version=policy_version)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop later iterations, and the stage that ended the run, from metrics and ledger."""
+        """Remove later iterations, and the stage that ended the run, from metrics.jsonl and ledger.jsonl."""
         rows = self.metrics()
         rest = [row for row in rows if row.get("iteration", 0) <= iteration and row.get("kind") != _ENDED_RUN]
         if len(rest) < len(rows):

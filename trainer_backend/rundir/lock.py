@@ -1,6 +1,6 @@
 """The lock of a run directory, which admits one trainer and ends with its process.
 
-The package `filelock` does not serve: its locks are exclusive, and `holder` needs a shared one. Version 3
+The package `filelock` is no substitute: its locks are exclusive, and `holder` needs a shared one. Version 3
 empties the file that names the holder at each try; version 4 may use a file that outlives a killed process.
 """
 

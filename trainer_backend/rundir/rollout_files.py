@@ -54,7 +54,7 @@ episodes of its evaluations. `warmup.parquet`, where there is one, holds the tea
 """
 # A snapshot is eight incompressible kilobytes. The record's world and actions reproduce it.
 _WITHOUT_SNAPSHOTS: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True}}}}
-# Only the update needs the experts of tokens, which are much larger than the tokens.
+# Only the update needs the experts that each token was routed to, which are much larger than the tokens.
 _UNTRAINED: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True, "policy_logprobs": {"experts"}}}}}
 
 
@@ -145,7 +145,7 @@ def _write_card(folder: Path) -> None:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Raise RunDirectoryError for any error of the libraries about a damaged file."""
+    """Convert the errors that pyarrow and pydantic raise about a damaged file to RunDirectoryError."""
     try:
         yield
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read the rollouts of a file as they were collected, without the snapshots of branches.
 
-    Rollouts without credit, such as an evaluation's, also lack the experts of their tokens.
+    Rollouts without credit, such as an evaluation's, also lack the experts that their tokens were routed to.
     """
     with _read_errors(path), while_a_batch_grows():
         column = _read_columns(path, ["rollout"]).column("rollout")
@@ -225,7 +225,7 @@ def read_values_after(path: Path) -> dict[str, float] | None:
 
 
 def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield each finished rollout whose decisions all have a column, which old files may lack."""
+    """Yield id and decisions of each finished rollout with `column` in all decisions; old files lack it."""
     with _read_errors(path):
         there = {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
     for row in finished_rows(path, ["rollout_id", "decisions"]) if column in there else ():

@@ -78,7 +78,7 @@ def read_index(path: Path) -> list[dict[str, Any]]:
 
 
 def read_credits(path: Path, places: Collection[int] | None = None) -> list[list[dict[str, Any]]]:
-    """Read the credit of each decision of the rollouts in these rows of the file; None: of all rollouts.
+    """Read the credit of each decision, by rollout. `places`: rows of the file; None: all rollouts.
 
     Only row groups with these places are read.
     """
@@ -97,7 +97,7 @@ def read_credits(path: Path, places: Collection[int] | None = None) -> list[list
 def _row_groups(
     file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str]
 ) -> Iterator[tuple[pa.Table, list[int]]]:
-    """Yield the row groups that hold these ascending places, each with its rows."""
+    """Yield each row group that has some of these rows (`places`, ascending), and their numbers in it."""
     begin = 0
     for group in range(file.num_row_groups):
         end = begin + file.metadata.row_group(group).num_rows

@@ -78,7 +78,7 @@ class Spool:
 
         Args:
             requests: the stage's first requests, which identify the stage.
-            versions: policy versions that may have sampled its tokens; the last one samples now.
+            versions: policy versions that may have sampled the stage's tokens; the last version samples now.
             gateway_urls: addresses of the gateways, which differ in every start.
             tell: receives a sentence about rollouts of earlier starts, and about a spool that is set aside.
         """
@@ -103,7 +103,7 @@ class Spool:
         return cls(path, last if is_begun else header, by_plan, is_begun=is_begun)
 
     def rollouts_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
-        """Return by request id the rollouts of an earlier start that answer these requests, with their ids.
+        """Return by request id the rollouts of an earlier start that answer these requests, with the new ids.
 
         Task apps logged the rollouts under the earlier ids, which differ only in the run's id.
         """
@@ -124,7 +124,7 @@ class Spool:
         append_text(self.path, _dump_rollout(rollout), durable=False)
 
     def hold(self) -> None:
-        """Keep new rollouts in memory: they are useless on disk until a checkpoint has the weights."""
+        """Keep new rollouts in memory: on disk they are useless until a checkpoint has the weights."""
         self._held = []
 
     def release(self) -> None:
@@ -218,8 +218,8 @@ def tidy_spools(
     """Remove spools that a run cannot use when it continues from the end of an iteration.
 
     The spools of the iteration's evaluation and of the next iteration stay: they match the checkpoint's
-    weights. Spools of later iterations are set aside. With `policy_version`, the checkpoint's version, both
-    stay without the rollouts that later versions sampled. With iteration -1 the run starts over.
+    weights. Spools of later iterations are set aside. With `policy_version`, the checkpoint's version, the
+    two lose the rollouts that later versions sampled. With iteration -1 the run starts over.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = read_stage(path)
@@ -306,11 +306,11 @@ def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 
 def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
-    """Remove rollouts that later versions sampled, since other weights will get these versions."""
+    """Remove rollouts of policy versions above `newest`, since other weights will get these numbers."""
     parts = _read_parts(path)
     rest = _filter(parts, lambda one: _newest_version(one) > newest)
     if _count(rest):
-        # First, so that a kill loses no rollout.
+        # Copied before the removal, so that a kill loses no rollout.
         _copy_aside(path, rest, tell, why="by weights that no checkpoint holds")
         usable = _filter(parts, lambda one: _newest_version(one) <= newest)
         replace_text(path, _dump_parts(usable))

@@ -185,7 +185,7 @@ def claim(store: Store, home: str) -> Job | None:
 
 
 def remove(store: Store, job_id: str) -> Job:
-    """Delete an ended job and its index from the store; return the job. Its files stay."""
+    """Delete an ended or paused job and its index from the store; return the job. Its files stay."""
     job = get(store, job_id)
     refuse_unended(job)
     with store.write() as connection:
@@ -239,7 +239,7 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
 
 
 def refuse_unended(job: Job) -> None:
-    """Refuse to delete a job that has not ended."""
+    """Refuse to delete a job that is neither ended nor paused."""
     if job.state not in (*ENDED, "paused"):
         raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 

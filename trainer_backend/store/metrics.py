@@ -117,7 +117,7 @@ class MetricsFile:
             facts = self.path.stat()
             if (facts.st_size, facts.st_mtime_ns) == self._seen:
                 return
-            with self.path.open("rb") as file:  # once: a replacement meanwhile is seen whole or not at all
+            with self.path.open("rb") as file:  # a concurrent replacement is seen whole or not at all
                 facts, begin = os.fstat(file.fileno()), max(0, self.size - _TAIL)
                 file.seek(begin)
                 data = file.read()
@@ -136,7 +136,7 @@ class MetricsFile:
         """Add whole lines; skip lines that are no rows, such as one that a crash cut short."""
         begin = self.size
         self._data += data
-        disordered: set[str] = set()  # kinds with a row of an iteration that was there
+        disordered: set[str] = set()  # kinds with a row whose iteration is not after the last one
         for line in data.split(b"\n")[:-1]:
             end = begin + len(line)
             row = parse_object(line)

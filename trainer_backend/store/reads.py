@@ -97,8 +97,8 @@ def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
             yield column == value
     for name, value in where.tags.items():
         pair = f"{json.dumps(name)}: {json.dumps(value)}"
-        # `replace` compares exactly in both databases. SQLite's LIKE ignores case, and its JSON paths cannot
-        # express a name with a quotation mark.
+        # If `replace` changes the text, the tag is there; both databases replace exactly. SQLite's LIKE
+        # ignores case, and its JSON paths cannot express a name with a quotation mark.
         yield or_(*(func.replace(_TAGS, f"{start}{pair}", "") != _TAGS for start in ("{", ", ")))
 
 
@@ -189,7 +189,7 @@ def checkpoints(job: Job) -> list[CheckpointRow]:
 
 
 def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
-    """List the whole checkpoints, oldest first."""
+    """List the finished checkpoints, oldest first."""
     best = best_checkpoint(folder)
     return [
         CheckpointRow(path.name, iteration, path == best, _size(path))

@@ -89,7 +89,7 @@ def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilt
 
 
 def _counts(store: Store, job_id: str) -> Iterator[tuple[list[Any], int]]:
-    """Yield values of the `COUNTED` columns with the number of rollouts that have them, by file."""
+    """Yield, for each file, values of the `COUNTED` columns and how many of its rollouts have them."""
     with store.read() as connection:
         # As one text: a row for each file of a long run would take most of the time.
         texts = func.aggregate_strings(cast(SYNCED_FILES.c.counts, Text), ",")

@@ -121,7 +121,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl. `number` increases from row to row of a job; live pages continue after one."""
+    """A row of metrics.jsonl. `number` increases from row to row of a job; pages can ask for later rows."""
 
     number: int
     kind: str

@@ -109,10 +109,10 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
 
 
 def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
-    """Put the other agents' documents into the first one; the results with their answers refer to them.
+    """Add the other agents' documents to the first one. A result with an agent's answer names its document.
 
-    An agent's answer is a result in another agent's prompt after its own last decision (`ends`), so no two
-    documents refer to each other. A result that no prompt shows counts only in the first document.
+    Such a result is in a prompt after the answering agent's last decision (`ends`), so no two documents refer
+    to each other. A result that no prompt shows counts only in the first document.
     """
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
@@ -212,22 +212,22 @@ def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
 
 @dataclass(slots=True)
 class _Story:
-    """The steps so far, and the steps of the last prompt's messages."""
+    """The steps of a document so far, and the step of each message of the last prompt."""
 
     steps: list[Json] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
-    """step_id of each message of the last prompt."""
+    """The step_id of each message of the last prompt."""
     known: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """step_id of each known message, by `_key`."""
+    """The step_id of each known message, by `_key`."""
     last_answer: int = 0
     """The step_id of the last decision."""
     turn: float = 0.0
-    """Number of the decision whose prompt is being added; inf after the last."""
+    """Number of the decision whose prompt is being added; inf after the last decision."""
     results: list[tuple[float, Json]] = field(default_factory=list)
     """Every result, with the turn of the first prompt that shows it; inf: no prompt does."""
 
     def prompt(self, step: StepData) -> list[int] | None:
-        """Add the new messages of a prompt; return the step_ids of its messages, or None for all so far."""
+        """Add a prompt's new messages; return the step_ids of its messages, or None if it has all steps."""
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
         self.prompt_ids = self.prompt_ids[: observation.messages_reused]
@@ -259,7 +259,7 @@ class _Story:
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Add the new messages of a prompt; messages up to the last answer are context.
 
-        `goes_on`: the prompt continues the last one; an answer at its front is then the last decision's.
+        `goes_on`: the prompt continues the last prompt; a leading answer is then the last decision's.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:
@@ -271,7 +271,7 @@ class _Story:
             self.prompt_ids.append(self._told(message, is_context=index < context))
 
     def _told(self, message: Message, *, is_context: bool) -> int:
-        """Return the step_id of a message; add an unknown one as a step or a result."""
+        """Return the step_id of a message; add an unknown message as a step or a result."""
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
@@ -287,7 +287,7 @@ class _Story:
         return self.known[key]
 
     def _as_result(self, message: Message) -> int:
-        """Add a result to the latest call that has its id and no result yet; if there is none, as a step."""
+        """Add a result to the latest call with its id and no result yet; without such a call, as a step."""
         for step in reversed(self.steps):
             if any(call["tool_call_id"] == message.tool_call_id for call in step.get("tool_calls", ())):
                 results = step.setdefault("observation", {"results": []})["results"]

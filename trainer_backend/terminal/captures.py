@@ -1,4 +1,4 @@
-"""`turnwise import` stores saved captures as the rollouts of a run, to read and to credit, not to train."""
+"""`turnwise import` stores saved captures as the rollouts of a run, to be read and credited, not trained."""
 
 import os
 from collections import Counter
@@ -49,7 +49,7 @@ def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDir
     for number, file in enumerate(files):
         if (first := captures.index(captures[number])) < number:
             raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
-    # First, since credit may refuse captures; it does not depend on ids.
+    # Credit comes before the run is created, since it may refuse captures; it does not depend on ids.
     credits = job_parts.credit(job.config).credits(_rollouts(job.config.job.name, captures))
     run = create_run(job.config, path)
     run.mark_as_imported()

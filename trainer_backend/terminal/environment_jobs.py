@@ -41,7 +41,7 @@ class EnvironmentJob:
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     """Example files next to the job, by name."""
     of_files: Values = field(default_factory=dict)
-    """Values for every model that name these files."""
+    """Values for every model, which name the files above."""
 
 
 def read_config(name: str) -> Values:
@@ -83,21 +83,21 @@ _BY_CHANCE: Values = {
     "training": {"learning_rate": 2e-4, "entropy_coef": 0.0},
 }  # fmt: skip
 _FROZEN_LAKE = read_config("frozen_lake")
-# The settings of FrozenLake that do not depend on its map, for environments of gymnasium and others.
+# For environments of Gymnasium and others: FrozenLake's settings, except those that depend on its map.
 _FOREIGN: Values = {
     "rollout": {"episodes_per_batch": _FROZEN_LAKE["rollout"]["episodes_per_batch"]},
     "warmup": _FROZEN_LAKE["warmup"],
     "training": {key: value for key, value in _FROZEN_LAKE["training"].items() if key != "row_tokens"},
     "algorithm": _FROZEN_LAKE["algorithm"],
 }
-# A server's answers to all calls form a conversation; only the last one fits a small model.
+# For a trained model, a server's answers to all calls form a conversation. A small model gets the last only.
 _SERVER = EnvironmentJob(
     common=_BY_ENVIRONMENT,
     fresh=union(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
     trained={"multi_turn": {"enable": True}},
 )
 
-# A dialogue has neither questions nor scores of its own.
+# A dialogue has no questions and no scores of its own, so the job gets files with both.
 _DIALOGUE = EnvironmentJob(
     common=_CONVERSATION,
     fresh=read_config("gsm8k_interaction"),

@@ -73,7 +73,7 @@ class ExportResult:
     skipped: Counter[str]
     """Excluded episodes by cause."""
     unit: str = "rows"
-    """The unit of `rows`."""
+    """The word for what `rows` counts."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())
@@ -115,7 +115,7 @@ Put = Callable[[Rollout, Sequence[Mapping[str, Any]]], int]
 
 
 def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSAGES) -> ExportResult:
-    """Write the selected episodes of a run. At a time, only the episodes of one iteration are in memory.
+    """Write the selected episodes of a run. Memory holds only one iteration's episodes at a time.
 
     Args:
         to: for rows of messages x.jsonl, x.parquet, or a new folder for `datasets.load_dataset`; for ATIF a

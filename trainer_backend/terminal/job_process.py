@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
-        # Resume also at the first start: without a checkpoint it begins the run, and keeps a failure's log.
+        # `resume` also at the first start: without a checkpoint the run begins, and a failure's log is kept.
         plan = RunPlan(loaded, directory, resume=True)
         with LastingStreams.opened() as streams:
             finished = train_one(console, plan, streams, report=True)
@@ -62,5 +62,5 @@ def _print_error(text: str) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    gc.freeze()  # otherwise a last collection goes through all of torch: a second
+    gc.freeze()  # else a last garbage collection searches all of torch for a second
     raise SystemExit(code)

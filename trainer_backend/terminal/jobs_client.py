@@ -102,7 +102,7 @@ _EVENTS: dict[str, type[StrictReply]] = {
 
 
 class Event(NamedTuple):
-    """An event of a stream; `identity` is the event's id, the position to continue after, or None."""
+    """An event of a stream; `identity` is the id after which a reader continues, or None."""
 
     name: str
     data: dict[str, Any]

@@ -87,7 +87,7 @@ class LastingStreams:
                 sys.stdout, sys.stderr = before
 
     def when_lost(self, call: Callable[[], object]) -> None:
-        """Make this call once a stream is lost, or now if one is lost. It replaces the call set before."""
+        """Call the function when a stream is lost, or now if one is. It replaces an earlier function."""
         self._calls[:] = [call]
         if self._is_lost:
             self.lose()

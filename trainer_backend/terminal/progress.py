@@ -20,7 +20,7 @@ from trainer_backend.rundir.state import ProcessRole
 
 _ROWS_A_HEAD = 20  # rows between two prints of the titles
 _LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
-_SILENT_S = 60.0  # without a terminal there is no live line; the stage is printed after so long a silence
+_SILENT_S = 60.0  # without a terminal, the stage is printed after this time without a line
 
 
 class ConsoleReporter:

@@ -2,8 +2,8 @@
 
 A row is a prompt of the model with its answer: `messages` as in chat completions. Decisions whose prompts
 continue one another share the last one's row. A fresh prompt begins a new row: every prompt in Crafter, and a
-conversation's prompt after an edit. An assistant message has `weight` 1 if it is to be learned, as services
-of fine-tuning read it, and 0 if another row has it or if it was refused.
+conversation's prompt after an edit. An assistant message has `weight` 1 if it is to be learned, and 0
+if another row has it or if it was refused; services of fine-tuning read this key.
 
 Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 """
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _View:
-    """The material of a row: a growing prompt, and by message index the decisions whose answers it has."""
+    """The material of a row: a growing prompt, and the decisions of its answers by message index."""
 
     prompt: tuple[Message, ...]
     steps: list[StepData]

@@ -18,7 +18,7 @@ from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import find_run, model_in
 
-# The longest context for a folder without a job; the cache grows with it.
+# The longest context for a folder without a job; the memory of the cache grows with it.
 _LONGEST = 8192
 
 
@@ -55,7 +55,7 @@ async def serve(
     requests with a response_format are refused, since no grammar is enforced.
     """
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
-    # The port first: if it is taken, the weights need not be read.
+    # Reserve the port first: if it is taken, the weights need not be read.
     stopping = stop_on_signals(tell=lambda _: say("stopping"), log=lambda _: None)
     with stopping as stop, Listener(job.services.gateway_host, job.services.gateway_port) as listener:
         limits = GatewayLimits(leaves_out=OF_LIBRARIES - refused)

@@ -140,9 +140,9 @@ def open_dashboard(
     roots: Iterable[Path] = (),
     command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
 ) -> Iterator[Callable[[], None]]:
-    """Show the runs of `data_dir` in a child process on a free port; the run never waits for it.
+    """Show the runs of `data_dir` by a child process on a free port; training never waits for this process.
 
-    `say` receives the address, or the reason why there is none, on a thread. The dashboard may run plug-ins
+    `say` receives the dashboard's address, or why there is none, on a thread. The dashboard may run plug-ins
     of `roots` to draw episodes. The context yields a function that waits until Ctrl-C.
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]

@@ -132,7 +132,7 @@ def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def typed_value(text: str, schema: object) -> object:
-    """Convert an argument from plain text; it remains text if it is no JSON or its schema is a string."""
+    """Return an argument's value: its text, if that is no JSON or its schema is a string; else parsed."""
     types = set(_types(schema))
     is_null = text in ("null", "None") and "null" in types
     if types - {"null"} == {"string"} and not is_null:

@@ -3,8 +3,8 @@
 <|channel|>analysis<|message|>I need a tree.<|end|><|start|>assistant<|channel|>commentary
  to=functions.interact_many <|constrain|>json<|message|>{"actions": ["do"]}<|call|>
 
-`analysis` is reasoning; `final`, and `commentary` without a recipient, are content. The chat template writes
-the recipient before the channel, which is read too: ` to=functions.NAME<|channel|>commentary json`.
+`analysis` is reasoning; `final`, and `commentary` without a recipient, are content. The recipient may also
+come before the channel, as in the chat template: ` to=functions.NAME<|channel|>commentary json`.
 
 Source: OpenAI's harmony response format.
 """
@@ -25,9 +25,9 @@ def parse_harmony(text: str, tools: Tools) -> ParsedReply:
     """Parse the messages of a reply.
 
     A second call is an error, because the chat template drops all calls but the first. The template refuses
-    the format's own tokens in the content, so if a call cannot be read, the content is the content so far and
-    all unread text, without these tokens. With a call, the template accepts reasoning or content, not both:
-    if there is reasoning, the content before the call is added to it.
+    the format's own tokens in the content. So if a call cannot be read, the content is that of the messages
+    before and all unread text, without these tokens. With a call, the template accepts reasoning or content,
+    not both: if there is reasoning, the content before the call is added to it.
     """
     reader = _Reader(text)
     try:

@@ -155,7 +155,7 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 
 @dataclass(frozen=True, slots=True)
 class LegacyPlan:
-    """The rollout to play. A name is empty if the request names a living session."""
+    """The rollout to play. `env_name` or `policy_name` is empty if the request names a living session."""
 
     body: LegacyRollout = field(repr=False)
     """The request; its config may contain a key."""
@@ -276,9 +276,9 @@ def _read_limit(value: Any, default: int, *, where: str) -> int:
 def _take_switches(
     body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
 ) -> Stepwise | None:
-    """Return the switches of the policy's config, or else of the environment's, or else of the request.
+    """Return the reward switches of the policy's config, else of the environment's, else of the request.
 
-    The switches are removed from both configs. Return None if no place holds any.
+    They are removed from both configs. Return None if there are none in any of the three.
     """
     _, tables = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
     places = {
@@ -295,9 +295,9 @@ def _take_switches(
 
 
 def _take_config_switches(config: dict[str, Any], *, where: str) -> Stepwise | None:
-    """Remove the switches from a config and return them.
+    """Remove the reward switches from a config and return them.
 
-    They are in `step_rewards` or in a table with a job's names; if both are given, they must agree.
+    They are in `step_rewards`, or in a table with the names of a job's keys; if in both, they must agree.
     """
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
@@ -336,7 +336,7 @@ def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
 
 
 def _count_decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
-    """Count the decisions, which are pairs of an agent op and an env op, within all limits."""
+    """Return the number of decisions to play: the pairs of an agent op and an env op, within all limits."""
     pairs = _count_pairs(body, warn)
     calls = "policy.config.max_llm_calls"
     bounds = {

@@ -25,7 +25,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
-    """Make `info.stepwise` of each decision of one episode, [T]; empty if the switches are off."""
+    """Return [T] `info.stepwise` of an episode's decisions; empty if decision rewards are off."""
     if not rules.emits_decision_rewards:
         return []
     credits: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def _make_block(step: StepData, decisions: int, rules: Stepwise, credits: Counte
 def _credit_achievements(
     achievements: Sequence[str], rules: Stepwise, credits: Counter[str]
 ) -> list[dict[str, Any]]:
-    """Return the achievements that a decision is rewarded for; `credits` counts them over the episode."""
+    """Return a decision's rewarded achievements with their rewards; `credits` counts them in the episode."""
     components = []
     for name in achievements:
         limit = rules.k_limits.get(name, 1)
@@ -109,7 +109,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What a rollout needs: plan, environment and policy (new or of a session), and switches."""
+    """The parts of a rollout: plan, environment and policy (new or of a session), and reward switches."""
 
     plan: LegacyPlan
     environment: Environment
@@ -130,7 +130,7 @@ class Result:
 
 
 def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
-    """Make the whole reply; it gives the run's id for a new environment or policy, which has no id."""
+    """Make the whole reply. A new environment or policy has no id, so the reply gives the run's id for it."""
     plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:
         failure = episode.failure
@@ -204,7 +204,7 @@ def _final(episode: Episode) -> dict[str, Any]:
 
 
 def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
-    """Return status and error of an episode that was cut short, else (None, None); two names are new."""
+    """Return status and error of an episode that was cut short, otherwise (None, None)."""
     if episode.is_timed_out:
         return TIMED_OUT, "safety.max_time_s passed"
     if episode.failure is not None:

@@ -120,7 +120,7 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
 
 
 def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
-    """Return the switches that all places agree on; the three of this route have their defaults."""
+    """Return the reward switches that all places agree on, with this route's three at their defaults."""
     return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 

@@ -190,7 +190,7 @@ class _Wrapper:
 
 
 class SessionEnvironment(_Wrapper):
-    """A living session as an `Environment`: an episode continues its state. The caller must hold its lock."""
+    """A living session as an `Environment`: an episode continues it. The caller holds the session's lock."""
 
     def __init__(self, env_session: EnvironmentSession) -> None:
         super().__init__(env_session.environment)

@@ -166,7 +166,7 @@ class Timing(Reply):
 
 
 class LegacyMeta(Reply):
-    """Facts about a decision's model call; tokens and sampling if the request has record.logprobs."""
+    """Facts about a decision's model call; tokens and sampling only if the request has record.logprobs."""
 
     inference_url: str | None
     inference_request: InferenceRequest
@@ -231,7 +231,7 @@ class DecisionSample(Reply):
 
 
 class LegacyTrajectory(Reply):
-    """One episode; `decision_samples` if the switches are on."""
+    """One episode; it has `decision_samples` only if decision rewards are on."""
 
     env_id: str
     policy_id: str

@@ -46,7 +46,7 @@ class BabyAIConfig(Body):
 
 
 class BabyAIMoment(Body, allow_inf_nan=False):
-    """A snapshot: the world's seed and all env steps since; replaying them restores the state."""
+    """A snapshot: the world's seed and all actions so far; replaying these actions restores the state."""
 
     level: str
     seed: int = Field(ge=0, lt=2**31)
@@ -98,7 +98,7 @@ class BabyAIEnvironment(OneCallEnvironment):
         return float(self._success)
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Draw the whole grid with the view highlighted, [height, width, 3]. EpisodeOver before a reset."""
+        """Draw the grid, [height, width, 3], and highlight the view. Raises EpisodeOver before a reset."""
         env = started(self._level).env
         pixels = env.get_frame(highlight=True, tile_size=max(4, min(width, height) // env.width))
         rows = np.arange(height) * len(pixels) // height
@@ -152,7 +152,7 @@ class BabyAIEnvironment(OneCallEnvironment):
         no_effect: bool = False,
         invalid: bool = False,
     ) -> Observation:
-        """Make the observation; `no_effect` is computed if `before`, the state at the last one, is given."""
+        """Make the observation; find `no_effect` if `before`, the state at the last observation, is given."""
         level = started(self._level)
         self._state = level.state()
         no_effect = self._state == before if before is not None else no_effect
@@ -177,7 +177,7 @@ class BabyAIEnvironment(OneCallEnvironment):
 
 _SEEN = itemgetter("mission", "objects", "room", "carrying")
 BABYAI_STATE_KEYS: Mapping[str, StateKey] = {
-    # The whole grid, the agent, its object and the mission's progress, but not the number of steps left.
+    # Grid, agent, carried object and the mission's progress, but not the number of steps left.
     "grid": StateKey(lambda observation: observation.data["state"]),
     # Everything that the policy sees now, without the last actions.
     "view": StateKey(lambda observation: _SEEN(observation.data)),

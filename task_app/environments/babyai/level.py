@@ -63,13 +63,13 @@ class Level:
         return f"{held.color} {held.type}" if held is not None else None
 
     def objects(self) -> list[dict[str, Any]]:
-        """List the visible objects, the nearest first: words, distances ahead and to the right, and role."""
+        """Return words, distances ahead and to the right, and role of each visible object, nearest first."""
         from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
         view = self._seen["image"]
         own = (view.shape[0] // 2, view.shape[1] - 1)
         found = []
-        for i, j in zip(*(view[:, :, 0] > 3).nonzero(), strict=True):  # unseen, empty, wall, floor
+        for i, j in zip(*(view[:, :, 0] > 3).nonzero(), strict=True):  # 0 to 3: unseen, empty, wall, floor
             if (i, j) == own:
                 continue  # the carried object
             kind, colour, state = (int(value) for value in view[i, j])
@@ -83,7 +83,7 @@ class Level:
         return sorted(found, key=lambda item: (item["ahead"] + abs(item["right"]), item["right"]))
 
     def room(self) -> dict[str, int]:
-        """Count the free visible cells ahead, to the left and to the right."""
+        """Map each side (ahead, left, right) to the number of free visible cells in a row there."""
         view = self._seen["image"][:, :, 0]
         free = {}
         for side, (right, ahead) in _SIDES.items():
@@ -106,7 +106,7 @@ class Level:
 
 
 def _role(instruction: Any, item: Any) -> str | None:
-    """Return an object's role in a mission: `goal`, `move` (to another), `beside` (another comes to it)."""
+    """Return an object's role in a mission: `goal`, `move` (to put next to another), `beside` (the other)."""
     for name, role in (("desc", "goal"), ("desc_move", "move"), ("desc_fixed", "beside")):
         described = getattr(instruction, name, None)
         if described is not None and any(one is item for one in described.obj_set):
@@ -125,7 +125,7 @@ def _encode_object(item: Any) -> str:
 
 
 def _progress(instruction: Any) -> Iterator[Any]:
-    """Yield an instruction's state in the episode: its completed parts and its objects."""
+    """Yield the state of an instruction: which parts are completed, and where its objects are."""
     for part in ("instr_a", "instr_b"):
         if hasattr(instruction, part):
             yield str(getattr(instruction, f"{part[-1]}_done"))

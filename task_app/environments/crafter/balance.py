@@ -1,8 +1,8 @@
-"""Spawns and despawns creatures, chunk by chunk, every tenth step.
+"""Spawns and despawns creatures every tenth step, chunk by chunk (a chunk is 12x12 cells of the world).
 
 The published package crafter ("stock") examines every chunk; here counters show the few chunks where
-something can happen. Stock picks the creature to despawn by its position in a set hashed by address, which
-differs between processes. This engine and the tests' reference pick it by *order of creation* instead.
+something can happen. Stock picks the creature to despawn from a set whose order depends on memory
+addresses, and so on the process. This engine and the tests' reference pick it by *order of creation*.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
 
 @dataclass(frozen=True, slots=True)
 class Habitat:
-    """Where and how a kind spawns and despawns: distances to the player in cells, chances per balancing."""
+    """Where and how a kind spawns and despawns: least distances to the player in cells, chances per call."""
 
     kind: int
     make: Callable[[int, int], Thing]
@@ -42,7 +42,7 @@ COWS = Habitat(COW, Cow, GRASS, 5, 5, 0.01, 0.1)
 
 
 def balance(world: World, player: Player) -> None:
-    """Balance all chunks that ever had a thing, in the order of their first thing."""
+    """Spawn and despawn in each chunk that ever had a thing; the chunk that had one first comes first."""
     most_zombies = int(3.5 - 3 * world.daylight)
     most_cows = int(1.5 + world.daylight)
     population, counts = world.population, world.material_counts
@@ -61,7 +61,7 @@ def balance(world: World, player: Player) -> None:
 
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
-    """By chance, spawn a creature if the chunk has fewer than `fewest`; otherwise despawn one."""
+    """Spawn a creature if the chunk has fewer than `fewest`, otherwise despawn one; both only by chance."""
     kind = habitat.kind
     if world.population[chunk * KIND_COUNT + kind] < fewest:
         if world.uniform() < habitat.spawn_chance:

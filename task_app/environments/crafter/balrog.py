@@ -1,7 +1,7 @@
 """Crafter with BALROG's texts and window of past messages; an answer is the name of an action.
 
-A prompt has the messages of BALROG's `naive` agent (github.com/balrog-ai/BALROG, commit af7d1f1); the tests
-compare it with them letter for letter. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
+A prompt equals the messages of BALROG's `naive` agent (github.com/balrog-ai/BALROG, commit af7d1f1) letter
+for letter, as tests check. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
 Quirks of BALROG are kept: a game begins with a noop, and within four columns of the world's left edge or
 three rows of its top edge the text says that nothing is in sight.
 """
@@ -89,7 +89,7 @@ class BalrogEnvironment(CrafterEnvironment):
 
     def __init__(self, config: CrafterConfig) -> None:
         super().__init__(config)
-        # The turns before the current observation: an observation and an answer for each shown observation.
+        # Observations and answers before the current observation; the oldest ones are dropped.
         self._history: deque[Turn] = deque(maxlen=2 * config.history - 1)
         self._data: Mapping[str, Any] = {}
 
@@ -118,7 +118,7 @@ class BalrogEnvironment(CrafterEnvironment):
         return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        """Execute a call of `interact_many`, which no prompt offers, as if the answer were its action."""
+        """Execute the action of a call of `interact_many` like an answer; no prompt offers this tool."""
         actions, reason = self._plan(calls, invalid_reason, max_actions=1)
         return self._play("" if reason else ANSWERS[ACTIONS.index(actions[0])], reason)
 
@@ -164,13 +164,13 @@ class _Head(Body):
 
 
 def situation_text(data: Mapping[str, Any]) -> str:
-    """Describe the nearest cell of each visible kind and the faced cell, after any complaint."""
+    """Describe the nearest cell of each visible kind and the faced cell; any complaint comes first."""
     complaint = _COMPLAINT if data["news"]["invalid"] else ""
     state = _SLEEPING if data["sleeping"] else "" if data["inventory"]["health"] > 0 else _DEAD
     x, y = data["position"]
     # BALROG slices its view from an array; with a negative index the slice is empty.
     is_empty = x < CENTRE[0] or y < CENTRE[1]
-    # Column by column, which determines the order of the lines.
+    # Column by column: the order of the cells determines the order of the lines of text.
     columns = [] if is_empty else [list(map(_name_kind, names)) for names in zip(*data["rows"], strict=True)]
     places = nearest_offsets(columns, without=(VOID, "player"))
     lines = [f"- {name} {_describe_offset(dx, dy)}" for name, (dy, dx) in places.items()]

@@ -43,8 +43,8 @@ class CrafterEngine:
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
         """Prepare an engine; `reset` makes its world.
 
-        The seed is 0 .. 2**31 - 2, as for `crafter.Env`; an episode ends after `length` env steps, at least
-        1. Raises ValueError for other values.
+        The seed lies in 0 .. 2**31 - 2, as for `crafter.Env`. An episode ends after `length` env steps;
+        `length` is at least 1. Raises ValueError for other values.
         """
         self.seed = _check_int("seed", seed, 0, SEED_LIMIT - 1)
         self.length = _check_int("length", length, 1, None)
@@ -64,10 +64,10 @@ class CrafterEngine:
         return (self._game or _refuse_early())[1]
 
     def reset(self) -> None:
-        """Start the world of the first reset of `crafter.Env(seed=seed)`; every reset starts this world."""
+        """Make the world that stock's `crafter.Env(seed=seed)` makes at its first reset; never another."""
         self.step_count = 0
         player = Player(CENTER, CENTER, Plant)
-        # As stock does for episode 1. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
+        # Stock's seed of its first episode. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
         world = generate_world(hash((self.seed, 1)) % (2**31 - 1), player)
         world.daylight = daylight_at(0)
         self._game = world, player
@@ -93,7 +93,7 @@ class CrafterEngine:
             raise ValueError(f"action must lie in 0 .. {len(ACTIONS) - 1}, got {action!r}")
         self.step_count += 1
         world.daylight = daylight_at(self.step_count)
-        others = cast("list[Being]", world.things[1:])  # listed now: a plant of this step is not updated yet
+        others = cast("list[Being]", world.things[1:])  # without a plant that this step places
         player.update(world, action)
         # |dx| + |dy| < r is equivalent to |dx + dy| < r and |dx - dy| < r, which needs no call of abs().
         low, left = player.x + player.y - UPDATE_RADIUS, player.x - player.y - UPDATE_RADIUS

@@ -206,8 +206,8 @@ def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bo
 def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
     """Return the state that shows whether an action had an effect.
 
-    Vitals are left out, because they change by themselves. The counters show a drink at nine or a tenth
-    stone, and the health of the faced creature shows a hit.
+    Vitals are left out, because they change by themselves. So achievement counters are needed to show a
+    drink, and also a tenth stone, which the inventory cannot hold. The faced creature's health shows a hit.
     """
     player = engine.player
     counts = tuple(player.achievements.values())

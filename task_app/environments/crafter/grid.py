@@ -45,7 +45,7 @@ def chunk_bounds(chunk: int) -> tuple[int, int, int, int]:
     return xmin, min(xmin + CHUNK_SIZE, AREA), ymin, min(ymin + CHUNK_SIZE, AREA)
 
 
-# Cells of each chunk, x before y: stock numbers free cells in this order when it draws one for a spawn.
+# Cells of each chunk by x, then y: stock numbers free cells in this order when it draws one for a spawn.
 CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(
     tuple(cell_at(x, y) for x in range(xmin, xmax) for y in range(ymin, ymax))
     for xmin, xmax, ymin, ymax in map(chunk_bounds, range(CHUNK_COUNT))

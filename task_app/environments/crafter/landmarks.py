@@ -26,12 +26,12 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Things to walk to, in the order of the compact text, which omits the last ones of a crowded view.
+# Kinds of things to walk to, in the order of the compact text; if there are too many, it omits the last.
 THINGS = (
     "zombie", "skeleton", "arrow", "cow", "water", "tree", "stone", "coal", "iron", "diamond", "table",
     "furnace", "ripe-plant", "plant",
 )  # fmt: skip
-# Free cells to face: grass for saplings, any ground for building. `way` leads out of view.
+# Kinds of free cells to face: grass for saplings, any ground for building. The kind `way` leads out of view.
 PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GROUND}
 KINDS = ("way", *PLACES, *THINGS)
 # A shown walk ends with the leg that completes this many cells, because a decision covers no more.
@@ -87,7 +87,7 @@ def read_facts(data: Mapping[str, Any]) -> Facts:
 def view_walks(
     rows: tuple[tuple[str, ...], ...], facing: str, *, can_dig: bool
 ) -> tuple[Ground, Mapping[str, Walk]]:
-    """Return the cells of a view, given as [7][9] names, and the walks in it."""
+    """Return the cells of a view, and the walk to each kind; `rows` has [7][9] names."""
     cells = dict(zip(_VIEW, chain.from_iterable(rows), strict=True))
     ground = Ground(cells, player=cell_at(*CENTRE), facing=facing)
     trails = find_trails(ground, can_dig=can_dig)

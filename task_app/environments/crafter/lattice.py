@@ -8,8 +8,8 @@ with d_k the offset from lattice point k. Only the gradients g_k depend on the s
 lattice points, offsets and weights once. Operations and their order are those of the package `opensimplex`
 (`_noise3`), so results are equal to the last bit; tests compare them.
 
-Names: N points; K = 8 slots, the largest number of lattice points per point; o an integer lattice offset from
-the cell's origin.
+Names: N is the number of points. K = 8 is the number of slots: no point has more lattice points around it.
+o is the offset of a lattice point from the origin of the lattice cell, in integers.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ FAR_CORNERS: tuple[Offset, ...] = ((1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1))
 MIDDLE_CORNERS: tuple[Offset, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1))
 SLOTS = 8
 
-# Two extra points for each bit set c (x = 1, y = 2, z = 4) of axes.
-NEAR_EXTRAS: dict[int, tuple[Offset, Offset]] = {  # near (0,0,0) itself: c is the closest other corner
+# Maps c, a set of axes as bits (x = 1, y = 2, z = 4), to the two extra points.
+NEAR_EXTRAS: dict[int, tuple[Offset, Offset]] = {  # if (0,0,0) is one of the two closest, c is the other
     1: ((1, -1, 0), (1, 0, -1)),
     2: ((-1, 1, 0), (0, 1, -1)),
     4: ((-1, 0, 1), (0, -1, 1)),
@@ -43,7 +43,7 @@ NEAR_EXTRAS: dict[int, tuple[Offset, Offset]] = {  # near (0,0,0) itself: c is t
     6: ((0, 1, 1), (-1, 1, 1)),
 }
 FAR_EXTRAS: dict[int, tuple[Offset, Offset]] = {
-    3: ((2, 1, 0), (1, 2, 0)),  # near (1,1,1) itself
+    3: ((2, 1, 0), (1, 2, 0)),  # likewise for (1,1,1)
     5: ((2, 0, 1), (1, 0, 2)),
     6: ((0, 2, 1), (0, 1, 2)),
     1: ((1, 0, 0), (2, 0, 0)),  # else the axis shared by the two closest corners
@@ -88,7 +88,7 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 
 
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
-    """Return offsets o [K, N, 3], their part that the package subtracts last, and the used slots [K, N]."""
+    """Return [K, N, 3] offsets, [K, N, 3] the part to subtract last, and [K, N] whether a slot is used."""
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
     tetrahedra_N = np.where(near, _near_case(x_N, y_N, z_N, total), _far_case(x_N, y_N, z_N, total))
@@ -179,6 +179,6 @@ def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
 
 
 def _side(total: Floats, far_point: int, near_point: int) -> tuple[Floats, Ints, Bools]:
-    """Return score, nearer corner and side of each point for one pair of opposite corners."""
+    """Return each point's score, its nearer one of two opposite corners, and whether that is the far one."""
     far = total > 1
     return np.where(far, total - 1, 1 - total), np.where(far, far_point, near_point), far

@@ -23,7 +23,7 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Ground that is assumed under a creature, which walks away when it is out of sight.
+# Ground to remember for a creature's cell, because creatures walk away when they are out of sight.
 _GROUND_UNDER = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
 _WHOLE_WALK = 10_000
 _TURN_BACK_COST = 4

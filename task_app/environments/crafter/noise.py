@@ -1,10 +1,10 @@
 """The thirteen noise layers of a Crafter world, for any seed.
 
-They equal `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, and are computed about 300
+A layer equals `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, and is computed about 300
 times faster: each process computes the geometry of the 64x64 points once (`geometry`); a seed only permutes
 gradients.
 
-Names: N = 4096 cells, x before y as in stock crafter; P distinct lattice points; K slots of the sum.
+Names: N = 4096 cells, ordered by x, then y, as in stock; P distinct lattice points; K slots of the sum.
 """
 
 import functools
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All layers, and their distinct lattice points ([P] each, modulo 256)."""
+    """All layers, and the [P] x, y and z of their distinct lattice points, modulo 256."""
 
     x_P: Ints
     y_P: Ints
@@ -104,7 +104,7 @@ def _layer_noise(
 
 
 def permutation(seed: int) -> Ints:
-    """Return OpenSimplex's shuffle of 0 .. 255, [256], by its own 64-bit congruential generator."""
+    """Return [256] the numbers 0 .. 255, shuffled by OpenSimplex's own 64-bit congruential generator."""
     for _ in range(3):
         seed = (seed * MULTIPLIER + INCREMENT) % WORD
     source = list(range(256))

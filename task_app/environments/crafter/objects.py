@@ -1,7 +1,7 @@
 """Creatures, arrows and plants, which decide by the same random draws as in stock crafter 1.8.3.
 
-A thing may act once more in the update that removes it ("a killed creature still acts once"); `removed`
-prevents this last act from moving anything.
+As in stock, a creature without health still acts once in the update that removes it. Its flag `removed`
+prevents this last act from moving it.
 """
 
 from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
@@ -15,7 +15,7 @@ RIPE_AFTER = 300
 
 
 class Being(Interactive):
-    """A thing with health; `counter` names a further counter, which starts at 0, if the class has one."""
+    """A thing with health. `counter` names a further attribute, a counter from 0, if the class has one."""
 
     __slots__ = ("health",)
     start_health: int
@@ -84,7 +84,7 @@ class Cow(Creature):
 
 
 class Zombie(Creature):
-    """Hunts the player within 8 cells; next to it, hits for 2 (7 if asleep), and then waits 5 steps."""
+    """Hunts the player within 8 cells. Next to it, hits for 2 (7 if it sleeps), and then waits 5 steps."""
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE
@@ -110,7 +110,7 @@ class Zombie(Creature):
 
 
 class Skeleton(Creature):
-    """Keeps 3 cells away, shoots within 5, follows within 8."""
+    """Steps back from a player within 3 cells, shoots within 5, follows within 8."""
 
     __slots__ = ("reload",)
     kind = SKELETON

@@ -73,7 +73,7 @@ class Player(Thing):
         self._update_life_stats()
         self._degen_or_regen_health()
         amounts = self.inventory.values()
-        # Nearly always nothing is out of bounds, which two built-in calls detect faster than a loop.
+        # Counts are nearly always within their bounds, which two built-in calls check faster than a loop.
         if max(amounts) > SMALLEST_MAX or min(amounts) < 0:
             for name, amount in self.inventory.items():
                 self.inventory[name] = max(0, min(amount, ITEM_MAX[name]))

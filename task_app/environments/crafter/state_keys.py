@@ -1,8 +1,8 @@
 """State keys of Crafter, which define equal states, as pure functions of `Observation.data`.
 
 A key is useful if equal states are neither rare nor the rule. In 8 worlds x 8 rollouts x 50 steps of random
-play, 20 % of the steps have a unique state with `view`, 10 % with `nearest`, and none with `coarse`, which
-groups different situations. Vitals change by themselves and are only in `exact`.
+play, 20 % of the steps have a unique state by the key `view`, 10 % by `nearest`, and none by `coarse`, which
+treats different situations as equal. Vitals change by themselves and are only in `exact`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from task_app.environments.crafter.view import nearest_offsets
 from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
 
-# BALROG's history shows only earlier steps, and its answer names never change.
+# Left out of `exact`. BALROG's history shows only earlier steps, and its answer names never change.
 _TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answer_names"})
 # Kinds that are everywhere, so that the nearest one has no information.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})

@@ -14,7 +14,7 @@ from task_app.environments.crafter.walks import Leg
 
 MATERIAL_ITEMS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
-# Achievements that the inventory does not show, so that a policy without memory does not repeat them.
+# Achievements that the inventory does not show. The text lists the missing ones, so none is repeated.
 TODO = (
     "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
@@ -61,8 +61,8 @@ def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> st
     """Write the state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
     Twenty-five words have fixed positions: vitals, light, direction, the faced cell, the four neighbour
-    cells, materials, tools, and table and furnace in crafting range. Achievements to do, walks, and news
-    follow.
+    cells, materials, tools, and table and furnace in crafting range. Then follow achievements to do,
+    walks, and news.
 
         hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood

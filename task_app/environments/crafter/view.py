@@ -40,7 +40,7 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    # The border is as wide as the view, so edges need no test.
+    # The world's border is half as wide as the view, so a view at the edge needs no test.
     rows, materials = [], []
     cell, cells, at = player.cell, world.materials, world.at
     for offset in _ROW_STARTS:

@@ -10,15 +10,14 @@ from functools import cache
 
 from task_app.environments.crafter.grid import FACINGS, VOID
 
-# A cell is one number, x before y: numbers compare like (x, y), and a neighbour's number is a sum.
+# A cell is one number: numbers compare like (x, y), and a neighbour's number differs by a constant.
 Cell = int
 _MARGIN, _COLUMN = 8, 128
 # The range of a cell's coordinates: the 64x64 world, and the part of a view beyond its edges.
 LOWEST, HIGHEST = -_MARGIN, _COLUMN - _MARGIN - 1
 _STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in FACINGS.items()}
 _CELLS = _COLUMN * _COLUMN
-# The possible next steps after a step in each direction, which excludes the opposite one; "" means no step
-# yet.
+# Maps the direction of the last step ("": no step yet) to the possible next steps: all but the step back.
 _ONWARD = {
     before: tuple((name, offset) for name, offset in _STEPS.items() if offset != -_STEPS.get(before, 0))
     for before in ("", *_STEPS)

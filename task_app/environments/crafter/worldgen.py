@@ -1,8 +1,8 @@
 """Generates the same world as stock crafter's `worldgen`, with the same random draws, in milliseconds.
 
 Everything without random draws is computed for all cells at once. Then the cells that need draws are visited
-in stock's order (x before y); the draws come from a block, and unused ones are returned to the generator.
-Names: N = 4096 cells, x before y.
+in stock's order (by x, then y). Numbers are drawn in a block, and unused ones are returned to the generator.
+Names: N = 4096 cells, ordered by x, then y.
 """
 
 import functools
@@ -25,7 +25,7 @@ Materials = npt.NDArray[np.uint8]
 
 GRASS, PATH, TREE = MATERIAL_IDS["grass"], MATERIAL_IDS["path"], MATERIAL_IDS["tree"]
 COAL, IRON, DIAMOND = MATERIAL_IDS["coal"], MATERIAL_IDS["iron"], MATERIAL_IDS["diamond"]
-# A bit for each thing that a draw may put on a cell; of several, the first success in this order counts.
+# A bit for each thing that a draw may put on a cell. Draws follow this order, up to the first success.
 MAY_BE_COAL, MAY_BE_IRON, MAY_BE_DIAMOND, MAY_BE_TREE = 1, 2, 4, 8
 MAY_HOLD_COW, MAY_HOLD_ZOMBIE, MAY_HOLD_SKELETON = 1, 2, 4
 BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
@@ -33,7 +33,7 @@ BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class Terrain:
-    """All cells before the draws: material [N], bits of possible draws [N], whether a tunnel [N]."""
+    """All cells before the draws: [N] material, [N] bits of possible draws, [N] whether it is a tunnel."""
 
     material_N: Materials
     chances_N: Materials
@@ -100,7 +100,7 @@ def _make_terrain(seed: int) -> Terrain:
 
 @contextmanager
 def _draws(random: np.random.RandomState, most: int) -> Iterator[Callable[[], float]]:
-    """Yield a function that draws a double; `most` doubles are drawn in a block, and unused ones returned."""
+    """Yield a function that draws a double, at most `most` times; unused draws return to the generator."""
     before = random.get_state()
     rest: Iterator[float] = iter(random.random_sample(most).tolist())
     yield rest.__next__

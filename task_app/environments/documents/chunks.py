@@ -98,7 +98,7 @@ class SearchIndex:
 
 
 def snippet(text: str, query: str) -> str:
-    """Return the first passage with the most different words of the query, on one line."""
+    """Return the passage with the most different words of the query (in a tie, the first), on one line."""
     query_words = set(_split_words(query))
     matches = [
         (m.start(), m.group().casefold()) for m in _WORD.finditer(text) if m.group().casefold() in query_words

@@ -211,7 +211,7 @@ class DocumentsEnvironment:
     def _observe(self, reward: float) -> Observation:
         self._last_reward = reward
         data = self._data(started(self._task))
-        # Only the reader's progress, because the results of its calls contain the text.
+        # Show the reader's progress alone, because the results of its calls contain the document's text.
         index = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
         notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
         text = f"Question: {data['question']}\n{index}; {notes}"

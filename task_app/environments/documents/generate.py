@@ -1,8 +1,8 @@
 """Generates documents of any length with questions from a seed: filler, distractors, and facts.
 
 needle  One fact is hidden in the text: "The code of Amber Harbour is 48213."
-keeper  The same with one of 16 names, "The keeper of Amber Harbour is Mira.", for small models, to which
-        a number is an unknown sequence of tokens.
+keeper  The same with a name, one of 16: "The keeper of Amber Harbour is Mira." This is for small models, to
+        which a number is an unknown sequence of tokens.
 hops    A parcel changes hands `hops` times; the question asks for the last owner's locker.
 count   Deliveries are listed; the question asks how many of one kind came to one place.
 """

@@ -68,7 +68,7 @@ class Child:
     def lines(self, deadline_s: float) -> Iterator[Any]:
         """Yield the values of the process's next lines, except blank lines; all share one deadline.
 
-        All these lines count as one call, for which the process's output is limited.
+        The limit of a call's output applies to all these lines together.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s
@@ -107,7 +107,7 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read its remaining output until it closes stdout; return False if it does not do so in time."""
+        """Read the process's output until it closes stdout; return whether it closes stdout in time."""
         until_s = time.monotonic() + seconds
         try:
             while True:
@@ -136,7 +136,7 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End all open processes when the service ends: a hanging call blocks the lock of its environment.
+    """End all open processes when the service ends, even those of environments that a call still locks.
 
     Wait `grace_s` for processes that are being closed, send the others a SIGTERM, wait `grace_s` again, and
     kill the rest.

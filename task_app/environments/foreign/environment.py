@@ -1,4 +1,4 @@
-"""Environments of other libraries and servers ("foreign") as our `Environment`s: what all have in common.
+"""Base classes that make our `Environment`s of those of other libraries and servers ("foreign").
 
     ForeignEnvironment      a fresh prompt for each decision
     └── ForeignConversation a growing conversation, in which each call has its result
@@ -41,7 +41,7 @@ class ForeignEnvironment:
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
-    # Whether one bad call refuses the whole decision, because later calls may depend on it.
+    # Whether one refused call refuses its whole decision, because the calls after it may depend on it.
     _refuses_whole = True
 
     def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM, is_secret: bool = False) -> None:
@@ -95,7 +95,7 @@ class ForeignEnvironment:
         return self._return
 
     def close(self) -> None:
-        """Leave the foreign side, after a call that still runs in another thread."""
+        """Wait for a call that still runs in another thread, then leave the foreign side."""
         if self._lock.acquire(timeout=_CLOSE_WAIT_S):
             try:
                 self._leave()
@@ -201,7 +201,7 @@ class ForeignEnvironment:
         return shown.data
 
     def _merge_counts(self, shown: Shown) -> Mapping[str, int]:
-        """Return the achievement counters so far, which only grow; the first ones name all achievements."""
+        """Return the largest counts so far; refuse achievements that the episode's first counters lack."""
         before = self._shown.achievements_counts if self._shown is not None else {}
         new = shown.achievements
         if new is None:

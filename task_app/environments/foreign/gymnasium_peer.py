@@ -87,7 +87,7 @@ class GymnasiumPeer:
 
     @property
     def env(self) -> gymnasium.Env[Any, Any]:
-        if self._env is None:  # left after a failure
+        if self._env is None:  # closed after a failure
             raise EpisodeOver()
         return self._env
 
@@ -222,7 +222,7 @@ class EpisodeState(Body):
 
 
 class Restorable(ForeignEnvironment):
-    """An environment with `get_state()`, which returns JSON with the generator, and `set_state(state)`."""
+    """An environment with `set_state(state)` and `get_state()`, whose JSON includes the generator."""
 
     _peer: GymnasiumPeer
 

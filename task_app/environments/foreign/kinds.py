@@ -13,7 +13,7 @@ from task_app.settings import Reach
 
 @dataclass(frozen=True, slots=True)
 class ForeignKind:
-    """A kind of environment, as names in this folder, so that its modules are imported when first needed."""
+    """A kind of environment. It names classes and modules of this folder, which are imported at first use."""
 
     config_class: str
     module: str

@@ -61,7 +61,7 @@ class HttpLink:
             self._http.close()
 
     def _keep_headers(self, headers: Mapping[str, str], request: Mapping[str, Any], answer: Any) -> None:
-        """Send session and version in the headers of every later request."""
+        """Keep session id and protocol version as headers of every later request."""
         result = answer.get("result") if isinstance(answer, dict) else None
         version = result.get("protocolVersion") if isinstance(result, dict) else None
         names = {"mcp-protocol-version": "protocolVersion", _SESSION: f"header {_SESSION}"}
@@ -125,9 +125,9 @@ Link = HttpLink | ProcessLink
 
 
 def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
-    """Refuse an answer to another request."""
+    """Raise ForeignFailed if the message answers another request."""
     if not isinstance(message, dict):
-        return  # it is no answer, and the reader raises the error
+        return  # McpPeer refuses it
     answer_id, request_id = message.get("id"), request["id"]
     # An error about an unreadable request has no id.
     is_error = answer_id is None and message.get("error") is not None

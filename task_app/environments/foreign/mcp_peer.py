@@ -71,7 +71,7 @@ def _find_server(argument: str, reach: Reach) -> McpServer:
     return server
 
 
-# Objects of a result that may have its reward and its end.
+# Keys of a result; their objects may have the keys of the reward and of the end.
 _FACTS = ("structuredContent", "_meta")
 
 

@@ -16,7 +16,7 @@ from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
-    """Check that urlsplit splits the URL correctly. The error hides the URL, whose path may be a key."""
+    """Refuse a text that is no http or https URL with a host. The error hides it: its path may be a key."""
     if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
@@ -29,7 +29,7 @@ _HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
-    """A server of the file. Keys of other clients (`autoApprove`) are ignored."""
+    """A server of the file. Keys that only other clients know, such as `autoApprove`, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -65,7 +65,7 @@ class _File(OpenBody):
 
 
 def read_servers(value: Any) -> Any:
-    """Read the servers of a file by name; return a value that is not a path unchanged.
+    """Return the servers of the file by name if `value` is a path; otherwise return `value` unchanged.
 
     Raises:
         ValueError: the file cannot be read, or has another form.

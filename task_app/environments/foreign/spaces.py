@@ -4,9 +4,9 @@
 |---|---|---|
 | Discrete | an integer, or a given name | the number |
 | MultiDiscrete, MultiBinary | a list of integers | a list |
-| Box of up to MAX_NUMBERS numbers | a list of numbers (up to MAX_ACTION) | numbers of 4 digits |
-| Text | text of its lengths | the text |
-| Dict, Tuple | an object | a line each |
+| Box of up to MAX_NUMBERS numbers | a list of numbers (up to MAX_ACTION) | numbers, in text with 4 digits |
+| Text | a text of an allowed length | the text |
+| Dict, Tuple | an object | a line for each member |
 """
 
 from collections.abc import Mapping, Sequence

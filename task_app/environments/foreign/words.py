@@ -14,7 +14,7 @@ from task_app.environments.foreign.schemas import tool
 
 
 def render_text(data: Any) -> str:
-    """Write a line for each member of an object; numbers with four digits, a matrix row by row."""
+    """Write a line for each member of an object: floats with four digits, a matrix in lines by row."""
     if isinstance(data, Mapping):
         return "\n".join(f"{name}: {_render_value(value)}" for name, value in data.items())
     return _render_value(data)
@@ -37,7 +37,7 @@ def _render_row(data: Any) -> str:
 
 
 class _Tool(StrictReply):
-    """A tool in MCP's form; OpenEnv's key of its schema is `input_schema`."""
+    """A tool in MCP's form, or in OpenEnv's, which calls the schema `input_schema`."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -56,7 +56,7 @@ class _Content(StrictReply):
     content: list[_Part] | None = None
     structuredContent: dict[str, JsonValue] | None = None
     data: JsonValue = None
-    """OpenEnv's key of structuredContent."""
+    """OpenEnv's name for `structuredContent`."""
 
 
 def mcp_tool(described: Any, name: str) -> ToolSpec:

@@ -78,9 +78,9 @@ class OrdersState(Body):
 class OrdersEnvironment(ToolEnvironment[OrdersState]):
     """One desk; equal seeds and calls give equal episodes in every process. Steps use no randomness.
 
-    An env step earns the number of rows that it corrects minus the number that it makes wrong, scaled: an
-    order and its stock earn 1 / requests. These rewards add up to at most 1. `done` earns another 1 if the
-    whole database is correct.
+    An env step earns 1 / (2 * requests) for each row that it corrects, and loses as much for each row that
+    it makes wrong. These rewards add up to at most 1. `done` earns another 1 if the whole database is
+    correct.
     """
 
     name = "orders"
@@ -183,7 +183,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         return self._change(action, shop)
 
     def _find_order(self, action: str, order_id: int, status: Status) -> Order | None:
-        """Return the order if it has the status; otherwise refuse the action, and return None."""
+        """Return the order if its status is `status`; otherwise refuse the action, and return None."""
         row = self.state.shop.order(order_id)
         if row is not None and row.status == status:
             return row
@@ -206,7 +206,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
 
 
 def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = ()) -> str:
-    """Write a customer's rows: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` marks requests."""
+    """Write a customer's rows: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` means requested."""
     marked = {request.target(shop) for request in requests if request.product}
     rows = [
         f"; {'* ' if order in marked else ''}{order.product} #{order.id} {order.status} {order.count}"

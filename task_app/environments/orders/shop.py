@@ -49,7 +49,7 @@ class Shop(Body):
         return next((order for order in self.orders if order.id == order_id), None)
 
     def changed(self, order: Order, *, back: int) -> "Shop":
-        """Return the shop with a changed order, and `back` more pieces of its product in stock."""
+        """Return the shop with `order` in place of its old row, and `back` more pieces of its product."""
         orders = tuple(order if row.id == order.id else row for row in self.orders)
         stock = {**self.stock, order.product: self.stock[order.product] + back}
         return self.model_copy(update={"orders": orders, "stock": stock})

@@ -47,7 +47,7 @@ class Board:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """What a step adds to the player's cell number, by direction."""
+        """Map each direction to the number that a step adds to the player's cell number."""
         return {"up": -self.width, "down": self.width, "left": -1, "right": 1}
 
     def move(self, state: State, direction: str) -> State:

@@ -29,7 +29,7 @@ PushName = Literal[
     "1-up", "1-down", "1-left", "1-right", "2-up", "2-down", "2-left", "2-right",
     "3-up", "3-down", "3-left", "3-right",
 ]  # fmt: skip
-# Rewards of gym-sokoban (Schrader, 2018): of a step, a box onto a goal (negative: off it), the last box.
+# Rewards of gym-sokoban (Schrader, 2018) for a step, for a box onto a goal (negated: off it), for the end.
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 WALL_SHARE = 0.2  # of a drawn board's cells
 # Every allowed config finds a board within some dozens of draws.
@@ -217,9 +217,9 @@ class SokobanEnvironment(OneCallEnvironment):
 
 
 def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tuple[Board, State]:
-    """Draw a board with sides of `size` cells, and a state whose shortest solution has `pushes` (from, to).
+    """Draw a board with sides of `size` cells, and a state with no box on a goal.
 
-    No box is on a goal. All numbers of pushes that the board allows are equally likely.
+    `pushes` is the range of pushes of a shortest solution; all possible numbers are equally likely.
     """
     source = random.Random(seed)
     for _ in range(MOST_DRAWS):

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from task_app.environments.sokoban.board import Board, Push, State, cells
 
-# States with the same possible pushes: the boxes, and the cells that the player can reach without a push.
+# (boxes, cells that the player can reach without a push): states with equal keys allow the same pushes.
 Key = tuple[int, int]
 
 
@@ -34,12 +34,12 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
 
 
 def is_solvable(board: Board, state: State, left: Mapping[Key, int]) -> bool:
-    """Return whether the state is solvable; `left` is `pushes_left(board)`, which takes up to 0.1 s."""
+    """Return whether the state is solvable. `left` is `pushes_left(board)`, a search of up to 0.1 s."""
     return state.boxes == board.goals or make_key(board, state) in left
 
 
 def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | None:
-    """Return the push of a shortest solution that needs the fewest moves; None if solved or unsolvable."""
+    """Return the push on a shortest solution with the fewest moves before it; None if there is no push."""
     fewest = left.get(make_key(board, state))
     if not fewest:
         return None

@@ -35,7 +35,7 @@ def compact_text(data: Mapping[str, Any]) -> str:
         on0 _ _ # 1 ... box1 to R2 D1 to L1 1-up U2 1-left L1 box2 ...
 
     First come the cells without the rim, row by row, where a number is a box. Then come the boxes in reading
-    order: for each the offset of every goal, and every possible push with the cells that the box can move.
+    order. Each box has the offset of every goal, and every possible push with the number of free cells.
     """
     board, state = read_xsb(data["rows"])
     words, box_number = [f"on{data['on_goals']}"], 0

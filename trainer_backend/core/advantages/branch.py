@@ -1,4 +1,4 @@
-"""Branch: a decision's return minus the value of its state, measured by playing branches from that state."""
+"""Branch: a decision's return minus the mean return of branches, rollouts that play on from its state."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class BranchKeys(EstimatorKeys):
-    """Keys of the number of branches."""
+    """Keys that set the number of branches."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
     """branch, train_branches: decisions per episode before which branches start"""
@@ -48,15 +48,15 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
         A_t = G_t - 1/K * sum_k G^(k)_t        decisions with K >= 1 branches
         A_t of `stepwise`                      all others
 
-    G^(k)_t is the discounted return of the k-th branch: the same policy in the world of s_t. The policy draws
-    new random numbers. The world does not: a snapshot restores its generator, so branch and episode share its
-    draws until their actions differ, which usually lowers the variance. The baseline may depend on these
-    draws, because a_t does not. The decisions with branches are chosen before they are made (`branch_turns`),
-    so the policy gradient is unbiased (gamma 1, fixed denominators). Branches are trained only with
-    `train_branches` (`core.forks`).
+    G^(k)_t is the discounted return of the k-th branch, in which the same policy plays on from s_t. The
+    policy draws new random numbers. The world does not: a snapshot restores its generator, so branch and
+    episode share its draws until their actions differ, which usually lowers the variance. The baseline may
+    depend on the world's draws, because a_t does not depend on them. The decisions with branches are chosen
+    before they are made (`branch_turns`), so the policy gradient is unbiased (gamma 1, fixed denominators).
+    Branches are trained only with `train_branches` (`core.forks`).
 
-    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. Its
-    advantage is r_t + V(s_{t+1}) - V(s_t); here it is G_t - V(s_t), as most decisions have no branches.
+    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. Their
+    advantage is r_t + V(s_{t+1}) - V(s_t). Here it is G_t - V(s_t), because most s_{t+1} have no branches.
     """
     others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
@@ -81,7 +81,7 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
 def _compare_episode(
     episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
 ) -> tuple[list[float], list[float | None]]:
-    """Return an episode's [T] advantages and [T] baselines; those given for decisions without branches."""
+    """Return an episode's [T] advantages and [T] baselines; without branches, the given ones."""
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -105,7 +105,7 @@ def _compare_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """Return the parts of `stepwise` with other baselines, and the number of branches of each decision."""
+    """Return the parts of `stepwise` with `baselines` as its baselines, and the part `branches`."""
     compared = [
         [
             None if branches else others
@@ -136,7 +136,7 @@ def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -
 
 
 def branch_group(rollout_id: str, turn: int) -> str:
-    """Return the name of the group of branches from before a decision of a rollout."""
+    """Return the group id of the branches that start before this turn of a rollout."""
     return f"{rollout_id.replace(':', '.')}/branch-{turn}"
 
 

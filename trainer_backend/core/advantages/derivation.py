@@ -1,4 +1,4 @@
-"""Equations that derive an advantage from its parts, for checks, with words for readers."""
+"""Equations that derive an advantage from its parts: tests check them, users see them with words."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Derivation:
     is dropped if the decision lacks the part."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
-        """Return each equation whose numbers are all known, with its numbers, and words about them.
+        """Write each equation whose numbers are all known with its numbers, and say what these mean.
 
         ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
@@ -90,19 +90,19 @@ AT_FORK = Derivation(
 
 
 def two_levels(steps: Sequence[str], *words: tuple[str, str]) -> Derivation:
-    """Return the derivation of `levels.summed_levels`; the equations `steps` end with step_advantage."""
+    """Return the derivation of `levels.summed_levels`; the last equation of `steps` gives step_advantage."""
     of_episode = "episode_advantage = (score - score_baseline) / score_scale"
     summed = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
     return Derivation((of_episode, *steps, summed), (("score_baseline", "mean of the group"), *words))
 
 
 def substitution(equation: str, number: Callable[[str], str]) -> str:
-    """Return the equation with a text in place of each name."""
+    """Replace each name in an equation by the text that `number` returns for it."""
     return _NAME.sub(lambda match: number(match[0]), equation)
 
 
 def _phrase(words: str, known: Mapping[str, float]) -> str:
-    """Return the words with their counts; "" if a count is unknown."""
+    """Fill the numbers into the words; return "" if a number is unknown."""
     counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
     if None in counts.values():
         return ""

@@ -24,14 +24,14 @@ class EpisodeRewards:
     """The inputs of an estimator for one episode."""
 
     rollout_id: str
-    """For errors."""
+    """Named in errors."""
     group_id: str
     """Equal for siblings: same environment, same start."""
     rewards_T: Sequence[float]
     """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
-    """[T] name of the state before each decision; equal names are equal states. This column and those
-    below are empty, or None, unless the estimator needs them."""
+    """[T] name of the state before each decision; equal names are equal states. This column, and each one
+    down to `branch_returns_T`, is empty or None unless the estimator needs it."""
     texts_T: Sequence[str] = ()
     """[T] text of the observation before each decision."""
     values_T: Sequence[float] = ()
@@ -45,7 +45,7 @@ class EpisodeRewards:
     truncated: bool = False
     """Whether a limit cut the episode short while the policy could have continued."""
     value_after: float | None = None
-    """V of the state after its last decision, if a limit cut it short; None: unknown."""
+    """V of the state after the last decision, if a limit cut the episode short; None: unknown."""
 
     @property
     def score(self) -> float:
@@ -182,7 +182,7 @@ class Compare(Protocol):
 
 
 def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Advantages:
-    """Compare the scores of each group; all decisions of an episode get its advantage."""
+    """Compare the scores of each group; all decisions of an episode get the episode's advantage."""
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
     parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}

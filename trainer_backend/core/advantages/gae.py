@@ -27,7 +27,7 @@ class LambdaKeys(EstimatorKeys):
     """Keys of generalised advantages."""
 
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """gae, gagpo: weight of longer returns, over decisions"""
+    """gae, gagpo: lambda over decisions; a higher one gives longer returns more weight"""
 
 
 class GaeKeys(LambdaKeys):
@@ -48,7 +48,7 @@ class GaeTokenKeys(GaeKeys):
     """Keys of `gae_token`."""
 
     gae_token_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae_token: weight of longer returns, over the tokens of one decision"""
+    """gae_token: lambda over the tokens of one decision, as gae_lambda over decisions"""
 
 
 def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
@@ -102,7 +102,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 
     For token j of n in decision t, `next` is the token sampled after it, in this decision or a later one:
 
-        A_{t,j}     = delta_{t,j} + c * A_next,                 after the last token of the episode 0
+        A_{t,j}     = delta_{t,j} + c * A_next,                 A_next = 0 after the episode's last token
         delta_{t,j} = r + g * V_next - V_{t,j}
         inside a decision (j < n - 1)     r = 0     g = 1         c = gae_token_lambda
         at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
@@ -115,8 +115,8 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 
     The advantage of a decision, and its parts, are means over its tokens; `value` is V at the first token.
 
-    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907. Its recursion over tokens
-    begins from the turn's advantage; this one begins from the next decision's first token.
+    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907. VAGEN's recursion over
+    tokens begins from the turn's advantage; this one begins from the next decision's first token.
     """
     counts = _counts(episodes, keys)
     of_tokens = [_token_advantages(episode, keys) for episode in episodes]

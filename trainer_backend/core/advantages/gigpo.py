@@ -98,7 +98,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
 def _compare_steps(
     episodes: Sequence[EpisodeRewards], met: Sequence[Sequence[int]], keys: AnchorKeys
 ) -> tuple[list[float], Columns]:
-    """Return [D] A_S and its parts; `met` are the anchors of the current state only, k = 0."""
+    """Return [D] A_S and its parts; `met` has the decisions of each state, without earlier states (k = 0)."""
     scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
     sizes_D = return_sizes(episodes, keys.gamma)
     own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
@@ -131,9 +131,9 @@ def system_apply_gigpo_to_batch_steps(
 ) -> list[list[Any]]:
     """Apply `gigpo` to `StepData`, or to objects with its published attributes (source 2's interface).
 
-    A_E comes from the final scores. G_k is the discounted sum of the steps' base_reward. If any step of a
-    group lacks base_reward, default_step_reward replaces the missing ones, and every sibling's final score is
-    added at its last step, so that all siblings have returns of one kind.
+    A_E comes from the final scores, A_S from G_k, the discounted sum of base_reward from step k on. If any
+    step of a group lacks base_reward, default_step_reward replaces each missing reward, and every sibling's
+    final score is added at its last step, so that all siblings have returns of one kind.
 
     Args:
         batch_of_step_data_lists: the steps of each rollout, in order. Reads observation_data and, if present,
@@ -152,7 +152,7 @@ def system_apply_gigpo_to_batch_steps(
 
     Raises:
         AdvantageError: the number of scores or keys is not that of the rollouts; a step has no
-            observation_data, or takes no attributes; a key cannot be compared; see `siblings`.
+            observation_data, or its attributes cannot be set; a key cannot be compared; see `siblings`.
         ValueError: omega or gamma outside [0, 1].
 
     Source: source 2, Task 2.4.
@@ -234,7 +234,7 @@ def _fill_in(
 
 
 def _copy_with(step: Any, where: str, **values: float) -> Any:
-    """Return a copy with these attributes, even of a frozen step."""
+    """Return a copy of a step with `values` as attributes, even if the step is frozen."""
     if isinstance(step, BaseModel):
         return step.model_copy(update=values)
     copied = copy(step)
@@ -257,7 +257,7 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
 def _base_rewards(
     batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
 ) -> list[list[float]]:
-    """Return each rollout's [T] rewards; groups that lack a step reward get the final scores added."""
+    """Return each rollout's [T] rewards, with its final score if any step of its group lacks a reward."""
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]
     sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}

@@ -61,7 +61,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, from its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), its soft aggregation. Differences here:
-    - its other half, a weight of A_E by the success rate, needs scores of 0 and 1 and is left out;
+    - ProxMO also weighs A_E by the success rate; this needs scores of 0 and 1, and is left out;
     - df is counted per group, not per batch, so that groups do not affect each other's credit;
     - terms of one character count, because in a game's compact text they are numbers.
     """

@@ -93,7 +93,7 @@ def _compare_steps(
 ) -> tuple[list[float], Columns, int]:
     """Return [D] A_S, its parts, and the number of decisions with a path to the goal.
 
-    `goals` are the decisions that led to the goal; of `unknown` it is not known where they led.
+    `goals` are the decisions that led to the goal. Where the decisions of `unknown` led is not known.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)

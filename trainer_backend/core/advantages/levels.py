@@ -28,7 +28,7 @@ class StateKeys(EstimatorKeys):
     state_hashing_function: str = "default"
     """gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states (docs/configuration.md)"""
     fnorm: Literal["std", "one"] = "std"
-    """gigpo, g2po, graphgpo, gagpo: divisor of the deviations of a group"""
+    """gigpo, g2po, graphgpo, gagpo: divisor of deviations from a mean: their sample std, or one"""
 
     @property
     def scale(self) -> Scale:
@@ -40,7 +40,7 @@ class LevelKeys(ScoreKeys):
     """Keys of estimators that add the credit of a decision to that of its episode."""
 
     episode_baseline: Literal["trajectory", "step"] = "trajectory"
-    """gigpo, gigpo_soft, g2po, graphgpo: in its group's mean a score counts once; step: once per decision"""
+    """gigpo, gigpo_soft, g2po, graphgpo: a score counts once in its group's mean; step: once per decision"""
 
 
 class AdditiveKeys(LevelKeys):

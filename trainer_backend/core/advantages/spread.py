@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from shared_schemas.rounding import has_spread, is_rounding, largest
 from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
 
-# Divisor of the deviations of some values from their mean.
+# Given the deviations of values from their mean, returns the divisor of these deviations.
 Scale = Callable[[Sequence[float]], float]
 
 
@@ -52,13 +52,13 @@ SCALES: dict[str, Scale] = {"std": standardised, "one": unscaled}
 
 
 def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequence[float]]) -> list[str]:
-    """Return the groups whose advantages, and so gradients, are all 0, in order of first appearance.
+    """Return the ids of the groups whose advantages are all 0, in order of first appearance.
 
-    The advantages decide, not the scores: equal scores earned at different decisions have spread for
-    `stepwise` and none for `grpo`. "0" means up to rounding (`shared_schemas.rounding`), because a mean of
-    equal floats can differ from them in the last bit. Rounding is relative to the batch's largest advantage,
-    or to the group's largest score or sum of |r_t| if that is larger; the latter counts as at most 1, since
-    advantages may be in standard deviations. `advantages` are by decision or by token.
+    The advantages decide, not the scores: equal scores that were earned at different decisions have spread
+    for `stepwise` and none for `grpo`. "0" means up to rounding (`shared_schemas.rounding`), because a mean
+    of equal floats can differ from them in the last bit. Rounding is relative to the batch's largest
+    advantage, or, if that is larger, to the group's largest score or sum of |r_t|, which counts as at most 1,
+    since advantages may be in standard deviations. `advantages` are by decision or by token.
 
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """

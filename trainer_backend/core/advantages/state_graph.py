@@ -49,7 +49,7 @@ class StateGraph:
 
     @property
     def sizes(self) -> dict[str, float]:
-        """See `anchor_sizes`."""
+        """Return the metrics of `anchor_sizes`."""
         return anchor_sizes(self.anchors, self.starts)
 
     def relative(
@@ -73,7 +73,7 @@ class StateGraph:
         return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
-        """Compute [D] sizes for TD errors from sizes of returns; rounding errors are relative to a size."""
+        """Return [D] sizes to which rounding errors of TD errors are relative, given the returns' sizes."""
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
@@ -118,7 +118,7 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
-    """Collect the decisions of a group that share their state and the `depth` states before it."""
+    """Return lists of the decisions that share their group, state, and the `depth` states before it."""
     groups: dict[str, dict[object, list[int]]] = {}
     start = 0
     for episode in episodes:
@@ -182,9 +182,9 @@ METRICS = (
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
-    """Compute metrics of repeated states, one of them without first decisions, whose state siblings share.
+    """Compute metrics of repeated states.
 
-    `starts` are the first decisions of all episodes.
+    One metric leaves out `starts`, the first decisions of all episodes: siblings share their first state.
     """
     sizes = [len(decisions) for decisions in anchors]
     decisions, alone = sum(sizes), [anchor[0] for anchor in anchors if len(anchor) == 1]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 class Copy:
     """One copy, in the form in which vLLM keeps the arguments of a weight loader (`inspect.BoundArguments`).
 
-    Once the parameter exists, vLLM copies: it sets the argument `param` and calls the weight loader.
+    Once the real parameter exists, vLLM sets the argument `param` and calls the weight loader, which copies.
     """
 
     args: tuple[()] = ()
@@ -42,7 +42,7 @@ class Copy:
 
 
 class DirectCopies(TorchFunctionMode):
-    """A mode that keeps copies into the parameters of a model that is being reloaded.
+    """A mode that records copies into the parameters of a model during its reload, for vLLM to repeat them.
 
     Args:
         info: vLLM's state of a layer's reload.

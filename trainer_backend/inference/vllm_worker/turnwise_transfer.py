@@ -3,7 +3,7 @@
 Both sides meet at the learner's store (torch's TCPStore), which lives as long as one version of the policy:
 
     asked                 how many workers have asked so far, which is the number n of the newest worker
-    worker/{n}            {"server", "rank", "size"}: its server, its rank there, the server's worker count
+    worker/{n}            {"server", "rank", "size"}: see `Worker`
     call/{n}, here/{n}    the learner calls the worker before it makes a group; the worker answers
     place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} if the worker must ask again
     {group}/{i}           {"name", "dtype", "shape"} of the i-th tensor; {"count"} after the last tensor;
@@ -49,7 +49,7 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the `size` workers of a server; no other load of weights has the name `server`."""
+    """One of the `size` workers of a server. `server` is a name of this load that no other load has."""
 
     server: str
     rank: int

@@ -82,7 +82,7 @@ class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """The methods that vLLM's routes for weights call on each worker; one call makes a whole update."""
+    """The methods that vLLM's routes for weights call on each worker; `update_weights` does all the work."""
 
     init_info_cls, update_info_cls = _Nothing, _Learner
 

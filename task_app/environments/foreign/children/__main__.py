@@ -1,8 +1,9 @@
 """The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`. PYTHON need not have Turnwise.
 
 The module `LIBRARY_child` of this folder plays the environment. Its `open_world(argument, config)` returns an
-object with `tools` (name, description and parameters of each, or None), `reset(seed)`, `say(text)`, and, if
-it has tools, `call(calls)`. If only known arguments can be played, NAMES lists them, and KIND describes them.
+object with `tools` (name, description and parameters of each), `reset(seed)`, `say(text)`, and, if it has
+tools, `call(calls)`. If its `tools` are None, only an episode shows them, and it has `offer(seed)`. A module
+that plays only certain arguments lists them in NAMES, and describes them in KIND.
 
 The process answers each line of stdin with one line:
 
@@ -12,8 +13,8 @@ The process answers each line of stdin with one line:
     {"offer": seed}                                 the tools; this begins an episode
 
 An outcome is {"text", "reward", "terminated", "truncated", "refused", "data"}; a missing key counts as empty.
-Any answer may be {"error": sentence} instead. The first line of the process is {"ready": tools}; if tools is
-null, `offer` returns them. The process ends when stdin closes.
+Any answer may be {"error": sentence} instead. The first line of the process is {"ready": tools}; tools may be
+null. The process ends when stdin closes.
 """
 
 import json

@@ -28,7 +28,7 @@ except ImportError as exc:
     sys.exit(f"{sys.executable} has no verifiers 0.4 ({exc}): pip install verifiers")
 
 HARNESS = "verifiers_harness"  # a module of this folder
-# Most tasks of a taskset that are used. MAX_ENDLESS is for endless ones, which make tasks on demand.
+# Most tasks of a taskset that are used: of a finite one, and of an endless one, which makes them on demand.
 MAX_TASKS, MAX_ENDLESS = 10_000, 1_000
 Json = dict[str, Any]
 
@@ -88,7 +88,7 @@ class World:
         self.tools: list[Json] | None = None if has_tools else []
 
     def offer(self, seed: int) -> list[Json]:
-        """Return the tools, which are only known from a request of an episode."""
+        """Begin an episode and return the tools, which only its first request shows."""
         tools: list[Json] = self.reset(seed)["tools"]
         return tools
 

@@ -1,1 +1,1 @@
-"""A file a version, `vNNNN_what.py`: `upgrade`, `downgrade`, and which version stands before it."""
+"""One file per version, `vNNNN_what.py`: `upgrade`, `downgrade`, and the version before it."""

@@ -8,8 +8,8 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Nothing: version 2 makes all tables, or converts those of version 1."""
+    """Do nothing: version 2 makes all tables, or converts those of version 1."""
 
 
 def downgrade() -> None:
-    """Nothing: version 2 drops all tables."""
+    """Do nothing: version 2 drops all tables."""

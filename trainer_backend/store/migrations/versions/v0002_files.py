@@ -1,4 +1,4 @@
-"""A run is its files: metrics, decisions, checkpoints and the ledger leave the database; jobs get columns."""
+"""Drops the tables that only copied files of runs, such as metrics and decisions; adds columns to jobs."""
 
 import math
 import re
@@ -16,7 +16,7 @@ down_revision = "0001"
 
 _SORTS = ("number", "outcome_reward", "reward", "unique_achievements", "decisions")
 _FACETS = ("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration")
-# Tables of version 1. What they hold stands in the files of the runs, too.
+# Tables of version 1 whose content is also in the files of the runs.
 _DROPPED = ("consumed", "checkpoints", "iterations", "decisions", "metrics", "curves", "metric_rows")
 
 
@@ -160,7 +160,7 @@ def _convert() -> None:
 
 
 def _fill_jobs() -> None:
-    """Fill what a sync fills, also for jobs whose run directory is gone."""
+    """Fill the columns that a sync fills, also for jobs whose run directory is gone."""
     connection = op.get_bind()
     for number, config in connection.execute(sa.select(_JOBS.c.number, _JOBS.c.config)).all():
         values = _names(config) | {

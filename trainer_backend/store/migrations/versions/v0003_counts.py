@@ -1,4 +1,4 @@
-"""The counts of a file's rollouts stand with the file, so that no page reads every rollout of a run."""
+"""Stores with each file the counts of its rollouts, so that no page reads every rollout of a run."""
 
 from itertools import groupby
 from operator import itemgetter
