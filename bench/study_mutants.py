@@ -113,7 +113,7 @@ class Tree(NamedTuple):
         return int(pytest.main([*fixed, *tests], [watch]))
 
     def covered(self) -> dict[str, Any]:
-        """Run all tests; return their seconds, and the tests or test files that ran each line, by file."""
+        """Run all tests; return the seconds of each, and by source file and line the tests that ran it."""
         cover = coverage.Coverage(data_file=None, include=[str(path) for path in self.files])
         watch = Watch(cover)
         cover.start()

@@ -286,9 +286,9 @@ def _join_text(message: _Message) -> str:
 
 
 class OwnReplies:
-    """Reads the exact tokens of our own gateway's replies; None for a server that sends no such fields.
+    """Reads the fields with exact tokens of our own gateway's replies; None if a server sends no such fields.
 
-    If exact tokens were not requested, our gateway sends those of the answer alone, and they are not used.
+    If exact tokens were not requested, our gateway sends only the answer's tokens, which are ignored.
     """
 
     hint = ""

@@ -283,7 +283,7 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
 
 
 def _check_branch(services: Services, body: Branch) -> None:
-    """Check that every session exists and is named once, and that its copies fit."""
+    """Check that every session exists and is named once, and that the limits allow the requested copies."""
     if body.num_children > body.max_branches:
         raise InvalidRequest(
             f"num_children is {body.num_children}, max_branches {body.max_branches}",

@@ -142,7 +142,7 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest requests that fit; while a swap waits, only those that have begun."""
+        """Take the oldest requests that fit; while new weights wait, only those that already have tokens."""
         newcomers: list[Request] = []
         longest = 0
         with self._change:

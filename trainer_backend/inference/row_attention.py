@@ -199,7 +199,7 @@ class RowAttentions:
         return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
 
     def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
-        """Return the tokens whose rows refer to each trunk; row `first_row` + i has `counts_B[i]` tokens."""
+        """Group the tokens by the trunk of their rows; row `first_row` + i has `counts_B[i]` tokens."""
         tokens: dict[Trunk, list[range]] = {}
         end = 0
         for row, count in enumerate(counts_B.tolist(), start=first_row):

@@ -146,7 +146,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens like `logits`; draw ids and log-probs, [B] each, as `sampler.sample` does."""
+        """Feed tokens, as `logits` does; draw ids and log-probs, [B] each, as `sampler.sample` does."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)

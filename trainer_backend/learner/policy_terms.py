@@ -52,7 +52,7 @@ class PolicyTerms:
         return {policy: objective.unit_level for policy, objective in self.objectives.items()}
 
     def trusted(self, batch: Batch) -> Batch:
-        """Multiply the critic's weights of fixed policies' samples by the behaviour weights, or by 0.
+        """Weigh fixed policies' samples in the critic's loss: by behaviour weights; 0 without `trains_head`.
 
         If no weight is left, the critic is removed from the step: AdamW's moments alone would move its head.
         """

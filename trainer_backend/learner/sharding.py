@@ -85,9 +85,9 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
 
 def _select_whole(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Select the weights that every rank has whole: adapters; norms and biases if matrices are low-precision.
+    """Select the weights that every rank has whole: adapters, and norms and biases of a low-precision base.
 
-    FSDP gathers weights of one dtype at a time. With low-precision matrices, the whole base is frozen.
+    FSDP gathers weights of one dtype at a time. A base whose matrices have low precision is frozen.
     """
     held = [(name, weight) for name, weight in model.named_parameters()]
     types = {weight.dtype for name, weight in held if ".lora_" not in name}

@@ -91,7 +91,7 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
 
 
 async def check_environment(table: InferenceTable) -> str:
-    """Check that the Python of vLLM's environment runs and has a supported release; return a line about it.
+    """Check that the Python of vLLM's environment runs, and has a supported vLLM; return a line about it.
 
     Raises:
         JobError: the Python does not run, or the release is not supported.

@@ -65,7 +65,7 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """Raised if a stop comes before there is anything to save. Its message completes "stopped by SIGNAL"."""
+    """Raised if a stop comes before there is anything to save; the message follows "stopped by SIGNAL"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class Beginning:
 
 
 def _names_all(parts: Sequence[Part], path: Path) -> bool:
-    """Return whether a single part of the spool has all rollouts of the stored file.
+    """Return whether one part of the spool alone has all rollouts of the stored file.
 
     Reads ids only, since parsing 300 MB of rollouts takes half a minute.
     """

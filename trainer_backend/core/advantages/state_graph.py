@@ -60,7 +60,7 @@ class StateGraph:
         return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
-        """Return for each decision [D] the mean value of the decisions in its state, whatever their order."""
+        """Return for each decision [D] the mean of its state's decisions, exactly equal in any order."""
         return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
 
     def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
