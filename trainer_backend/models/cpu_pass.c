@@ -1,25 +1,25 @@
-/* A whole pass of a small decoder on a CPU, in float32, and the drawing of tokens; it follows cpu_kernels.c, whose
-   functions it uses. Each call from Python takes some microseconds more than its work, and a pass by torch makes fifty.
-   During a call of C, Python's other threads run. */
+/* A whole pass of a small decoder on a CPU, in float32, and the sampling of tokens. This file is compiled after
+   cpu_kernels.c, in one unit, and uses its functions. A pass by torch makes fifty calls from Python, each with an
+   overhead of some microseconds; this pass makes one call, during which Python's other threads run. */
 
 #define VECTORS 3
-#define PANEL (VECTORS * LANES) /* outputs whose weights lie together */
+#define PANEL (VECTORS * LANES) /* outputs whose weights are stored together */
 #if LANES == 16
-#define BAND 8 /* tokens: with PANEL outputs, their sums fill the registers */
+#define BAND 8 /* tokens at a time: their sums for PANEL outputs fill the registers */
 #else
 #define BAND 4
 #endif
 whole panel_outputs(void) { return PANEL; }
 
-#define PORTION 64 /* tokens at a time, so that what is computed of them stays in the core's caches */
+#define PORTION 64 /* tokens that a thread computes at a time: their intermediate results fit in the core's caches */
 
-/* y = x w' + b. `panels` are [panels, inputs, PANEL], the last one filled up with zeros; `bias` may be null. */
+/* y = x w' + b. `panels` is w as [panels, inputs, PANEL], the last panel padded with zeros; `bias` may be null. */
 struct matrix {
     const float *panels, *bias;
     whole outputs, inputs;
 };
 
-/* Matrices with the same input are one. Norms of single heads may be null. */
+/* Matrices with the same input are stacked into one. query_norm and key_norm may be null. */
 struct layer {
     struct matrix query_key_value, out, gate_up, down;
     const float *attention_norm, *query_norm, *key_norm, *mlp_norm;
@@ -30,25 +30,25 @@ struct layer {
 struct model {
     struct layer *layers;
     struct matrix head;
-    const float *embedding, *norm, *cos, *sin; /* [vocabulary, width], [width], and [positions, size] twice */
+    const float *embedding, *norm, *cos, *sin; /* [vocabulary, width], [width], [positions, size], [positions, size] */
     whole layer_count, width, heads, kv_heads, size, mlp;
     float eps;
 };
 
-/* Of one trunk the keys and values of each layer, [kv_heads, length, size]. */
+/* A trunk: first tokens that rows share. Keys and values of each layer, [kv_heads, length, size]. */
 struct trunk {
     const float *const *keys, *const *values;
     whole length;
 };
 
-/* Tokens of a pass: ids, positions, rows of the cache and columns in them; of the rows, the trunks, null for none. */
+/* The tokens of a pass: id, position, row and column in the cache, and the trunk of the row, null for none. */
 struct tokens {
     const whole *id, *position, *row, *column;
     const struct trunk *const *trunk;
     whole count;
 };
 
-/* [rows, PANEL] products; `outputs` of them are written, or added. */
+/* Compute [rows, PANEL] products; write the first `outputs` columns to `out`, or add them if `adds`. */
 INLINE void multiply_band(const float *x, whole x_stride, const float *w, whole inputs, const float *bias, float *out,
                           whole out_stride, whole outputs, int rows, int adds) {
     lanes sums[BAND][VECTORS] = {0};
@@ -73,7 +73,7 @@ INLINE void multiply_band(const float *x, whole x_stride, const float *w, whole 
     }
 }
 
-/* Products of tokens by all outputs from that of a panel on. */
+/* Compute all outputs from the first one of `panel` on, for all tokens. */
 static void multiply(const struct matrix *of, const float *x, whole x_stride, whole tokens, whole panel, float *out,
                      whole out_stride, int adds) {
 #define PRODUCT(rows)                                                                                   \
@@ -90,7 +90,7 @@ static void multiply(const struct matrix *of, const float *x, whole x_stride, wh
 #undef PRODUCT
 }
 
-/* What a pass keeps of all its tokens, and what a thread computes of a PORTION. */
+/* Memory of a pass: first for all tokens, then for the PORTION that a thread computes. */
 struct space {
     float *states, *heads; /* [tokens, width], and [tokens, heads + 2 kv_heads, size] */
     float *near, *wide; /* [PORTION, width or heads * size], [PORTION, 2 mlp] */
@@ -106,7 +106,7 @@ INLINE void turn_heads(const struct model *model, const struct layer *layer, flo
     }
 }
 
-/* Heads of a layer, rotated; keys and values go to the cache. With `keys_only`, queries are not computed. */
+/* Compute and rotate the heads of a layer; write keys and values to the cache. With `keys_only`, skip the queries. */
 static void open_layer(const struct model *model, const struct layer *layer, const struct tokens *tokens,
                        const struct space *space, whole first, whole count, int keys_only) {
     whole size = model->size, queries = model->heads * size, keys = model->kv_heads * size, all = queries + 2 * keys;
@@ -130,7 +130,7 @@ static void open_layer(const struct model *model, const struct layer *layer, con
     }
 }
 
-/* Adjacent queries of one key-value head over their row's trunk and the row's own columns, under one softmax. */
+/* Attend with the queries of one key-value head to their row's columns and its trunk, under one softmax. */
 INLINE void attend_row(const float *q, whole times, const struct layer *layer, const struct trunk *trunk, whole number,
                        whole row, whole head, whole count, whole size, float *out) {
     float lse[WIDEST], scale = 1.0f / sqrtf((float)size);
@@ -148,7 +148,7 @@ INLINE void attend_row(const float *q, whole times, const struct layer *layer, c
     }
 }
 
-/* The rest of a layer is added to the states. */
+/* Compute the rest of a layer (attention and MLP), and add it to the states. */
 static void close_layer(const struct model *model, whole number, const struct tokens *tokens, const struct space *space,
                         whole first, whole count) {
     const struct layer *layer = model->layers + number;
@@ -177,9 +177,9 @@ static void close_layer(const struct model *model, whole number, const struct to
     multiply(&layer->down, space->wide, 2 * mlp, count, 0, states, width, 1);
 }
 
-/* One token of each row of logits, as `inference.sampler.sample` draws without truncation: the first one whose
-   cumulated probability exceeds uniform * total, or the likeliest where the temperature is 0. Of logits with NaN or
-   +inf the log-prob is NaN. Returns 0 where there is no memory. */
+/* Draw one token from each row of logits, as `inference.sampler.sample` does without truncation: the first token
+   whose cumulative probability exceeds uniform * total, or the likeliest one if the temperature is 0. If logits have
+   a NaN or +inf, the log-prob is NaN. Return 0 if memory runs out. */
 static int draw(const float *logits, whole rows, whole vocabulary, const double *temperature, const double *uniform,
                 whole *ids, double *logprobs) {
     double *cumulated = malloc((sizeof(double) + sizeof(float)) * vocabulary);
@@ -194,7 +194,7 @@ static int draw(const float *logits, whole rows, whole vocabulary, const double 
         for (whole v = 0; v < vocabulary; v++) cumulated[v] = total += share[v];
         if (given == 0.0f)
             while (token < vocabulary - 1 && logits[token] != highest) token++;
-        else /* a uniform is below 1, so a token exceeds it; the first one that does has a probability above 0 */
+        else /* uniform < 1, so the sum at some token exceeds it; the first such token has a probability above 0 */
             while (token < vocabulary - 1 && !(cumulated[token] > uniform[row] * total)) token++;
         ids[row] = token;
         logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));
@@ -203,8 +203,8 @@ static int draw(const float *logits, whole rows, whole vocabulary, const double 
     return 1;
 }
 
-/* Store keys and values of tokens; [tokens, vocabulary] logits of what follows each, where `logits` is not null, and
-   a token drawn of them, where `uniform` is not. Returns 0 where there is no memory. */
+/* Store keys and values of the tokens. Unless `logits` is null, write the logits of each next token,
+   [tokens, vocabulary]; unless `uniform` is null, draw the next tokens. Return 0 if memory runs out. */
 int small_pass(const struct model *model, const struct tokens *tokens, float *logits, const double *temperature,
                const double *uniform, whole *ids, double *logprobs, int threads) {
     whole width = model->width, queries = model->heads * model->size, last = model->layer_count - 1;

@@ -1,20 +1,20 @@
-// Draws every figure.chart of a [data-charts] element from the JSON at its address, and draws it again when that changes;
-// in a saved page, from the JSON that stands in it. The form #view says how.
+// Draws every figure.chart of a [data-charts] element from the JSON at the address in that attribute; refresh() loads the
+// JSON again. A saved page contains its JSON. The form #view has the reader's choices.
 import { shown } from "./curves.js";
 
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 5], [12, 4]];
 const BAND = 0.16, STACK = 0.38, FAINT = 0.3;
 const style = getComputedStyle(document.documentElement);
-let fine = 1; // how much larger than its place a plot is drawn: a style sheet makes it smaller again, for paper
+let fine = 1; // scale of a plot's drawing: for paper it is drawn larger, and the style sheet shrinks it
 const colour = (name) => style.getPropertyValue(name).trim();
 const clear = (css, alpha) => {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(css.slice(at, at + 2), 16));
   return `rgba(${r}, ${g}, ${b}, ${alpha})`;
 };
 const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-const WHOLE = new Set(["iteration", "decision turn"]); // axes without a mark between two numbers
+const WHOLE = new Set(["iteration", "decision turn"]); // axes that are labelled at whole numbers only
 const plots = new Map(); // figure -> {plot, chart}
-const rooms = new Map(); // [data-charts] -> what it draws
+const rooms = new Map(); // [data-charts] element -> its JSON
 
 export function number(value, form) {
   if (value === null || value === undefined) return "–";
@@ -26,7 +26,7 @@ export function number(value, form) {
   return told + (form === "percent" ? " %" : form === "seconds" ? " s" : "");
 }
 
-// Colour and dashes go together: who cannot tell the colours apart has the dashes. Of one run they are the line's, of several the run's.
+// Each colour has its own dashes, for readers who cannot tell colours apart. A style marks a run if there are several, else a line.
 function look(curve) {
   const sign = curve.run || curve.line;
   return { stroke: colour(`--s${sign % 6}`), dash: DASHES[(sign + Math.floor(sign / 6)) % 6] };
@@ -95,7 +95,7 @@ function tell(figure, index) {
     const y = chart.curves[place].y;
     const last = y.findLastIndex((value) => value !== null);
     const value = index === null || index === undefined ? y[chart.stacked ? at : last] : y[at];
-    cell.textContent = number(chart.stacked ? value ?? 0 : value, chart.form); // a part that is not told of is 0
+    cell.textContent = number(chart.stacked ? value ?? 0 : value, chart.form); // a missing part of a stack is 0
   });
   const where = figure.querySelector(".where");
   if (where) where.textContent = index === null || index === undefined ? "" : `${chart.unit} ${atOf(chart, at)}`;
@@ -127,10 +127,10 @@ function legend(figure, chart) {
   });
   const where = document.createElement("li");
   where.className = "where soft";
-  list.replaceChildren(...(chart.scatter ? [] : items), where); // a point has its name in the title
+  list.replaceChildren(...(chart.scatter ? [] : items), where); // a scatter chart is named by its title
 }
 
-// For a screen reader: the first and the last value of each curve, and its range.
+// Returns a text for screen readers: the first and the last value of each curve, and its range.
 function describe(chart) {
   const parts = chart.curves.filter(({ y }) => y.some((value) => value !== null)).map(({ label, y }) => {
     const at = y.flatMap((value, index) => (value === null ? [] : [index])), values = at.map((index) => y[index]);
@@ -154,7 +154,7 @@ function draw(figure, chart) {
   tell(figure, null);
 }
 
-// The same curves, further on: what a reader looks at closer stays as it is.
+// Redraws a chart with new data. If the curves are the same, a reader's zoom stays.
 function goOn(figure, chart) {
   const known = plots.get(figure);
   const names = (one) => [one.unit, one.log, ...one.curves.map(({ label, low, raw, pinned }) => [label, !low, !raw, pinned])].join();
@@ -163,12 +163,12 @@ function goOn(figure, chart) {
   const closer = min > x[0] || max < x[x.length - 1];
   known.chart = chart;
   known.plot.setData(columns(chart).data, !closer);
-  if (closer) known.plot.setScale("x", { min, max }); // draws
+  if (closer) known.plot.setScale("x", { min, max }); // draws the new data
   figure.querySelector(".plot").setAttribute("aria-label", describe(chart));
   tell(figure, known.plot.cursor.idx);
 }
 
-// With the arrow keys a chart is read point by point; its live region says each.
+// The arrow keys move through a chart point by point; its live region announces the values.
 function walk(event) {
   const figure = event.target.closest("figure.chart");
   const known = figure && plots.get(figure);
@@ -190,7 +190,7 @@ const resized = new ResizeObserver((entries) => {
   }
 });
 
-/** Fetch and draw; resolves to whether each chart found its figure. */
+/** Fetch the JSON and draw it; resolve to whether the page has a figure for each chart. */
 export async function refresh(room) {
   const answer = await fetch(room.dataset.charts, { headers: { Accept: "application/json" } });
   if (!answer.ok) throw new Error(`${room.dataset.charts}: ${answer.status}`);
@@ -215,7 +215,7 @@ function showAll(room) {
   return complete;
 }
 
-// ---- how charts are drawn: the form says it, and the address of the page keeps it
+// ---- the reader's choices: the form shows them, and the address of the page keeps them
 
 const form = document.getElementById("view");
 const said = () => [...new FormData(form ?? undefined)].filter(([, value]) => value && value !== "0");
@@ -232,9 +232,9 @@ form?.addEventListener("input", () => {
 });
 
 document.addEventListener("keydown", walk);
-const again = () => [...plots].forEach(([figure, { chart }]) => draw(figure, chart)); // of a copy: drawing puts a figure at the end
+const again = () => [...plots].forEach(([figure, { chart }]) => draw(figure, chart)); // loops over a copy, since draw() moves its figure to the end of the map
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-// On paper: dark on white, and finer than a screen.
+// Printing draws the charts again: dark on white, and in a higher resolution.
 for (const [event, factor] of [["beforeprint", 3], ["afterprint", 1]]) {
   addEventListener(event, () => {
     fine = factor;
@@ -245,7 +245,7 @@ for (const [event, factor] of [["beforeprint", 3], ["afterprint", 1]]) {
 
 const saved = document.getElementById("saved-charts");
 if (saved) {
-  // No service has filled the form from the address.
+  // In a saved page no service fills the form from the address, so this does.
   for (const [name, value] of form ? new URLSearchParams(location.search) : []) {
     const field = form.elements[name];
     if (field) field.type === "checkbox" ? (field.checked = true) : (field.value = value);

@@ -1,4 +1,4 @@
-// Pure: what a chart draws for what a reader chose: the x axis, seeds together or apart, and smoothing.
+// Pure functions that apply a reader's choices to a chart: the x axis, seeds together or apart, log scale, smoothing.
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const known = (value) => value !== null && value !== undefined;
 
@@ -13,7 +13,7 @@ export function smoothed(y, weight) {
   });
 }
 
-/** One curve of several seeds: the mean of those that have a value there, and from the lowest to the highest. */
+/** Join the curves of several seeds: at each x the mean, lowest and highest of the seeds that have a value there. */
 export function joined(curves, name) {
   const each = (reduce, key = "y") => curves[0].y.map((_, at) => {
     const values = curves.filter(({ y }) => known(y[at])).map((curve) => curve[key][at]);
@@ -22,7 +22,7 @@ export function joined(curves, name) {
   return { ...curves[0], label: name, x: each(mean, "x"), y: each(mean), low: each((values) => Math.min(...values)), high: each((values) => Math.max(...values)) };
 }
 
-// Gives all curves one x, which uPlot needs; a curve has a gap where it has no point.
+// Puts all curves on one common x, which uPlot needs; a curve gets a gap where it has no point.
 function aligned(curves) {
   const places = curves.map(({ x, y }) => new Map(x.flatMap((at, index) => (known(y[index]) ? [[at, index]] : []))));
   const x = [...new Set(places.flatMap((place) => [...place.keys()]))].sort((a, b) => a - b);
@@ -34,8 +34,8 @@ function aligned(curves) {
 }
 
 /**
- * A chart as it is drawn: `chart` in the form of pages/series.py with `unit` in place of the iteration, and each curve with `raw`
- * where it is smoothed. Points that lie far apart, as those of evaluations, are not smoothed.
+ * Return the chart to draw, in the form of pages/series.py: with `x` in the chosen `unit`, and smoothed curves with their
+ * values before smoothing as `raw`. Curves of separate points (`dots`), such as evaluations, are not smoothed.
  */
 export function shown(chart, { groups = [], at = [], axes = {} }, { x, smooth, log, apart }) {
   if (chart.unit !== "iteration") return chart;

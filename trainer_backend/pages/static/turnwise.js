@@ -1,9 +1,9 @@
-// What the pages do by themselves: charts, following a run, reading tokens, turning pages with the keyboard.
+// The scripts of the pages: following a run, keys for tokens and decisions, lists, the job form. charts.js draws the charts.
 import { refresh } from "./charts.js";
 
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-// ---- parts of a page that the server writes again: [data-live] holds the address of the part
+// ---- parts of a page that are loaded again: [data-live] holds the address to load a part from
 
 function children(old, fresh) {
   const named = new Map([...old.children].filter((one) => one.id).map((one) => [one.id, one]));
@@ -28,19 +28,19 @@ function patch(old, fresh) {
   if (old.isEqualNode(fresh)) return;
   if (old.nodeName !== fresh.nodeName || old.id !== fresh.id) return old.replaceWith(fresh);
   if (old.nodeType !== Node.ELEMENT_NODE) { old.data = fresh.data; return; }
-  // What a reader has opened, typed or ticked stays as it is.
+  // Details that a reader has opened stay open. Typed and ticked values stay too: they are no attributes.
   for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (name !== "open" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   children(old, fresh);
 }
 
-// Whether all of them came.
+// Loads the parts again; resolves to whether all of them came.
 async function renew(parts) {
   let complete = true;
   for (const address of new Set(parts.map((part) => part.dataset.live))) {
     const answer = await fetch(address, { headers: { "HX-Request": "true" } }).catch(() => null);
     if ([401, 404].includes(answer?.status)) return location.reload(); // the session has ended, or the job is deleted
-    if (!answer?.ok) { complete = false; continue; } // a service that is away for a moment is asked again
+    if (!answer?.ok) { complete = false; continue; } // the service may be away for a moment: the part stays as it is
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const part of parts.filter((one) => one.dataset.live === address)) {
       const fresh = page.getElementById(part.id);
@@ -60,10 +60,10 @@ async function redraw(room) {
   const first = room.getAttribute("aria-busy") === "true";
   const complete = await refresh(room).catch(() => null);
   if (complete === null) late(AWAY);
-  else if (!complete && !first) location.reload(); // a metric that the run did not have before: another chart
+  else if (!complete && !first) location.reload(); // a new metric needs a new chart
 }
 
-// Says that the page shows what was; with nothing, that it does not any more. What others have said stays.
+// Shows the note that the page is out of date; an empty `why` removes it. Notes of other functions stay.
 const AWAY = "This page is behind: the service did not answer. It is asked again.";
 function late(why) {
   const place = document.getElementById("told");
@@ -73,7 +73,7 @@ function late(why) {
   place.dataset.late = why;
 }
 
-// ---- a run that goes on: the server says when something is new
+// ---- an active run: the server sends an event when something is new
 
 const AGAIN_MS = 3000;
 let source = null, waiting = null, again = null;
@@ -89,7 +89,7 @@ function bring() {
   if (kinds.has("metrics")) all("[data-charts]").forEach((room) => redraw(room));
 }
 
-// Until the run has ended; one that is resumed is followed again.
+// Opens the stream of events, which ends with the run; a resumed run is followed again.
 function follow() {
   const part = document.querySelector("[data-events]");
   if (!part || source) return;
@@ -103,7 +103,7 @@ function follow() {
   });
   stream.addEventListener("error", () => {
     late(AWAY);
-    if (stream.readyState !== EventSource.CLOSED) return; // by itself a browser asks again; not where it was refused
+    if (stream.readyState !== EventSource.CLOSED) return; // a browser reconnects by itself, unless it was refused
     if (source === stream) source = null;
     later();
   });
@@ -113,17 +113,17 @@ function follow() {
   });
 }
 
-// The head of the page says why there is no stream, and from where on the next one has to tell.
+// Tries again after a while. The page's head, loaded again, has the run's state and the address of the next stream.
 function later() {
   again ??= setTimeout(async () => {
     again = null;
-    if (document.hidden) return; // `wake` comes
+    if (document.hidden) return; // `wake` follows later
     if (await renew(all("[data-events]"))) follow();
     else later();
   }, AGAIN_MS);
 }
 
-// A browser opens six connections to a service: hidden pages leave them to visible ones.
+// A browser opens at most six connections to a service, so hidden pages close theirs.
 function rest() {
   source?.close();
   source = null;
@@ -137,14 +137,14 @@ function wake() {
   for (const kind of ["state", "metrics", "log"]) news(kind);
 }
 
-// A choice of how charts are drawn changes the parts of the page that depend on it: they have [data-view].
+// Parts with [data-view] depend on the reader's choices for charts, and are loaded again when those change.
 document.addEventListener("view", ({ detail }) => {
   const parts = all("[data-view]");
   for (const part of parts) part.dataset.live = detail;
   renew(parts);
 });
 
-// Until it comes without [data-every]: nothing of it is under way any more. A filter puts another part in its place.
+// Loads a part at intervals, until it comes without [data-every]: nothing in it is active any more. Filters replace it, hence the id.
 function every({ id, dataset }) {
   const round = setInterval(async () => {
     if (document.hidden) return;
@@ -155,13 +155,13 @@ function every({ id, dataset }) {
   }, Number(dataset.every) * 1000);
 }
 
-// ---- a list: its order and its ticks belong to the form of its filters, and stand outside of it
+// ---- lists: the fields for order and choice belong to the form of the filters, but are outside of its element
 
 document.addEventListener("change", ({ target }) => {
   if (target.getAttribute("form") === "filters") window.htmx.trigger("#filters", "submit");
 });
 
-// ---- tokens: pointed at, or walked through with the arrow keys; what is known of one stands below
+// ---- tokens: chosen by the pointer or the arrow keys; the line below describes the chosen one
 
 function pointed(token) {
   const room = token.closest(".coloured");
@@ -186,7 +186,7 @@ document.addEventListener("pointerover", (event) => {
   if (token) pointed(token);
 });
 
-// ---- keys: the decision before and after; nothing while text is entered
+// ---- arrow keys lead to the previous and the next decision, except in a field
 
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || event.defaultPrevented) return;
@@ -196,7 +196,7 @@ document.addEventListener("keydown", (event) => {
   if (link) { event.preventDefault(); link.click(); }
 });
 
-// ---- the list of decisions keeps the chosen one in sight and marked
+// ---- the list of decisions marks the chosen one, and scrolls to it
 
 function choose() {
   const turn = document.querySelector("[data-turn]")?.dataset.turn;
@@ -210,7 +210,7 @@ function choose() {
   if (line.top < box.top + 40 || line.bottom > box.bottom) list.scrollTop += line.top - box.top - (box.height - line.height) / 2;
 }
 
-// ---- the job form: a finding leads to its line
+// ---- the job form: a click on a finding selects its line
 
 document.addEventListener("click", (event) => {
   const line = Number(event.target.closest?.("[data-line]")?.dataset.line);
@@ -221,7 +221,7 @@ document.addEventListener("click", (event) => {
   text.setSelectionRange(start, start + (lines[line - 1] ?? "").length);
 });
 
-// ---- what has taken the place of what is said to who does not see it; and is coloured as what stood there was
+// ---- after htmx has replaced a part: screen readers hear its title, and tokens keep the chosen colouring
 
 const title = () => document.querySelector("#decision-title, #list caption, #list .empty")?.textContent ?? "";
 let shown = title(), colour = null;
@@ -243,7 +243,7 @@ document.addEventListener("htmx:afterSettle", () => {
   follow();
   all("[data-charts][aria-busy=true]").forEach((room) => redraw(room));
 });
-// What a check refuses is an answer for the page too, and an error that is none must not pass unseen.
+// htmx drops answers with an error status: show their message, or else the status.
 document.addEventListener("htmx:responseError", (event) => {
   const { xhr } = event.detail;
   const page = new DOMParser().parseFromString(xhr.responseText, "text/html");
@@ -253,7 +253,7 @@ document.addEventListener("htmx:responseError", (event) => {
   place.className = "note bad";
 });
 
-// Another job to begin from takes the place of what was written: not without asking.
+// Choosing another job to begin from replaces the text in the form: ask first if it was edited.
 document.addEventListener("htmx:confirm", (event) => {
   const text = document.querySelector("textarea[name=toml]");
   if (event.target.name !== "like" || !text || text.value === text.defaultValue) return;
@@ -263,7 +263,7 @@ document.addEventListener("htmx:confirm", (event) => {
 });
 
 choose();
-addEventListener("load", choose); // the style may come after the script
+addEventListener("load", choose); // again, as the style sheet may load after the script
 all(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
 all("[data-charts]").forEach((room) => redraw(room));
 all("[data-every]").forEach(every);
