@@ -159,20 +159,16 @@ def demo_claims() -> Iterator[Claim]:
 
 def credit_claims() -> Iterator[Claim]:
     arms = Arms("credit", "unique_achievements")
-    decisions = statistics.fmean(arms.training("stepwise", "decisions"))
-    start = statistics.median(arms.before("gae"))
-    words = f"trained on about {round(decisions, -1):,.0f} decisions an iteration, from {start:z.2f} unique"
+    for arm in arms.runs:
+        more = "| |" if arm == "grpo" else interval_columns(arms.minus(arm, "grpo"))
+        steps = statistics.fmean(arms.training(arm, "steps"))
+        text = f"| {columns(arms.gain(arm))} | {more} {steps:.1f} |"
+        yield Claim(FIGURES, f"| credit by `{arm}` ", text)
+    decisions = [statistics.fmean(arms.training(arm, "decisions")) for arm in arms.runs]
+    least, most = (f"{value:,.0f}" for value in (min(decisions), max(decisions)))
+    start = statistics.median(arms.before("grpo"))
+    words = f"played {least} to {most} decisions an iteration, from {start:z.2f} unique"
     yield Claim(FIGURES, "", words)
-    for arm in ("gae", "stepwise", "gigpo", "branch"):
-        yield Claim(FIGURES, f"by `{arm}` on decision rewards", columns(arms.gain(arm)))
-    for arm in ("gae", "branch"):
-        yield Claim(FIGURES, f"`{arm}` more than `grpo`", interval_columns(arms.minus(arm, "grpo")))
-    yield Claim(FIGURES, "by `grpo` on the outcome alone", columns(arms.gain("grpo")))
-    steps = {arm: statistics.fmean(arms.training(arm, "steps")) for arm in arms.runs}
-    others = [value for arm, value in steps.items() if arm != "branch"]
-    played = statistics.fmean(arms.training("branch", "decisions"))
-    words = f"of {round(played, -2):,.0f} decisions in {steps['branch']:.1f} optimizer steps per iteration"
-    yield Claim(FIGURES, "", f"{words} instead of {min(others):.1f} to {max(others):.1f}")
 
 
 def statelm_claims() -> Iterator[Claim]:
