@@ -138,7 +138,7 @@ def describe_machine(**more: Any) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON; if the process is killed meanwhile, the old file is unchanged."""
+    """Write JSON; if the process is killed before the end, the old file is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=1, allow_nan=allow_nan) + "\n")
 

@@ -1,6 +1,6 @@
 """Functions for our own child processes: import quickly, report when ready, end with the parent.
 
-A child calls them before its slow imports, so that it does not survive a parent that is killed meanwhile.
+A child calls them before its slow imports, so that it does not survive a parent that is killed during them.
 """
 
 import ctypes

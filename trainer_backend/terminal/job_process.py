@@ -14,7 +14,7 @@ import traceback
 from service_kit.own_process import end_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports: this process must not survive a service that is killed meanwhile.
+    # Before the slow imports: this process must not survive a service that is killed during them.
     end_with_parent()
 
 from collections.abc import Sequence

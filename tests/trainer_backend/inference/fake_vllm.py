@@ -31,7 +31,7 @@ PROBES = ([1], list(range(1, 17)))
 
 
 class FakeVllm:
-    """The server's state, and its faults: what a keyword sets and what a test changes meanwhile."""
+    """The server's state and its faults. Keywords set them; a test may change them while the server runs."""
 
     release = "0.32.0"
     max_model_len = 256

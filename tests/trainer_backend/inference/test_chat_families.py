@@ -114,7 +114,7 @@ def test_the_openai_client_gets_a_call_and_goes_on_from_the_exact_ids_also_where
     assert second.choices[0].message.content.strip() == "tree"
     seen = first.prompt_token_ids + first.choices[0].token_ids
     # Mistral's templates write a call with its id and a text with a space before it: neither is what was
-    # sampled, so the conversation is rendered anew.
+    # sampled, so the whole conversation is rendered again.
     assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
     assert renderer.decode(second.prompt_token_ids).count("wood3") == 1
 

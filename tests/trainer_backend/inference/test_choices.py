@@ -80,8 +80,8 @@ def test_all_choices_have_log_probs_of_their_own_tokens(free: Served, model: Pre
         assert choice.token_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-# Keys of ours: `processed_logprobs` beside a softmax over what truncation kept, by hand, and `common_draws`
-# beside one request at a time.
+# Our own keys. `processed_logprobs` is compared with a softmax by hand over the tokens that truncation keeps,
+# `common_draws` with single requests.
 
 TRUNCATED = {"top_k": 20, "top_p": 0.8, "temperature": 0.7}
 

@@ -166,7 +166,7 @@ def test_a_buffer_that_is_saved_with_the_weights_is_one_of_them():
         return made
 
     assert fingerprint(model(1.0, persistent=True)) != fingerprint(model(2.0, persistent=True))
-    # made anew from the config, on each machine a little differently
+    # computed from the config again, with other rounding on each machine
     assert fingerprint(model(1.0, persistent=False)) == fingerprint(model(2.0, persistent=False))
 
 

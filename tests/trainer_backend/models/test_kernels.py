@@ -38,7 +38,7 @@ def by_threads(count: int) -> Iterator[CpuKernels]:
 
 @pytest.fixture(params=[1, 2, TRITON], ids=["1 thread", "2 threads", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """What a test makes meanwhile lies on their device."""
+    """Make their device the default one for the tensors of a test."""
     if request.param != "triton":
         with by_threads(request.param) as built:
             yield built
