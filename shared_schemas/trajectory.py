@@ -190,16 +190,16 @@ def cover(starts: Sequence[int], count: int) -> bool:
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
 
 
-_EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}
+EXACT_FIELDS = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}
 
 
 def _discriminate_logprobs(value: Any) -> str:
-    exact = value.keys() >= _EXACT if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
+    exact = value.keys() >= EXACT_FIELDS if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
     return "exact" if exact else "own"
 
 
 # The JSON Schema of own log-probs excludes exact tokens, so that only one of the two schemas fits.
-_OWN = Field(json_schema_extra={"not": {"required": [*sorted(_EXACT)]}})
+_OWN = Field(json_schema_extra={"not": {"required": [*sorted(EXACT_FIELDS)]}})
 # A policy's log-probs: the exact tokens of a model call, or JSON of its own.
 LogProbs = Annotated[
     Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], _OWN, Tag("own")],

@@ -9,6 +9,7 @@ from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import CostKeys
 from shared_schemas.trajectory import (
+    EXACT_FIELDS,
     ObservationData,
     PolicyLogprobs,
     RewardPart,
@@ -42,7 +43,11 @@ class Decision:
 
 
 def observation_data(observation: Observation, decision: Decision | None = None) -> ObservationData:
-    """Record an observation's counters and last reward; with its `decision`, also prompt and state keys."""
+    """Return the record of an observation: its achievement counters and its last reward.
+
+    If the `decision` that was made from this observation is given, the record also contains the prompt and
+    the state keys.
+    """
     counts = dict(observation.achievements_counts)
     data = ObservationData(
         messages=decision.prompt.new if decision else (),
@@ -61,13 +66,13 @@ def observation_data(observation: Observation, decision: Decision | None = None)
 def step_data(
     decision: Decision, *, policy_name: str, step_rewards: StepRewards, costs: CostKeys | None = None
 ) -> StepData:
-    """Make the record of a decision; `costs` holds the penalty for a refused decision."""
+    """Return the record of a decision. `costs` contains the penalty for a refused decision, if any."""
     choice, outcome = decision.choice, decision.effect.outcome
     penalty = costs.invalid_action_penalty if costs and outcome.invalid_reason is not None else 0.0
     was, now = decision.before.achievements_counts, outcome.observation.achievements_counts
     action = dict(choice.action)
     if "name" in action:
-        action.pop("tool_calls", None)  # the record has them already
+        action.pop("tool_calls", None)  # the step stores the calls in `tool_calls`
     if outcome.invalid_reason is None:
         action.pop("invalid_reason", None)  # the environment accepted the text
     own = {name: value for name, value in choice.log_probs.items() if name not in RECORDED_ELSEWHERE}
@@ -94,9 +99,10 @@ def step_data(
 def mark_end(
     step: StepData, reason: StopReason, *, environment_truncated: bool, penalty: float = 0.0
 ) -> StepData:
-    """Mark the last step of an episode as `terminated` by the task or `truncated` by a limit.
+    """Return the last step of an episode, marked as `terminated` by the task or as `truncated` by a limit.
 
-    `penalty` becomes a reward part of the step if the next prompt was too long.
+    If the environment ended the episode, `environment_truncated` decides between the two. If the episode
+    ended because the next prompt was too long, `penalty` becomes a reward part of the step.
     """
     if reason is StopReason.CONTEXT_LENGTH:
         step = step.model_copy(update={"reward_parts": (*step.reward_parts, *_penalties(penalty))})
@@ -127,8 +133,6 @@ def _step_info(decision: Decision) -> StepInfo:
 
 
 def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """Return the exact tokens, or None if a field is missing."""
-    fields = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
-    if any(value is None for name, value in fields.items() if name != "experts"):
-        return None
-    return PolicyLogprobs.model_validate({name: value for name, value in fields.items() if value is not None})
+    """Return the exact tokens of a model call; None if `log_probs` lacks a required field."""
+    fields = {name: log_probs[name] for name in LOGPROB_FIELDS if log_probs.get(name) is not None}
+    return PolicyLogprobs.model_validate(fields) if fields.keys() >= EXACT_FIELDS else None

@@ -147,6 +147,20 @@ class NumpyPolicy(PlannedPolicy):
         return add("a"), None, {"margins": np.array([0.5, 1.0])}, np.float32(0.25)
 
 
+class ExactPolicy(PlannedPolicy):
+    async def get_action(self, observation: Any, available_tools_specs: Any = None) -> Any:
+        await super().get_action(observation)
+        exact = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5], "versions": [[0, 0]]}
+        return add("a"), None, exact | {"finish_reason": "stop"}, None
+
+
+async def test_exact_tokens_of_a_plugin_need_no_field_that_has_a_default():
+    async with running_app(boards(planned=lambda: ExactPolicy(add("a")))) as client:
+        played = (await play(client, rollout("a")))["a"]
+    tokens = played.trajectory.steps[0].policy_logprobs
+    assert (tokens.prompt_ids_reused, tokens.prompt_token_ids, tokens.token_ids) == (0, (1,), (2,))
+
+
 async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
     counting = {"counting": EnvironmentPlugin(NoConfig, lambda config: Numpy())}
     plug_boards = replace(boards(planned=lambda: NumpyPolicy(add("a"))), environments=counting)

@@ -260,7 +260,11 @@ NAN = math.nan
 @pytest.mark.parametrize(
     ("names", "bare", "told"),
     [
-        (["g2po", "gagpo", "graphgpo", "gigpo"], BARE, "r-9: 0 state keys for 2 decisions; {name} compares"),
+        (
+            ["g2po", "gagpo", "graphgpo", "gigpo", "gigpo_additive"],
+            BARE,
+            "r-9: 0 state keys for 2 decisions; {name} compares",
+        ),
         (["gigpo_soft"], BARE, "r-9: 0 texts for 2 decisions; gigpo_soft compares them"),
         (["branch"], BARE, "r-9: no branches were played from its decisions, which .* = 'branch' needs"),
         (["branch"], replace(BARE, branch_returns_T=[[], [NAN, 1.0]]), "r-9, turn 2: .* branches are .*nan"),

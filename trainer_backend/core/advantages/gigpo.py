@@ -31,57 +31,65 @@ class AnchorKeys(LevelKeys, StateKeys):
     """Keys of `gigpo` and of `gigpo_additive`."""
 
     default_step_reward: float = 0.0
-    """gigpo: added to each reward in the returns of decisions; only while step rewards are off"""
+    """gigpo: constant that is added to each reward when the returns of decisions are computed; a job may set
+    it only while step rewards are off"""
     context_depth: int = Field(default=0, ge=0, le=16)
-    """gigpo: number K of earlier states that are compared too, as in HGPO"""
+    """gigpo: K adds comparisons of decisions whose last 1, 2, ... K earlier states are equal too, as in HGPO;
+    0: only the current state is compared"""
     context_alpha: float = Field(default=1.0, ge=0)
-    """gigpo: weight (k + 1)^alpha of a context of k equal earlier states"""
+    """gigpo: weight (k + 1)^context_alpha of the comparison in which k earlier states are equal"""
 
 
 class GigpoKeys(AnchorKeys):
-    """Keys of `gigpo`, the convex sum."""
+    """Keys of `gigpo`, which computes the convex sum."""
 
     omega: float = Field(default=0.5, ge=0, le=1)
     """gigpo: weight of the episode's advantage; the step's advantage has weight 1 - omega"""
 
 
 class GigpoAdditiveKeys(AnchorKeys, AdditiveKeys):
-    """Keys of `gigpo_additive`, the paper's sum."""
+    """Keys of `gigpo_additive`, which computes the paper's sum."""
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
-    """Compute group-in-group advantages: a convex sum of an episode's and a decision's advantage.
+    """Compute group-in-group advantages: a convex sum of the episode's and the decision's advantage.
 
         A_{i,t} = omega * A_E(i) + (1 - omega) * A_S(i, t)
-        A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i = sum_t r_{i,t}, over the siblings j
+        A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i the score, over all episodes j of the group
         A_S(i, t) = (G_{i,t} - mean G) / Fnorm,         over the group's decisions with the same state key
 
-    G is the return-to-go of r + default_step_reward. Decisions are compared only within their group: equal
-    keys of two groups are two states. A single score, a single decision in a state, and values without spread
-    give 0. Fnorm is the sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of those
-    A_S,k, k = 0..K, that are not 0, weighted by (k + 1)^alpha; A_S,k compares decisions whose last k + 1
-    states are equal. A_S then has no parts.
+    G is the return-to-go of r + default_step_reward. Fnorm is the sample std (fnorm "std") or 1 (fnorm
+    "one"). Decisions are compared only within their group: decisions of two groups are never in the same
+    state, even if their state keys are equal. A_E is 0 for an episode without siblings, A_S is 0 for the only
+    decision in a state, and both are 0 where all compared numbers are equal.
+
+    With context_depth K > 0, A_S is a weighted mean of K + 1 comparisons. The comparison A_S,k, for k = 0..K,
+    is made among decisions whose current state and k earlier states are equal. It has the weight
+    (k + 1)^context_alpha, and is left out where it is 0. A_S then has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
-    HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
+    HGPO, arXiv:2602.22817. Neither this sum nor that of `gigpo_additive` equals the policy gradient in
+    expectation (DESIGN.md 4.7).
     """
-    return _gigpo(episodes, keys, (keys.omega, 1.0 - keys.omega))
+    return _gigpo("gigpo", episodes, keys, (keys.omega, 1.0 - keys.omega))
 
 
 def gigpo_additive(episodes: Sequence[EpisodeRewards], keys: GigpoAdditiveKeys) -> Advantages:
     """Compute the paper's sum: A_{i,t} = A_E(i) + w * A_S(i, t), with w = step_advantage_w.
 
-    The rest is as in `gigpo`, which equals omega times this sum for w = (1 - omega) / omega.
+    A_E and A_S are those of `gigpo`. With w = (1 - omega) / omega, `gigpo` is omega times this sum.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 8.
     """
-    return _gigpo(episodes, keys, (1.0, keys.step_advantage_w))
+    return _gigpo("gigpo_additive", episodes, keys, (1.0, keys.step_advantage_w))
 
 
-def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]) -> Advantages:
+def _gigpo(
+    name: str, episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[float, float]
+) -> Advantages:
     """Compute weights[0] * A_E + weights[1] * A_S."""
-    siblings(episodes)  # refuses rewards that are not finite
-    refuse_missing_keys(episodes, "gigpo")
+    siblings(episodes)  # raises AdvantageError if a reward is not finite
+    refuse_missing_keys(episodes, name)
     extra = keys.default_step_reward
     rewarded = [
         replace(episode, rewards_T=[add_up([reward, extra]) for reward in episode.rewards_T])
@@ -98,7 +106,10 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
 def _compare_steps(
     episodes: Sequence[EpisodeRewards], met: Sequence[Sequence[int]], keys: AnchorKeys
 ) -> tuple[list[float], Columns]:
-    """Return [D] A_S and its parts; `met` has the decisions of each state, without earlier states (k = 0)."""
+    """Return the [D] advantages A_S of all decisions, and their parts.
+
+    `met` lists the decisions of each state, whatever their earlier states (k = 0).
+    """
     scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
     sizes_D = return_sizes(episodes, keys.gamma)
     own_D, parts_D = relative_at(met, returns_D, scale, sizes_D)
@@ -113,7 +124,7 @@ def _compare_steps(
 
 
 def _mean_of_nonzero(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Compute the weighted mean over the values that are not 0; 0 if all are 0."""
+    """Return the weighted mean of the values that are not 0, or 0 if all values are 0."""
     total = math.fsum(weight for value, weight in zip(values, weights, strict=True) if value)
     weighted = math.fsum(weight * value for value, weight in zip(values, weights, strict=True))
     return weighted / total if total else 0.0
@@ -129,31 +140,31 @@ def system_apply_gigpo_to_batch_steps(
     *,
     group_keys: Sequence[Any] | None = None,
 ) -> list[list[Any]]:
-    """Apply `gigpo` to `StepData`, or to objects with its published attributes (source 2's interface).
+    """Add `gigpo` advantages to copies of `StepData`, or of objects with its attributes (as source 2 does).
 
     A_E comes from the final scores, A_S from G_k, the discounted sum of base_reward from step k on. If any
     step of a group lacks base_reward, default_step_reward replaces each missing reward, and every sibling's
-    final score is added at its last step, so that all siblings have returns of one kind.
+    final score is added at the sibling's last step, so that the returns of the group are comparable.
 
     Args:
         batch_of_step_data_lists: the steps of each rollout, in order. Reads observation_data and, if present,
             base_reward and policy_value_estimate.
         final_scores_for_rollouts: the score of each rollout.
-        omega: weight of A_E, in [0, 1]; A_S has the rest.
+        omega: weight of A_E, in [0, 1]; the weight of A_S is 1 - omega.
         gamma: discount per decision, in [0, 1].
-        state_hashing_function: maps a step's observation_data to a key; equal keys, also lists and dicts, are
-            one state.
+        state_hashing_function: maps a step's observation_data to a key, which may be a list or a dict. Steps
+            with equal keys are in the same state.
         default_step_reward: reward of a step without base_reward, such as a small cost of time.
-        group_keys: the key of each rollout, equal for siblings; None: all are siblings.
+        group_keys: one key per rollout, equal for siblings; None: all rollouts are siblings.
 
     Returns:
-        Copies of the steps with float `advantage` and `return_to_go`: G_k, or advantage plus value if the
-        policy has a value. The given steps are not changed.
+        Copies of the steps with the floats `advantage` and `return_to_go`. `return_to_go` is advantage plus
+        policy_value_estimate, or G_k for a step without policy_value_estimate.
 
     Raises:
-        AdvantageError: the number of scores or keys is not that of the rollouts; a step has no
+        AdvantageError: the number of scores or keys differs from the number of rollouts; a step has no
             observation_data, or its attributes cannot be set; a key cannot be compared; see `siblings`.
-        ValueError: omega or gamma outside [0, 1].
+        ValueError: omega or gamma is outside [0, 1].
 
     Source: source 2, Task 2.4.
     """
@@ -181,7 +192,7 @@ def system_apply_gigpo_to_batch_steps(
 
 
 def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
-    """Name a value: equal values, hashable or not, get equal names."""
+    """Return a name for a value. Equal values get equal names, even if they are not hashable."""
     try:
         return names.setdefault(_hashable(value), str(len(names)))
     except TypeError as error:
@@ -190,12 +201,12 @@ def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
 
 
 def _hashable(value: Any) -> Hashable:
-    """Convert a value to a hashable key: lists, dicts, sets, models and arrays by type and content.
+    """Convert a value to a hashable key; lists, dicts, sets, models and arrays are keyed by type and content.
 
-    Equal values get equal keys: 1, 1.0 and True have one key.
+    Equal values get equal keys, so 1, 1.0 and True have the same key.
     """
     kind = type(value).__name__
-    if isinstance(value, ObservationData):  # its fields hold only the new messages of a conversation
+    if isinstance(value, ObservationData):  # its fields contain only a conversation's new messages
         return kind, _hashable(value.model_dump()), _hashable(value.prompt)
     if isinstance(value, BaseModel):
         return kind, _hashable(value.model_dump())
@@ -205,7 +216,7 @@ def _hashable(value: Any) -> Hashable:
         return kind, tuple(map(_hashable, value))
     if isinstance(value, Set):
         return kind, frozenset(map(_hashable, value))
-    if hasattr(value, "tolist"):  # numpy's and torch's
+    if hasattr(value, "tolist"):  # arrays of numpy, tensors of torch
         return kind, _hashable(value.tolist())
     hash(value)
     return cast(Hashable, value)
@@ -221,7 +232,7 @@ def _observation(step: Any, rollout: str, t: int) -> Any:
 def _fill_in(
     steps: Sequence[Any], advantages_T: Sequence[float], returns_T: Sequence[float], rollout: str
 ) -> list[Any]:
-    """Return copies of a rollout's steps with advantage and return."""
+    """Return copies of a rollout's steps with the attributes `advantage` and `return_to_go`."""
     return [
         _copy_with(
             step,
@@ -234,7 +245,7 @@ def _fill_in(
 
 
 def _copy_with(step: Any, where: str, **values: float) -> Any:
-    """Return a copy of a step with `values` as attributes, even if the step is frozen."""
+    """Return a copy of a step with `values` set as attributes, even if the step is frozen."""
     if isinstance(step, BaseModel):
         return step.model_copy(update=values)
     copied = copy(step)
@@ -257,7 +268,11 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
 def _base_rewards(
     batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
 ) -> list[list[float]]:
-    """Return each rollout's [T] rewards, with its final score if any step of its group lacks a reward."""
+    """Return the [T] rewards of each rollout, with `default` for each missing reward.
+
+    If any step of a group lacks a reward, the final score of each rollout of the group is added to its last
+    step.
+    """
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]
     sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}
