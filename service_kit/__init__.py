@@ -1,1 +1,1 @@
-"""What both services and the gateway share: HTTP server, keys, limits, errors, logs, child processes."""
+"""Code that both services and the gateway share: HTTP server, keys, limits, errors, logs, child processes."""

@@ -1,7 +1,8 @@
-"""The boundary around plug-ins: it converts any exception of their code into one error of the service.
+"""Converts any exception that plug-in code raises into an error class of the service.
 
-Every call of an operator's code runs inside a `Boundary`: environments, policies, interactions, reward
-functions, estimators, losses, schedules and sinks. No other broad `except` surrounds such code.
+Plug-ins are code of the operator: environments, policies, interactions, reward functions, estimators, losses,
+schedules and sinks. Every call of a plug-in runs inside a `Boundary`; no other code catches all exceptions of
+a plug-in.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from shared_schemas.plain_text import encodable
 log = structlog.get_logger("service_kit")
 
 _MOST_CHARS = 200
-# Characters kept at each end of a logged traceback, because an exception's text may have any length.
+# A longer traceback is logged with this many characters of its start and of its end.
 _MOST_LOGGED = 4_000
 _OURS = tuple(
     f"{Path(__file__).parents[1] / package}/"
@@ -35,18 +36,22 @@ _SIGINT_RAISES = f"{Path(asyncio.__file__).parent}/runners.py"
 
 
 class Boundary:
-    """Converts an exception of a plug-in into an error of the service, so that only one piece of work ends.
+    """A context manager around a plug-in's call that converts the plug-in's exceptions into ServiceErrors.
 
-    A ServiceError passes unchanged, and so does a CancelledError, GeneratorExit or KeyboardInterrupt that the
-    plug-in did not raise itself. Any other exception becomes an `error`, including SystemExit, a
-    CancelledError of the plug-in, and an exception whose text cannot be read. The log gets the traceback. The
-    error names exception, file and line. Its `recurs` is False for OSError and MemoryError.
+    A ServiceError passes unchanged. A CancelledError, GeneratorExit or KeyboardInterrupt passes unchanged if
+    it came from outside the plug-in. Any other exception is logged with its traceback and raised as an
+    instance of the class `error`, whose message names the exception, the file and the line. This includes
+    SystemExit, a CancelledError that the plug-in raised itself, and an exception whose `str()` fails. The
+    attribute `recurs` of the new error is False for an OSError or a MemoryError, and True otherwise.
 
-    `what` names the call in the error, as "environment.step". `call` is the plug-in's function. If the
-    function's return value makes our code raise, the error names the place where the function is defined.
+    Args:
+        what: the name of the call in the error message, such as "environment.step".
+        error: the class of the error to raise.
+        call: the plug-in's function. If no line of the plug-in is in the traceback, because our code raised
+            while it read the function's return value, the message names the line that defines the function.
     """
 
-    # A class, because it surrounds every step, and @contextmanager costs three times as much.
+    # This is a class because every step enters it, and @contextmanager would take three times as long.
     __slots__ = ("_call", "_error", "_task", "_what")
 
     def __init__(
@@ -63,16 +68,16 @@ class Boundary:
     ) -> None:
         if exc is None or isinstance(exc, ServiceError) or self._was_requested(exc):
             return
-        # A log on a full disk must not turn this error into another one.
+        # If logging fails, for example on a full disk, still raise the error below.
         with suppress(Exception):
-            # Pass text, because a logger would read the exception's own text, which may raise.
+            # Format the exception here: a logger would call str() on it, which may raise.
             log.error("boundary", what=self._what, exception=_format(exc))
         error = self._error(encodable(f"{self._what} raised {describe_error(exc, self._call)}"))
         error.recurs = not isinstance(exc, OSError | MemoryError)
         raise error from exc
 
     def _was_requested(self, exc: BaseException) -> bool:
-        """Whether the caller, not the plug-in, ends the call."""
+        """Whether code outside the plug-in caused the exception in order to end the call."""
         if isinstance(exc, asyncio.CancelledError):
             return self._task is not None and self._task.cancelling() > 0
         if isinstance(exc, GeneratorExit):
@@ -90,11 +95,12 @@ class Boundary:
 
 
 def describe_error(exc: BaseException, call: Callable[..., object] | None = None) -> str:
-    """Describe an exception in a line: `KeyError: 'oops' (plug.py:14)`; see `Boundary` for `call`."""
+    """Return a one-line description such as `KeyError: 'oops' (plug.py:14)`; `call` is as in `Boundary`."""
     if isinstance(exc, RuntimeError) and isinstance(exc.__cause__, StopIteration | StopAsyncIteration):
-        exc = exc.__cause__  # Python wraps a StopIteration of a coroutine; the cause has the plug-in's frames
+        # Python replaces a StopIteration that leaves a coroutine; only the cause has the plug-in's frames.
+        exc = exc.__cause__
     text = _first_line(exc)
-    # A SyntaxError's own text has the place; its frames are those of the import system.
+    # The text of a SyntaxError names file and line itself; its traceback shows only the import system.
     place = "" if isinstance(exc, SyntaxError) else _place(exc, call)
     return f"{type(exc).__name__}{': ' * bool(text)}{text}{f' ({place})' if place else ''}"
 
@@ -118,15 +124,17 @@ def _first_line(exc: BaseException) -> str:
 
 
 def describe_line(call: Callable[..., object] | None) -> str:
-    """Return file and line of a function's definition, as `plug.py:14`; empty for a function of C."""
+    """Return where a function is defined, such as `plug.py:14`; "" if the function is written in C."""
     code = getattr(call, "__code__", None)
     return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
-    """Return the file and line where a plug-in raised: the innermost frame outside our code and libraries.
+    """Return the file and line at which a plug-in raised, such as `plug.py:14`; "" if unknown.
 
-    If there is no such frame, take one in a library (an installed plug-in), or else in our code (a built-in).
+    This is the innermost frame that is neither in our code nor in an installed library. If there is no such
+    frame, return the line that defines `call`. Without `call`, return the innermost frame in a library,
+    because a plug-in may be an installed package, or else in our code, because a plug-in may be built in.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     for known in ((*_OURS, *_LIBRARIES), _OURS, ()):

@@ -1,9 +1,11 @@
-"""uvicorn's HTTP connection with limits on the number of connections and on the size and time of a head.
+"""uvicorn's HTTP connection class, extended by limits on open connections and on request heads.
 
-httptools limits neither the size nor the time of headers. Many silent connections would leave no descriptor
-for a job's process. uvicorn's own `limit_concurrency` answers with plain text, which our clients cannot read.
+A head is the request line and the headers. uvicorn's parser, httptools, limits neither the size of a head nor
+the time until it is complete. Without a limit, idle connections could use up all file descriptors, and a job
+could then start no process. uvicorn's own `limit_concurrency` replies with plain text, but our clients expect
+JSON.
 
-A connection also answers some POSTs at once, without a task for each (`Posts`).
+A connection also answers the POSTs to some paths itself, without starting an asyncio task (see `Posts`).
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from service_kit.settings import ConnectionSettings
 
 
 class PlainReply(NamedTuple):
-    """A complete reply. Header names are lower-case; content-length is added later."""
+    """A complete HTTP reply. Header names are in lower case; the connection adds content-length."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -36,15 +38,15 @@ def plain_problem(error: ServiceError) -> PlainReply:
     return PlainReply(response.status_code, headers, bytes(response.body))
 
 
-# By the bytes of a path: the function that answers a POST there at once. If the app has to answer instead,
-# the function returns None, and has changed nothing.
+# Maps a path, as bytes, to the function that answers POSTs to this path without the app. The function returns
+# None if the app has to answer instead; in this case the function must not have changed any state.
 Posts = Mapping[bytes, Callable[[Scope, bytes], PlainReply | None]]
 
 
 def connections_at_most(most: int) -> int:
-    """Return the smaller of `most` and half of the descriptors that the process may open (`ulimit -n`).
+    """Return `most`, but at most half of the file descriptors that the process may open (`ulimit -n`).
 
-    The other half remains for outgoing calls, files and the database.
+    The other half of the descriptors is reserved for outgoing connections, files and the database.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 2))
@@ -53,7 +55,7 @@ def connections_at_most(most: int) -> int:
 def bounded_protocol(
     settings: ConnectionSettings, respond: Respond, too_many: type[ServiceError], posts: Posts
 ) -> type[asyncio.Protocol]:
-    """Make the connection class of a server with these limits; uvicorn creates an object per connection."""
+    """Return a connection class with these limits; uvicorn instantiates it for each connection."""
     most = connections_at_most(settings.max_connections)
 
     class Connection(BoundedConnection):
@@ -66,10 +68,14 @@ def bounded_protocol(
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection that does not send a complete head within `max_header_s`.
+    """An HTTP connection of uvicorn with the limits of `settings`.
 
-    After a reply the client has `max_body_s` for the rest of its body. A client that reads the reply only
-    after it has sent its body thus gets the reply, and a client that sends single bytes is disconnected.
+    A connection is closed if the head of a request is not complete within `max_header_s`. A head that is
+    larger than `max_header_bytes` gets an error as its reply. Above `most` connections, each new connection
+    replaces an idle one, or is refused with the error `too_many` if no connection is idle.
+
+    If the reply is sent before the request's body has arrived, the client has `max_body_s` to send the rest.
+    A client that reads only after it has sent its body thus still gets the reply.
     """
 
     settings: ConnectionSettings
@@ -82,9 +88,9 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._silence: asyncio.TimerHandle | None = None
         self._in_head = self._in_body = False
-        self._received_bytes = 0  # of the current request
-        self._head_bytes = 0  # of the complete lines of its head
-        # The received part of a body that may be answered at once; None if the app gets the body.
+        self._received_bytes = 0  # bytes of the current request
+        self._head_bytes = 0  # bytes of the complete lines in the head of the current request
+        # The received part of the body, if this connection may answer the request itself; otherwise None.
         self._body: bytes | None = None
         self._leaving = Leaving()
 
@@ -105,10 +111,10 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._received_bytes += len(data)
         super().data_received(data)
-        if self._body is not None:  # the body is not complete yet
+        if self._body is not None:  # the body is incomplete: let the app wait for the rest
             self._pass_on()
         if self._in_head and self._received_bytes > self.settings.max_header_bytes:
-            # httptools does not call on_header for a line without an end.
+            # httptools calls on_header only at the end of a line, so on_header cannot stop an endless line.
             self.send_400_response("")
         elif self._silence is None and (self._in_head or self._is_idle()):
             self._expect_head()
@@ -148,13 +154,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._pass_on()
         super().on_message_complete()
         if not self.pipeline:
-            # A large body pauses reading, and a lost connection is noticed only while reading.
+            # uvicorn pauses reading while it holds a large body, and while paused it cannot notice that the
+            # client disconnects.
             self.flow.resume_reading()
         cast(Scope, self.scope)["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()
 
     def _may_answer(self) -> bool:
-        """Whether the connection's state and the request's head permit an answer without the app."""
+        """Whether the state of the connection and the head of the request allow an answer without the app."""
         parser, cycle = self.parser, self.cycle
         return (
             (cycle is None or cycle.response_complete)
@@ -166,7 +173,7 @@ class BoundedConnection(HttpToolsProtocol):
         )
 
     def _answer(self, body: bytes) -> bool:
-        """Answer the request at once; return False if the app has to answer."""
+        """Answer the request without the app. Return False, with nothing sent, if the app has to answer."""
         path, scope = self.url.decode(), cast(Scope, self.scope)
         scope.update(method="POST", path=path, raw_path=self.url, query_string=b"")
         try:
@@ -185,7 +192,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _pass_on(self) -> None:
-        """Begin the request in the app with the received part of the body."""
+        """Hand the request over to the app, with the part of the body that was received so far."""
         body, self._body = self._body, None
         super().on_headers_complete()
         if body:
@@ -198,7 +205,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = self.loop.call_later(self.settings.max_body_s, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
-        """Reply with a problem to a request that is no HTTP or whose head is too large."""
+        """Reply with a JSON error to a request that is not valid HTTP or whose head is too large."""
         most = self.settings.max_header_bytes
         if max(self._head_bytes, self._received_bytes if self._in_head else 0) > most:
             self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
@@ -211,14 +218,18 @@ class BoundedConnection(HttpToolsProtocol):
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether neither a request nor uvicorn's timer runs; data that begins no request stops the timer."""
+        """Whether no request is in progress and no keep-alive timer of uvicorn runs.
+
+        Received data stops uvicorn's timer even if the data does not begin a request.
+        """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self._in_body and self.timeout_keep_alive_task is None
 
     def _close_silent_connection(self) -> bool:
-        """Close the connection that has waited longest for a head or the rest of a body.
+        """Make room for a new connection by closing the idle connection whose time limit ends first.
 
-        An active client is thus never refused because of idle ones. Return False if all others are active.
+        A connection is idle while it waits for a head or for the rest of an answered request's body. Return
+        False if no connection is idle.
         """
         silent = [
             (other._silence.when(), id(other), other)
@@ -240,7 +251,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = None
 
     def _refuse(self, error: ServiceError) -> None:
-        """Write the reply to the error and close the connection; the app has no request to answer yet."""
+        """Reply with the error and close the connection, for a request that the app has not received."""
         if self.transport.is_closing():
             return
         reply = self.respond(error)

@@ -1,6 +1,6 @@
-"""Text encoding of commands and their children, for any terminal and locale.
+"""Makes the text output of commands and of their child processes work with any terminal and locale.
 
-Files are always written in UTF-8. On a terminal, characters outside its encoding are printed as escapes.
+Turnwise always writes files in UTF-8. Characters that a terminal's encoding lacks are printed as escapes.
 """
 
 import io
@@ -12,13 +12,16 @@ from service_kit.errors import SettingsError
 
 
 def begin_command(arguments: Sequence[str]) -> None:
-    """Prepare the process so that no character of an argument, path or model text raises an encoding error.
+    """Prepare the process so that no character in an argument, a path or a model's text raises an error.
 
-    In an ASCII locale (LC_ALL=C with PYTHONUTF8=0) Python cannot open files with other characters in their
-    names. The command then executes itself again in Python's UTF-8 mode; its output keeps its encoding.
-    Raises SettingsError if an argument is not valid UTF-8.
+    In an ASCII locale (LC_ALL=C with PYTHONUTF8=0), Python cannot open a file whose name contains other
+    characters. In such a locale, the process restarts itself in Python's UTF-8 mode, but keeps the encoding
+    of its output.
+
+    Raises:
+        SettingsError: an argument is not valid UTF-8.
     """
-    # `python -I` ignores PYTHONUTF8, so check the variable to avoid an endless loop.
+    # `python -I` ignores PYTHONUTF8. The second condition prevents endless restarts in this case.
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         encoding = sys.stdout.encoding if sys.stdout is not None else "ascii"
         os.environ.setdefault("PYTHONIOENCODING", encoding)
@@ -38,5 +41,5 @@ def begin_command(arguments: Sequence[str]) -> None:
 
 
 def utf8_output(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which a child prints UTF-8, whatever this terminal's encoding."""
+    """Return the environment, extended so that a Python child prints UTF-8 regardless of the terminal."""
     return {**environment, "PYTHONIOENCODING": "utf-8:backslashreplace"}

@@ -1,6 +1,6 @@
 """The base class of every error that a service replies with, and the errors that all services share.
 
-The errors of the task app (`task_app.errors`) and of the trainer (`trainer_backend.errors`) derive from it.
+The errors of the task app (`task_app.errors`) and of the trainer (`trainer_backend.errors`) are subclasses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,25 +15,28 @@ if TYPE_CHECKING:
 
 
 class ServiceError(Exception):
-    """An error with a name for programs (`code`) and a sentence for people (`detail`), which holds no secret.
+    """Base class of errors: `code` identifies the error for programs, and `detail` explains it to people.
 
-    Class keywords set the attributes of the class; a subclass inherits the attributes that it does not set:
+    `detail` must not contain a secret, because clients receive it. `where` names the wrong part of a request,
+    and `hint` says how to correct it.
+
+    Keywords of the class statement set class attributes; a subclass inherits those that it does not set:
 
         class BodyTooLarge(ServiceError, code="body_too_large", status=413): ...
     """
 
     code = "service_error"
-    """Unique among the classes of a service (a top package)."""
+    """Identifies the class of the error; classes of the same top-level package must have different codes."""
     status = 500
-    """HTTP status of the reply."""
+    """HTTP status of a reply with this error."""
     title: str | None = None
-    """Name of the class for people; None stands for the phrase of the status, such as `Not Found`."""
+    """Readable title of this class of errors; None means the phrase of `status`, such as `Not Found`."""
     retry_after_s: int | None = None
-    """Seconds after which a client should retry; None if a retry does not help."""
+    """Seconds after which a client should retry (the Retry-After header); None if a retry does not help."""
     recurs = False
-    """Whether a retry would fail too, because the cause is in code, data or a setting."""
+    """Whether a retry would fail again, because the cause lies in code, data or a setting."""
     carries: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Further attributes that `service_kit.rpc` sends with the error to another process: names and types."""
+    """Names and types of further attributes that `service_kit.rpc` sends when the error crosses processes."""
 
     def __init_subclass__(
         cls,
@@ -55,7 +58,7 @@ class ServiceError(Exception):
         service = cls.__module__.partition(".")[0]
         for other in ServiceError.tree() if code is not None else ():
             is_of_service = other.__module__.partition(".")[0] == service
-            # Reloading a module declares its classes a second time.
+            # When a module is reloaded, its classes are declared again with the same names and codes.
             if other.code == code and is_of_service and other.__qualname__ != cls.__qualname__:
                 raise TypeError(
                     f"{cls.__qualname__} has the code {code!r}, which is that of {other.__qualname__}"
@@ -63,7 +66,7 @@ class ServiceError(Exception):
 
     @classmethod
     def tree(cls) -> Iterator[type[Self]]:
-        """Yield this class and all classes derived from it."""
+        """Yield this class and all of its direct and indirect subclasses."""
         yield cls
         for kind in cls.__subclasses__():
             yield from kind.tree()
@@ -84,10 +87,10 @@ class ServiceError(Exception):
         return f"{place}{self.detail}{end} {self.hint}"
 
     def release_frames(self) -> None:
-        """Drop the tracebacks of this error and its causes, after it was answered or recorded.
+        """Remove the tracebacks of this error and of its causes; call this after the error was handled.
 
-        The frames refer to large objects, such as a whole episode, in cycles that only the garbage collector
-        frees.
+        A traceback keeps its frames' local variables alive, such as a whole episode. These references form
+        cycles, so the memory would stay in use until the garbage collector runs.
         """
         errors: list[BaseException | None] = [self]
         while errors:
@@ -97,7 +100,7 @@ class ServiceError(Exception):
                 errors += error.__cause__, error.__context__
 
     def problem(self) -> "Problem":
-        """Return the body of the reply to this error."""
+        """Return the body of an HTTP reply with this error (RFC 9457 problem details)."""
         from shared_schemas.problem import Problem  # imports pydantic, which commands do not need
 
         return Problem(
@@ -111,7 +114,7 @@ class ServiceError(Exception):
 
 
 class NoKeyConfigured(ServiceError, status=503):
-    """The service was started without a key in its environment variable, so it refuses every request."""
+    """The service needs an API key but was started without one, so it refuses every request."""
 
     def __init__(self, variable: str) -> None:
         super().__init__(
@@ -122,15 +125,19 @@ class NoKeyConfigured(ServiceError, status=503):
 
 
 class Unauthorised(ServiceError, code="unauthorised", status=401):
-    """The key is missing or wrong."""
+    """The API key of the request is missing or wrong."""
 
 
 class Forbidden(ServiceError, code="forbidden", status=403):
-    """A page of another site sent the request; or, without keys, a proxy did, or its Host is not local."""
+    """The origin of the request is not allowed: a browser sent it for a page of another site.
+
+    A service without API keys also raises it if a proxy forwarded the request, or if the Host header does not
+    name this machine.
+    """
 
 
 class RouteError(ServiceError):
-    """An error whose code is the name of its HTTP status: `not_found` for a path without a route."""
+    """An error of routing; its code is the lower-case name of its HTTP status, such as `not_found`."""
 
     def __init__(self, status: HTTPStatus, detail: str, *, where: str) -> None:
         super().__init__(detail, where=where, code=status.name.lower())
@@ -138,15 +145,15 @@ class RouteError(ServiceError):
 
 
 class BodyTooLarge(ServiceError, code="body_too_large", status=413):
-    """The body is larger than `max_body_bytes`."""
+    """The body of the request is larger than `max_body_bytes`."""
 
 
 class TooSlow(ServiceError, code="too_slow", status=408):
-    """The body was not complete in time."""
+    """The body of the request was not complete in time."""
 
 
 class HeadTooLarge(ServiceError, code="head_too_large", status=431):
-    """Request line and headers are larger than `max_header_bytes`."""
+    """The request line and the headers together are larger than `max_header_bytes`."""
 
 
 class MalformedRequest(ServiceError, code="malformed_request", status=400):
@@ -154,20 +161,20 @@ class MalformedRequest(ServiceError, code="malformed_request", status=400):
 
 
 class TooManyConnections(ServiceError, code="too_many_connections", status=503, retry_after_s=5):
-    """The service has `max_connections` open connections."""
+    """The service already has the largest allowed number of open connections (`max_connections`)."""
 
 
 class RequestDeadline(ServiceError, code="deadline_exceeded", status=504):
-    """The work of a request is not done in time; the work continues after this reply."""
+    """The service could not answer a request in time; it continues to work on the request."""
 
 
 class InternalError(ServiceError, code="internal_error"):
-    """An exception that is not a ServiceError."""
+    """The reply to an unexpected exception, that is, one that is not a ServiceError."""
 
 
 class PortTaken(ServiceError, code="port_taken"):
-    """The service cannot listen on its port; raised at start, never in a reply."""
+    """The service cannot listen on its port. It is raised while the service starts, never in a reply."""
 
 
 class SettingsError(ServiceError, code="settings_invalid", status=400):
-    """A setting of the service is wrong; raised at start, never in a reply."""
+    """A setting or a plug-in file is invalid. It is raised while a process starts, never in a reply."""

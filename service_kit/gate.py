@@ -1,8 +1,8 @@
-"""The gate of a service, as ASGI middleware: it checks key, origin, body and time of each request.
+"""ASGI middleware that checks the API key, the origin, the body and the duration of each request.
 
-The gate runs before routing and before the body is read, so a client without a key cannot even find out which
-paths exist. Routes need not check again that a body can be stored, logged and sent back
-(shared_schemas.json_text).
+`Gate` runs before routing and before the body is read, so a client without a key cannot even find out which
+paths exist. `Gate` also refuses a JSON body with text that cannot be stored, logged or sent back
+(shared_schemas.json_text), so routes need not check for such text.
 """
 
 import asyncio
@@ -34,32 +34,42 @@ from shared_schemas.urls import HOST, is_loopback
 Result = TypeVar("Result")
 
 DENIAL = "websocket.http.response"
-# Key in a scope's extensions: the body has arrived, so reading needs no timeout (service_kit.connections).
+# This key in a scope's extensions means that the whole body has arrived, so that reading the body needs no
+# time limit. service_kit.connections sets the key.
 WHOLE_BODY = "turnwise.whole_body"
-# Key in a scope's extensions: the client's `Leaving` (service_kit.connections).
+# The value under this key in a scope's extensions is the client's `Leaving`, set by service_kit.connections.
 LEAVING = "turnwise.leaving"
-# Key in a scope: the parsed JSON body, for its first reader.
+# The value under this key in a scope is the parsed JSON body; the route that uses it first removes it.
 JSON_BODY = "turnwise.json_body"
-# RFC 6455: the endpoint refuses because of its own policy.
+# Close code of a WebSocket that the server refuses because of its policy (RFC 6455).
 POLICY_VIOLATION = 1008
 _BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
 # Browsers send at least one of these headers with every POST and every WebSocket.
 _BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
-# Headers that proxies and tunnels add. Behind a proxy, a Host of this machine does not prove a local client.
+# Headers that proxies and tunnels add. A request through a proxy may name this machine in its Host header
+# although the client is elsewhere.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TooLarge = Callable[[], BodyTooLarge]
 
 
 class KeyDoor:
-    """A *door*, which tells the gate whether a request may enter; this one wants a key in its headers.
+    """A door that accepts requests with a valid API key; a door decides for `Gate` which requests to accept.
 
-    A browser may send the key as the password of `Authorization: Basic`, even with requests that other sites
-    trigger. Such a site cannot read the reply to a GET, but could act by a POST or a WebSocket, so a
-    browser's Basic is ignored in POSTs and WebSockets. Other clients may use Basic for POSTs
-    below `basic_posts`, because they can set a URL but no header. A service that has no keys and needs none
-    accepts requests from this machine only, and none from a page of another site. `open_paths`, and paths
-    below `open_below`, need no key.
+    The key may be in one of the headers that `presented_keys` reads. In some requests, the key may also be
+    the password of `Authorization: Basic`. A browser repeats a Basic password even in requests that a page of
+    another site triggers. That page cannot read the reply to a GET, but a POST or a WebSocket could change
+    something. Therefore Basic is accepted in
+
+        GET and HEAD requests
+        WebSockets that no browser opened
+        other requests that no browser sent, to paths that begin with `basic_posts`
+
+    The last group exists for clients whose users can configure a URL, which may contain a password, but no
+    header.
+
+    If the service has no keys and needs none, the door accepts only requests from this machine, and none that
+    a page of another site sent. Requests to `open_paths`, and to paths below `open_below`, need no key.
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class KeyDoor:
         self._open_below = tuple([f"{path}/" for path in open_below])
 
     def error(self, scope: Scope) -> ServiceError | None:
-        """Return the error that refuses the request; None if the door accepts it."""
+        """Return the error with which to refuse the request, or None to accept the request."""
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
@@ -87,12 +97,15 @@ class KeyDoor:
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
     def page(self, scope: Scope, response: Response) -> Response:
-        """Return the reply to a browser's page request in place of a 401."""
+        """Return the reply for a browser that requested a page but sent no valid key.
+
+        `response` is the reply with status 401 that other clients would get.
+        """
         response.headers["WWW-Authenticate"] = _BASIC
         return response
 
     def credentials(self, scope: Scope) -> RawHeaders:
-        """Return the headers; if Basic may be used here, its password is added as X-API-Key."""
+        """Return the request's headers, and where Basic is allowed, add its password as X-API-Key."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             if not _BY_A_BROWSER.isdisjoint(name for name, _ in headers):
@@ -107,12 +120,19 @@ class KeyDoor:
 
 
 class SessionDoor:
-    """A door (see `KeyDoor`) that accepts the key, or the cookie of the log-in page.
+    """A door (see `KeyDoor`) that accepts requests with a valid API key or the cookie of the log-in page.
 
-    Requests of other sites' pages are refused. A service without keys accepts requests from this machine
-    only, without a proxy and to its own host names: another site could let its host name resolve to
-    127.0.0.1, and its pages would count as ours. `has_session` checks the headers for the cookie. Page
-    requests without the cookie are redirected to the path `login`.
+    Without a valid key, a request is refused if a page of another site sent it. A browser that requests a
+    page without the cookie is redirected to the path `login`.
+
+    If the service has no keys, the door accepts only requests from this machine that no proxy forwarded and
+    whose Host header names this machine. The last condition is needed because another site could let its own
+    host name resolve to 127.0.0.1; a browser would then treat pages of that site as pages of this service.
+
+    Args:
+        has_session: returns whether a request's headers contain a valid cookie.
+        open_paths: paths that need neither key nor cookie.
+        open_below: prefixes of further such paths.
     """
 
     def __init__(
@@ -146,7 +166,10 @@ class SessionDoor:
 
 
 def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Return an error if a proxy forwarded the request: a service without keys cannot know its sender."""
+    """Return an error if a proxy forwarded the request, else None.
+
+    Call this in a service without keys, which must know that the client runs on this machine.
+    """
     names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
     if not names:
         return None
@@ -158,25 +181,28 @@ def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
 
 
 def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Return an error if a page of another site sent the request or, without keys, Host is not local."""
+    """Return an error if a page of another site sent the request, else None.
+
+    In a service without keys, also return an error if the Host header does not name this machine.
+    """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")
     name_and_port = re.fullmatch(HOST, host)
-    # Anyone can make another host name resolve to this machine.
+    # Only loopback names are safe: anyone can register a host name that resolves to 127.0.0.1.
     if not keys.configured and (name_and_port is None or not is_loopback(name_and_port[1])):
         return Forbidden(
             f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
             where="header Host",
             hint=f"Ask http://127.0.0.1 or http://localhost, or set {keys.variable}.",
         )
-    # A WebSocket has no method; like a POST, it can change something.
+    # A WebSocket's scope has no method. Check it like a POST, because it can change something.
     if is_cross_site(scope.get("method", "POST"), headers):
         return Forbidden("the page of another site sent this request", where="header Origin")
     return None
 
 
 def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:
-    """Make the error for a request without a valid key."""
+    """Return the error for a request without a valid key; its class is `kind`."""
     return kind(
         "another key was given" if presented_keys(headers) else "no key was given",
         where="header X-API-Key",
@@ -185,14 +211,24 @@ def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthori
 
 
 class Gate:
-    """Wraps the app and refuses invalid requests.
+    """ASGI middleware that refuses invalid requests and passes all others to the app.
 
-    Statuses: 400 without exactly one Host header, 401 or 503 without a valid key, 403 if the door forbids the
-    request, 408 for a body that is too slow, 413 for a body that is too large, 422 for a URL or JSON body
-    that cannot be stored.
+    The status of a refusal is
 
-    `read` parses a JSON body; if it raises ValueError, the reply is the error `unreadable`. If `unreadable`
-    is None, only routes read bodies. `large_body_hint` is advice to the sender of a body that is too large.
+        400   if there is not exactly one Host header
+        401   if the key is missing or wrong; 503 if the service should have a key but has none
+        403   if the door forbids the origin of the request
+        408   if the body is not complete after `max_body_s`
+        413   if the body is larger than `max_body_bytes`
+        422   if the URL or the JSON body contains text that cannot be stored
+
+    Args:
+        door: decides whether the sender of a request is accepted.
+        unreadable: class of the error for a URL or a JSON body that is refused. If None, the gate does not
+            read bodies, and each route reads its own.
+        read: parses a JSON body; raises ValueError to refuse the body.
+        respond: makes the reply to an error.
+        large_body_hint: advice that is sent to a client whose body is too large.
     """
 
     def __init__(
@@ -236,7 +272,11 @@ class Gate:
             await self._refuse(error, scope, receive, send)
 
     def plain_value(self, scope: Scope, body: bytes) -> Any:
-        """Return the value of a JSON body; None if it is null or faulty, so that the app has to answer."""
+        """Check a request that bypasses the app, and return its parsed JSON body.
+
+        Return None if the gate would refuse the request, if the body is not declared as JSON, or if it is
+        `null`. The app has to answer these requests.
+        """
         if len(body) > self._max_body_bytes or not _says_json(scope) or self._error(scope) is not None:
             return None
         try:
@@ -245,7 +285,7 @@ class Gate:
             return None
 
     def _error(self, scope: Scope) -> ServiceError | None:
-        """Return the error that refuses the request by its head alone; None if its head is valid."""
+        """Check the request line and the headers; return the error with which to refuse them, or None."""
         if error := _host_error(scope) or self._door.error(scope):
             return error
         kind = self._unreadable
@@ -265,7 +305,7 @@ class Gate:
         )
 
     async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply with the error; close a WebSocket for which the server cannot send an HTTP reply."""
+        """Reply with the error, or close a WebSocket if the server cannot send an HTTP reply to it."""
         if scope["type"] == "http" or DENIAL in scope.get("extensions", {}):
             response = self._respond(error)
             if error.status == 401 and asks_for_a_page(scope):
@@ -276,9 +316,10 @@ class Gate:
 
 
 def _host_error(scope: Scope) -> ServiceError | None:
-    """Return an error unless there is exactly one Host header; HTTP/1.0 may omit it. RFC 9112, section 3.2.
+    """Return an error unless the request has exactly one Host header, else None (RFC 9112, section 3.2).
 
-    With two Host headers, a proxy and this service might choose different ones.
+    An HTTP/1.0 request may omit the header. Two Host headers are refused because a proxy and this service
+    could each use a different one.
     """
     count = [name for name, _ in scope["headers"]].count(b"host")
     if count > 1:
@@ -289,7 +330,10 @@ def _host_error(scope: Scope) -> ServiceError | None:
 
 
 class Leaving:
-    """Calls functions when a client's connection is lost, and at once those that are added after that."""
+    """Calls the added functions when the connection to a client is lost.
+
+    A function that is added after the connection was lost is called immediately.
+    """
 
     def __init__(self) -> None:
         self._calls: set[Callable[[], None]] | None = set()
@@ -311,7 +355,7 @@ class Leaving:
 
 
 class _BoundedBody:
-    """A receive channel with limits on the body's size and time."""
+    """An ASGI receive channel that limits the size of the body and the time until the body is complete."""
 
     def __init__(
         self, scope: Scope, receive: Receive, most_s: float, most_bytes: int, too_large: _TooLarge
@@ -341,7 +385,7 @@ class _BoundedBody:
 
     @property
     def leaving(self) -> Leaving | None:
-        """The client's `Leaving`; None if the server provides none."""
+        """The `Leaving` of the client's connection; None if the server does not provide one."""
         leaving: Leaving | None = self._scope.get("extensions", {}).get(LEAVING)
         return leaving
 
@@ -351,7 +395,12 @@ class _BoundedBody:
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """Read the whole body, within the limits of the gate's receive channel."""
+    """Read and return the whole body of a request.
+
+    Raises:
+        ServiceError: the body exceeds a limit of the gate.
+        ClientDisconnect: the client disconnected before the body was complete.
+    """
     body = bytearray()
     while True:
         try:
@@ -370,9 +419,13 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Await the work. If the client disconnects first, cancel the work and raise ClientDisconnect.
+    """Await `work` and return its result, but cancel `work` if the client disconnects first.
 
-    The work runs in the caller's task. Without `LEAVING`, another task waits for the disconnect message.
+    `work` runs in the caller's task. If the server does not provide a `Leaving`, a second task waits for the
+    disconnect message.
+
+    Raises:
+        ClientDisconnect: the client disconnected before `work` was done.
     """
 
     def cancel() -> None:
@@ -404,7 +457,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
 
 def receive_with_body(body: bytes, receive: Receive) -> Receive:
-    """Make a receive channel that returns this body first, then the client's further messages."""
+    """Return a receive channel that first delivers `body`, then the further messages of `receive`."""
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def channel() -> Message:
@@ -414,9 +467,9 @@ def receive_with_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _says_json(scope: Scope) -> bool:
-    """Whether FastAPI would read the body as JSON, by the first Content-Type.
+    """Whether the first Content-Type header declares JSON by the rules of FastAPI.
 
-    Like FastAPI, `strip` also removes U+00A0 and U+0085.
+    As in FastAPI, spaces around the media type are ignored, including the characters U+00A0 and U+0085.
     """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
@@ -429,14 +482,15 @@ def _says_json(scope: Scope) -> bool:
 
 
 def asks_for_a_page(scope: Scope) -> bool:
-    """Whether a browser requests a page."""
+    """Whether the request is a GET that accepts HTML, as a browser sends it for a page."""
     return scope.get("method") == "GET" and b"text/html" in dict(scope["headers"]).get(b"accept", b"")
 
 
 def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser sends the request for a page of another site, other than by a followed link.
+    """Whether a browser sent the request because a page of another site triggered it.
 
-    Newer browsers send Sec-Fetch-Site, older ones only Origin, and programs neither.
+    A link that the user follows to this service does not count. Recent browsers send the header
+    Sec-Fetch-Site, older browsers send only Origin, and clients that are not browsers send neither header.
     """
     site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
     if site:
@@ -453,10 +507,11 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 class Deadline:
-    """Wraps the app: replies 504 if no reply has begun `at_most_s` seconds after the request.
+    """ASGI middleware that replies with status 504 if the app has not begun its reply after `at_most_s`.
 
-    The work continues: its session stays locked until the step is complete, and a retry with the same
-    Idempotency-Key gets its reply. The paths in `long` have other limits.
+    The app continues to work on the request: an env step still completes and keeps its session locked until
+    then. A retry with the same Idempotency-Key waits for this work and gets its reply. Requests to the paths
+    in `long` are passed on without this time limit.
     """
 
     def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:
@@ -485,7 +540,7 @@ class Deadline:
                 )
                 late_reply = loop.create_task(problem_response(error)(scope, receive, send))
 
-        # A timer is much cheaper than a task.
+        # A timer costs much less than a task that waits.
         timer = loop.call_later(self._at_most_s, give_up)
         try:
             await self._app(scope, receive, send_in_time)

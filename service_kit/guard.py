@@ -1,17 +1,19 @@
-"""The guard of a command: three processes that kill all its descendants when it or the service ends.
+"""Runs a command under guard processes that kill all of its descendants when the command or the service ends.
 
     python -I -S guard.py REPORT COMMAND...
 
-The guards form a chain: the service starts the first, each guard starts the next, and the last starts the
-command. All are subreapers: a descendant of the command that loses its parent, even in another session,
-becomes a child of a guard, which can kill it at the end. The kernel tells each guard when its parent ends. If
-any two of the three guards die, the third still kills everything. Each guard has its own process group, so a
-signal to a group kills one guard only.
+Three guards form a chain: the service starts the first guard, each guard starts the next one, and the last
+guard starts the command. Each guard is a subreaper: if a descendant of the command loses its parent, even in
+another session, a guard becomes its parent and can kill it at the end. The kernel notifies each guard when
+the guard's parent ends. If any two of the three guards are killed, the third still kills all descendants.
+Each guard has its own process group, so a signal to a process group kills at most one guard.
 
-SIGQUIT kills the command and all its descendants. Other signals are forwarded to the command. The guard exits
-as the command does, with its exit code or by its signal. The descriptor REPORT receives the command's process
-id, and the errno if it cannot be run. Guards need Linux. This file imports the standard library only, because
-it must start quickly.
+A guard that receives SIGQUIT kills the command and all of its descendants. The guards forward other signals
+to the command. A guard ends like the command: with the same exit code, or by the same signal.
+
+REPORT is the number of an open file descriptor. The command's process id is written to it and, if the command
+cannot be run, then also the errno. Guards need Linux. This file imports only the standard library, so that a
+guard starts quickly.
 """
 
 import ctypes
@@ -23,15 +25,15 @@ import sys
 import time
 from contextlib import suppress
 
-TYPE_CHECKING = False  # the import would double the time of a start
+TYPE_CHECKING = False  # importing it from `typing` would double the time until a guard has started
 if TYPE_CHECKING:
     from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 _KILL = signal.SIGQUIT
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _GUARDS = 3
-# Stop trying after a time: a process of another user, or one that waits for a disk, cannot be killed.
+# Limits the time for killing: a process of another user, or one that waits for a disk, cannot be killed.
 _END_S, _LOOK_S = 2.5, 0.005
 
 
@@ -46,7 +48,7 @@ def main() -> None:
         os._exit(1)
     for guards_left in reversed(range(_GUARDS)):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        signals, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # each signal is written to the pipe
+        signals, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # Python writes each signal's number to it
         signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, _KILL, *_PASSED_ON):
             signal.signal(number, lambda *_: None)
@@ -69,7 +71,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run(command: list[str], report: int, guard: int) -> "NoReturn":
-    """Become the command, in a session of its own."""
+    """Replace this process by the command, in a new session; `guard` is the process id of its guard."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, _KILL, *_PASSED_ON, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -85,7 +87,10 @@ def _run(command: list[str], report: int, guard: int) -> "NoReturn":
 
 
 def _close_descriptors(signals: int, parent_end: int | None) -> None:
-    """Close all descriptors but the guard's own: the command's pipes end when the command closes them."""
+    """Close every inherited descriptor that the guard does not use itself.
+
+    Otherwise the guard would keep the command's pipes open after the command has closed them.
+    """
     writes = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     null = os.open(os.devnull, os.O_RDWR)
@@ -97,9 +102,16 @@ def _close_descriptors(signals: int, parent_end: int | None) -> None:
 
 
 def _guard(child: int, signals: int, parent_end: int | None, is_guard: bool) -> "NoReturn":
-    """Wait for the end of the child or of this guard's parent, kill all children, and exit as the child did.
+    """Wait until `child` or this guard's parent ends, kill all remaining children, and exit as `child` did.
 
-    `parent_end` becomes readable when the parent ends. `is_guard`: the child is a guard, not the command.
+    If the parent ended or this guard got SIGQUIT, the guard ends itself by SIGKILL.
+
+    Args:
+        child: process id of the next guard or of the command.
+        signals: descriptor from which the numbers of received signals are read.
+        parent_end: descriptor that becomes readable when the parent ends. It is None if the parent is another
+            guard; the kernel then sends SIGQUIT when the parent ends.
+        is_guard: whether `child` is a guard.
     """
     poll = select.poll()
     poll.register(signals, select.POLLIN)
@@ -125,9 +137,11 @@ def _guard(child: int, signals: int, parent_end: int | None, is_guard: bool) -> 
 
 
 def _kill_children(guard: int | None) -> None:
-    """Kill children until none is left, including orphans that become this process's children meanwhile.
+    """Kill this process's children until none is left, including orphans that become its children later.
 
-    The next guard, if any, first gets SIGQUIT: it then kills its own children, even if this guard is killed.
+    `guard` is the process id of the next guard, if there is one. The next guard first gets SIGQUIT, so that
+    it kills its own children even if this process is killed. If it has not ended after some seconds, it gets
+    SIGKILL.
     """
     until_s = time.monotonic() + _END_S
     while True:

@@ -1,6 +1,6 @@
-"""API keys: reading a service's own keys, and checking the keys of a request.
+"""Reads the API keys of a service from its environment, and checks the keys in requests.
 
-Keys are compared in constant time. No message contains a part of a key.
+The time of a comparison does not depend on the keys. No error message contains any part of a key.
 """
 
 import base64
@@ -19,25 +19,32 @@ from shared_schemas.plain_text import read_text
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-# Environment variables with the key of a task app, and of a trainer service.
+# The environment variables that contain the API key of a task app and of a trainer service.
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
-# Within GUESSES_S, MOST_GUESSES wrong keys of an address get status 401 on the log-in page, further ones 429.
+# The log-in page replies with 401 to the first MOST_GUESSES wrong keys that an address sends within
+# GUESSES_S, and with 429 to further wrong keys.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
-    """Return the key in the variable, or in the file that `<variable>_FILE` names; None if neither is set."""
+    """Return the API key in an environment variable, or in the file that `<variable>_FILE` names.
+
+    Return None if neither variable is set.
+
+    Raises:
+        SettingsError: the file cannot be read or is empty, or the text cannot be a key.
+    """
     value = environ.get(variable, "").strip()
-    file_variable = f"{variable}_FILE"  # the convention of containers
+    file_variable = f"{variable}_FILE"  # follows a convention of container images
     name = environ.get(file_variable, "")
     if not value and name:
         try:
             value = read_text(Path(name)).strip()
         except (OSError, ValueError) as error:
             raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
-        if not value:  # an empty key would open the service to everyone, or to no one
+        if not value:  # an empty file is a mistake; without a key, the service might accept everyone
             raise SettingsError(f"{file_variable} names {name!r}, which is empty")
     if not value:
         return None
@@ -49,10 +56,13 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 
 
 class Keys:
-    """The valid keys of a service, stored as digests of equal length.
+    """The valid API keys of a service, stored as digests of equal length.
 
-    `variable` is the environment variable that messages name. A service without keys refuses every request if
-    keys are `needed`; otherwise it answers this machine only.
+    Args:
+        keys: the valid keys; may be empty.
+        variable: environment variable of the key, which error messages name.
+        needed: what a service without keys does. If True, it refuses every request; if False, it answers
+            requests from this machine only.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:
@@ -64,39 +74,42 @@ class Keys:
         return bool(self._digests)
 
     def match(self, headers: RawHeaders) -> bool:
-        """Whether the headers hold a valid key."""
+        """Whether the headers of a request contain a valid key."""
         return self._any_right(presented_keys(headers))
 
     def opens(self, key: str) -> bool:
-        """Whether this key is valid."""
+        """Whether `key` is a valid key."""
         return self._any_right([key.strip().encode()])
 
     def _any_right(self, keys: Iterable[bytes]) -> bool:
         digests = [_digest(key) for key in keys]
-        # A list, not a generator: all pairs are compared, so that the time reveals nothing.
+        # `any` gets a list, not a generator, so that all pairs are compared and the time reveals nothing.
         return any([hmac.compare_digest(one, ours) for one in digests for ours in self._digests])
 
 
 class Guesses:
-    """Counts wrong keys at the log-in page by address. A valid key is always accepted."""
+    """Limits the rate at which each client address may try keys at the log-in page.
+
+    A valid key is accepted even from an address that has sent too many wrong keys.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._wrong: LRUCache[str, list[float]] = LRUCache(_MOST_ADDRESSES)
 
     def wait_s(self, address: str) -> float:
-        """Return the seconds until this address may guess again; 0 if it may now."""
+        """Return the seconds until this address may try another key; 0 if it may try now."""
         now_s = self._clock()
         times_s = [time_s for time_s in self._wrong.get(address, []) if now_s - time_s < GUESSES_S]
         return GUESSES_S - (now_s - times_s[0]) if len(times_s) >= MOST_GUESSES else 0.0
 
     def count(self, address: str) -> None:
-        """Count one wrong key."""
+        """Record that this address sent a wrong key now."""
         self._wrong[address] = [*self._wrong.get(address, []), self._clock()][-MOST_GUESSES:]
 
 
 def presented_keys(headers: RawHeaders) -> list[bytes]:
-    """Return the keys in X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer."""
+    """Return the keys in the headers X-API-Key, X-API-Keys (comma-separated) and Authorization: Bearer."""
     keys: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -109,7 +122,10 @@ def presented_keys(headers: RawHeaders) -> list[bytes]:
 
 
 def basic_passwords(headers: RawHeaders) -> list[bytes]:
-    """Return the password of Authorization: Basic, or the user name if it is empty (`curl -u KEY:`)."""
+    """Return the password in the header Authorization: Basic, as a list with at most one item.
+
+    If the password is empty, return the user name instead, because `curl -u KEY:` sends the key as user name.
+    """
     value = dict(headers).get(b"authorization", b"")
     if value[:6].lower() != b"basic ":
         return []

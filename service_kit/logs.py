@@ -1,6 +1,7 @@
-"""Logs: one line per event on stderr; tracebacks omit local variables, which may hold keys.
+"""Configures logging: events go to stderr, and tracebacks omit local variables, which may contain API keys.
 
-Each line has the bound ids: `request_id` (service_kit.observed), and the ids that the service binds.
+Each event contains the ids that are bound in structlog's context: `request_id`, which service_kit.observed
+binds, and further ids that the service binds.
 """
 
 import logging
@@ -19,7 +20,7 @@ _RENDERERS: dict[str, list[Processor]] = {
         structlog.dev.ConsoleRenderer(
             colors=False, pad_event_to=0, pad_level=False, exception_formatter=structlog.dev.plain_traceback
         ),
-        # Escape control characters, so that a model's text cannot control the reader's terminal.
+        # Escape control characters, so that text from a model cannot control the terminal that shows the log.
         lambda _logger, _method, line: visible(str(line)),
     ],
     "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
@@ -27,9 +28,10 @@ _RENDERERS: dict[str, list[Processor]] = {
 
 
 def configure_logs(level: str = "info", *, form: str = "text") -> None:
-    """Send events from this level on to stderr, as `text` for people or as `json`, one object per line.
+    """Write log events of this level and above to stderr.
 
-    Without this call, structlog prints the local variables of tracebacks.
+    `form` is `text` for people, or `json` for one JSON object per line. Call this early, because structlog's
+    default configuration prints the values of local variables in tracebacks.
     """
     structlog.configure(
         processors=[
@@ -39,13 +41,13 @@ def configure_logs(level: str = "info", *, form: str = "text") -> None:
             *_RENDERERS[form],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        # sys.stderr is read at each event, so that logs follow a replaced stderr.
+        # Read sys.stderr at each event, so that events go to the new stream if sys.stderr is replaced.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
 
 def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
-    """Configure logs by TURNWISE_LOG_LEVEL and TURNWISE_LOG_FORMAT."""
+    """Configure logging by the environment variables TURNWISE_LOG_LEVEL and TURNWISE_LOG_FORMAT."""
     settings = read_settings(LogSettings, environ)
     configure_logs(settings.log_level, form=settings.log_format)

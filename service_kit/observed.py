@@ -1,7 +1,8 @@
-"""The outermost ASGI middleware: gives each request an id, counts it, and logs it at level debug.
+"""ASGI middleware that gives each request an id, counts requests for metrics, and logs them at level debug.
 
-The id is the caller's `X-Request-ID` if a log may contain that, otherwise a new one. The reply has the id in
-a header, and every log line of the request contains it.
+A request's id is the value of its header `X-Request-ID` if this value is safe to log; otherwise it is a new
+random id. The reply returns the id in the same header, and every log line of the request contains the id.
+This middleware is the outermost one of a service.
 """
 
 import logging
@@ -28,23 +29,24 @@ if TYPE_CHECKING:
 log = structlog.get_logger("service")
 
 HEADER = b"x-request-id"
-# Prevents browsers from guessing a reply's type, such as showing a log as a page.
+# This header stops browsers from guessing the media type of a reply, such as HTML for the text of a log.
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-# Status of a request without a reply. Errors of the app get a 500, so the client must have disconnected.
+# Status that is counted for a request without a reply. The app replies even to its own errors, with a 500, so
+# a missing reply means that the client disconnected.
 CLIENT_GONE = 499
 _FIT = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
-# Upper edges in seconds: a step takes tenths of a millisecond, a long poll up to half a minute.
+# Upper edges of the buckets: an env step takes tenths of a millisecond, a long poll up to half a minute.
 LATENCY_EDGES_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-# Other methods share one label, so that a client cannot create metric series.
+# All other methods are counted under one label, so that a client cannot create new metric series at will.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_ROUTE = "none"
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations by bucket; the last bucket has no upper edge."""
+    """Counts durations by bucket. LATENCY_EDGES_S are the buckets' upper edges; the last bucket has none."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_EDGES_S) + 1))
     sum_s: float = 0.0
@@ -54,19 +56,25 @@ class Histogram:
         self.sum_s += value_s
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """Return pairs of an upper edge and the number of observations up to it; the last edge is "+Inf"."""
+        """Return, for each upper edge, the edge as text and the number of durations up to it.
+
+        The last edge is "+Inf".
+        """
         edges = [*(f"{edge:g}" for edge in LATENCY_EDGES_S), "+Inf"]
         return [(edge, sum(self.counts[: index + 1])) for index, edge in enumerate(edges)]
 
 
 @dataclass(slots=True)
 class Requests:
-    """Counts of requests since the service's start; not thread-safe."""
+    """Counts and durations of the requests since the service started; not thread-safe."""
 
     replies: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """Number by method, route template and status; a template keeps ids of a path out of the labels."""
+    """Number of requests by method, route template and status.
+
+    A template such as /env/{env_id}/frame replaces the path, so that metric labels contain no ids.
+    """
     latency: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
-    """Durations by route, from the request's head to the reply's end."""
+    """Durations by route template, from the arrival of a request's head to the end of its reply."""
 
     def count(self, method: str, route: str, status: int) -> None:
         self.replies[method if method in _METHODS else "other", route, status] += 1
@@ -75,7 +83,7 @@ class Requests:
         self.latency[route].observe(duration_s)
 
     def reply_family(self, name: str) -> "Metric":
-        """Return the counts of replies as a Prometheus metric."""
+        """Return the counts in `replies` as a Prometheus metric with this name."""
         from prometheus_client.core import CounterMetricFamily
 
         family = CounterMetricFamily(
@@ -87,16 +95,20 @@ class Requests:
 
 
 class RequestObserver:
-    """Wraps the app; reads no body, and stores only counts.
+    """ASGI middleware that sets the id of each request, and counts and logs requests (see the module).
 
-    A caller's id that is one of `keys`, or contains a key of the request, is replaced. Durations of the
-    routes in `streams` are not counted, because the clients decide when such a reply ends.
+    Args:
+        requests: receives the counts and durations.
+        keys: the service's API keys. An id that a client sends is replaced if it is one of these keys, or if
+            it contains a key that the request sends.
+        streams: route templates whose durations are not counted, because the client decides when the reply
+            of such a route ends.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
         self._app, self._requests, self._keys = app, requests, keys
         self._streams = frozenset(streams)
-        # Checked once, because a disabled log call takes as long as an env step.
+        # Check the level only once: even a call that logs nothing takes as long as an env step.
         self._debug = log.is_enabled_for(logging.DEBUG)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +140,11 @@ class RequestObserver:
     def answer(
         self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
     ) -> PlainReply | None:
-        """Return and count the reply of `plain` (service_kit.connections.Posts); None if it returns none."""
+        """Call `plain`, which may answer the request without the app (see service_kit.connections.Posts).
+
+        Count and return the reply of `plain`, with the request's id added. If `plain` returns None, count
+        nothing and return None.
+        """
         start_s = time.perf_counter()
         request_id = self._begin(scope)
         try:
@@ -146,7 +162,7 @@ class RequestObserver:
         self._end(scope, status, start_s)
 
     def _begin(self, scope: Scope) -> bytes:
-        """Choose the request's id and bind it to the log."""
+        """Choose the request's id, bind it to the log's context, and return it."""
         request_id = choose_request_id(scope, self._keys)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
@@ -162,7 +178,7 @@ class RequestObserver:
 
 
 def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """Add the request's id and `nosniff` to a reply's headers."""
+    """Return a reply's headers, extended by the request's id and `x-content-type-options: nosniff`."""
     named = [*headers, (HEADER, request_id)]
     if all([name != _NO_SNIFFING[0] for name, _ in named]):
         named.append(_NO_SNIFFING)
@@ -170,7 +186,11 @@ def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[
 
 
 def choose_request_id(scope: Scope, keys: Keys) -> bytes:
-    """Return the caller's id; a new one if that is missing, unfit or a key, or contains the request's key."""
+    """Return the id that the client sent, if it is safe to log; otherwise return a new random id.
+
+    An id is unsafe if it is too long, contains unusual characters, is an API key of the service, or contains
+    a key that the request sends.
+    """
     headers = scope["headers"]
     caller_id = next((value for name, value in headers if name == HEADER), b"")
     if (
@@ -180,17 +200,20 @@ def choose_request_id(scope: Scope, keys: Keys) -> bytes:
         and not any(key in caller_id for key in (*presented_keys(headers), *basic_passwords(headers)))
     ):
         return caller_id
-    # An id is not secret, so no system call for secure randomness is needed.
+    # An id is not a secret, so a fast random number without a system call is sufficient.
     return b"%016x" % random.getrandbits(64)
 
 
 def find_route(scope: Scope) -> str:
-    """Return the template of the route that replied, as /env/{env_id}/frame; `none` without a route."""
+    """Return the template of the route that handled the request, such as /env/{env_id}/frame.
+
+    Return `none` if no route matched the path.
+    """
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE
 
 
-# Media types of a reply to a Prometheus scraper, for /openapi.json.
+# Describes the reply to a Prometheus scraper in /openapi.json, for each possible media type.
 METRICS_CONTENT = {
     media_type: {"schema": {"type": "string"}}
     for media_type in ("text/plain", "application/openmetrics-text")
@@ -198,8 +221,11 @@ METRICS_CONTENT = {
 
 
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
-    """Return the reply to a Prometheus scraper: the metrics of `collect`, and those of this process."""
-    # Imported late: most task apps are never scraped, and one that a job starts must start fast.
+    """Return the reply to a Prometheus scraper, with the metrics of `collect` and of this process.
+
+    `accept` is the scraper's Accept header, which determines the format.
+    """
+    # Import late: most task apps are never scraped, and a task app that a job starts must start fast.
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, disable_created_metrics
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
@@ -208,7 +234,7 @@ def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) 
         def collect(self) -> Iterable["Metric"]:
             return collect()
 
-    # Otherwise each counter has a second series with the time of the service's start.
+    # Otherwise each counter would get a second series, with the time at which the counter was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Service())

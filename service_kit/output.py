@@ -1,6 +1,7 @@
-"""Copies the output of a child process to the service's log, up to a limit.
+"""Copies the output of a child process to the service's log, up to a size limit.
 
-A thread drains the pipe, so a child that prints endlessly neither blocks nor loads the service's event loop.
+A separate thread reads the output, so a child that prints endlessly neither blocks nor slows down the
+service's event loop.
 """
 
 import os
@@ -16,29 +17,33 @@ import structlog
 
 log = structlog.get_logger("service_kit")
 
-# Most logged bytes per call of the child; calls within the same _PERIOD_S count as one.
+# Most logged bytes per call of the child. Calls that begin within the same _PERIOD_S share one allowance.
 MAX_LOG_BYTES = 65_536
 _PERIOD_S = 1.0
 _CHUNK_BYTES = 4_096
-# Beyond the limit the thread reads larger chunks and pauses after each, so that the event loop gets the
-# interpreter's lock.
+# When MAX_LOG_BYTES is used up, the thread reads larger chunks and pauses after each chunk, so that the event
+# loop gets the interpreter's lock.
 _LARGE_CHUNK_BYTES = 65_536
 _PAUSE_S = 0.001
 _TAIL_BYTES = 2_000
 
 
 class Output:
-    """The pipe for a child's output.
+    """A pipe that receives the output of a child process and copies it to the log.
 
         output = Output("environment", "mcp:files")
         with output.given() as descriptor:
             process = Popen(command, stderr=descriptor)
 
-    The log gets `environment_printed` with the text. It gets `environment_prints_left_out` with the number of
-    bytes beyond the limit and the last text, which often explains why a child ended. Both events name the
-    child: `environment=mcp:files`. Their level is debug if `is_for_debugging` is true.
+    In this example, the output is logged as events named `environment_printed`. If the child prints more than
+    the limit, an event `environment_prints_left_out` gives the number of bytes that were not logged, and the
+    end of the output, which often explains why a child ended. Both events contain `environment=mcp:files`.
 
-    `[key]` replaces the `secret` in the text.
+    Args:
+        kind: the kind of child; begins the names of the events.
+        name: the name of the child.
+        is_for_debugging: whether to log both events at level debug.
+        secret: a text, such as an API key, that is replaced by `[key]` in the output.
     """
 
     def __init__(
@@ -56,7 +61,8 @@ class Output:
         self._logged_bytes = self._omitted_bytes = 0
         self._since_s = clock()
         self._lock = threading.Lock()
-        # Copy the context: the log lines have the ids of the request or rollout that starts the child.
+        # Run the thread in a copy of this context, so that its log lines contain the ids of the request or
+        # rollout that starts the child.
         drain = partial(copy_context().run, self._drain)
         self._thread = threading.Thread(target=drain, name=f"output of {name}", daemon=True)
         ends: list[int] = []
@@ -65,14 +71,17 @@ class Output:
                 ends += os.pipe()
             self._pipe, self._far_end, self._end_pipe, self._end_signal = ends
             self._thread.start()
-        except BaseException:  # no more descriptors or threads
+        except BaseException:  # for example because no further descriptor or thread is available
             for end in ends:
                 os.close(end)
             raise
 
     @contextmanager
     def given(self) -> Iterator[int]:
-        """Yield the descriptor for the child to inherit; end the output if the child does not start."""
+        """Yield the descriptor to pass to the child as its stdout or stderr.
+
+        Start the child inside the `with` block. If the block raises, the pipe is closed.
+        """
         try:
             yield self._far_end
         except BaseException:
@@ -82,18 +91,25 @@ class Output:
         os.close(self._far_end)
 
     def begin_call(self) -> None:
-        """Reset the limit, at most once per _PERIOD_S, and log how many bytes have exceeded it."""
+        """Allow further MAX_LOG_BYTES of output, because a new call of the child begins.
+
+        Log how many bytes were left out so far. Do nothing if the last reset was less than _PERIOD_S ago.
+        """
         with self._lock:
             if self._clock() - self._since_s >= _PERIOD_S:
                 self._begin_period()
 
     def last_text(self) -> str:
-        """Return the last output so far."""
+        """Return the end of the output so far, at most _TAIL_BYTES characters."""
         with self._lock:
             return _text(self._tail + self._rest)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Log the output so far and stop reading, because another process may keep the pipe open for ever."""
+        """Log the output that has arrived, then stop reading and close the pipe.
+
+        This does not wait until all writers have closed the pipe, because a descendant of the child may keep
+        it open forever.
+        """
         if self._end_signal < 0:
             return
         os.close(self._end_signal)
@@ -106,7 +122,8 @@ class Output:
         both = select.poll()
         both.register(self._pipe, select.POLLIN)
         both.register(self._end_pipe, select.POLLIN)
-        # After `end`, read only what one full pipe may hold, because another process may keep writing.
+        # After `end` was called, read at most as much as a full pipe holds, because another process may
+        # continue to write.
         rest = _LARGE_CHUNK_BYTES
         while rest > 0:
             ready = {descriptor for descriptor, _ in both.poll()}
@@ -127,14 +144,17 @@ class Output:
             self._begin_period()
 
     def _add(self, chunk: bytes) -> None:
-        """Log the complete lines, and the beginning of a line that is too long; keep the rest."""
+        """Log all complete lines of the output, and keep an incomplete last line until its rest arrives.
+
+        If the incomplete line is long already, log its beginning now.
+        """
         with self._lock:
             text = self._rest + chunk
             if self._secret:
                 text = text.replace(self._secret, b"[key]")
             whole, newline, self._rest = text.rpartition(b"\n")
             if len(self._rest) > _CHUNK_BYTES:
-                # Keep the end, which may be the beginning of a secret.
+                # Keep the last bytes, because they may be the beginning of the secret.
                 most = len(self._rest) - len(self._secret)
                 newline, self._rest = newline + self._rest[:most], self._rest[most:]
             self._take(whole + newline)
@@ -155,7 +175,7 @@ class Output:
 
     def _log(self, event: str, **facts: object) -> None:
         level = "debug" if self._is_for_debugging else "info" if "text" in facts else "warning"
-        # An error of the log must not end the thread, which would block the child.
+        # If logging fails, the thread must continue, because a child whose output is not read would block.
         with suppress(OSError, ValueError):
             getattr(log, level)(event, **{self._kind: self._name}, **facts)
 

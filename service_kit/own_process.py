@@ -1,6 +1,8 @@
-"""Functions for our own child processes: import quickly, report when ready, end with the parent.
+"""Functions that the services' own child processes call while they start.
 
-A child calls them before its slow imports, so that it does not survive a parent that is killed during them.
+They speed up imports, report to the parent that the child is ready, and end the child when its parent ends.
+A child calls `end_with_parent` or `kill_with_parent` before its slow imports, so that it also ends if its
+parent is killed during these imports.
 """
 
 import ctypes
@@ -11,38 +13,42 @@ import sys
 import threading
 from collections.abc import Callable
 
-# A service prints this with its address to stdout when it is ready.
+# When a child process is ready, it prints this text, followed by its URL, to stdout.
 READY = "listening on "
 _ORPHANED = 1
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def announce(url: str) -> None:
-    """Report to the parent that this process serves at the URL."""
+    """Report to the parent process, on stdout, that this process now accepts requests at `url`."""
     print(f"{READY}{url}", flush=True)
 
 
 def begin_imports() -> None:
-    """Disable the garbage collector, which takes a sixth of the time of all imports."""
+    """Disable the garbage collector during imports, because it takes a sixth of their time."""
     gc.disable()
 
 
 def end_imports() -> None:
-    """Enable the garbage collector again, and exempt all imported modules from it."""
+    """Enable the garbage collector again, but let it ignore all objects that exist now, such as modules."""
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
-    """End this process without saving when its parent ends; all files are valid at any time."""
+    """Start a thread that exits this process as soon as the parent process ends.
+
+    The exit skips all cleanup, which is safe because the files of a service are valid at any time.
+    """
     when_parent_ends(lambda: os._exit(_ORPHANED))
 
 
 def kill_with_parent(parent: int) -> None:
-    """Let the kernel kill this process, even a stopped one, when the thread that started it ends.
+    """Ask the kernel to kill this process when the thread that started it ends.
 
-    If the parent has ended already, exit now. This works on Linux; on other systems, where nothing happens,
-    `end_with_parent` still ends a process that is not stopped.
+    This works even if the process is stopped by SIGSTOP. If the process `parent` has already ended, exit
+    immediately. On systems other than Linux, this function has no effect. There, `end_with_parent` still
+    works unless the process is stopped.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,10 +57,11 @@ def kill_with_parent(parent: int) -> None:
 
 
 def when_parent_ends(call: Callable[[], object]) -> None:
-    """Call the function, on another thread, when standard input closes."""
+    """Call `call` in another thread when standard input closes, which happens when the parent ends."""
 
     def watch() -> None:
-        # Read the descriptor: a thread that reads sys.stdin would hold its lock when the interpreter exits.
+        # Read the descriptor, not sys.stdin: a thread inside sys.stdin.read holds a lock that the interpreter
+        # needs when it exits.
         while os.read(sys.stdin.fileno(), 65_536):
             pass
         call()

@@ -1,6 +1,7 @@
-"""Loads the operator's own code: Python files, and entry points of installed packages.
+"""Loads plug-ins of the operator from Python files and from entry points of installed packages.
 
-It imports little, so that the process of a reward function starts in half a second.
+This module has few imports, because the process of a reward function imports it and has to start within half
+a second.
 """
 
 import hashlib
@@ -20,16 +21,19 @@ from typing import Any
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError, SettingsError
 
-# Folders of the imported plug-in files; sys.path contains all of them.
+# Folders of the plug-in files that were imported; all of these folders are in sys.path.
 _FOLDERS: set[Path] = set()
 
 
 def load_module(file: Path, *, option: str) -> ModuleType:
-    """Import a Python file, which may import other modules of its folder.
+    """Import a plug-in's Python file, which may import other modules in its folder.
 
-    `option` is the setting that names the file (a key of a job, or `--plugins`), for errors. Raises
-    SettingsError if `file` is no Python file, if its import raises (the log gets the traceback), or if a
-    module of its folder has the name of a module that was imported from another plug-in's folder.
+    Args:
+        option: the setting that names the file, such as `--plugins` or a key of a job; used in errors.
+
+    Raises:
+        SettingsError: `file` is not a Python file; or its import raises, and the log gets the traceback; or a
+            module in its folder has the name of a module that was imported from another plug-in's folder.
     """
     place = f"{option} {file}"
     if not file.is_file():
@@ -37,7 +41,7 @@ def load_module(file: Path, *, option: str) -> ModuleType:
     folder = file.resolve().parent
     _refuse_other_neighbours(folder, place)
     _FOLDERS.add(folder)
-    # At the end of sys.path, so that no module of the folder replaces an installed one.
+    # Append to the end of sys.path, so that no module in the folder shadows an installed one.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     name = f"turnwise_plugins_{file.stem}_{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
@@ -45,14 +49,17 @@ def load_module(file: Path, *, option: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SettingsError(f"{place} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pydantic resolves the annotations of its classes there
+    sys.modules[name] = module  # pydantic looks up the annotations of the module's classes there
     loader = spec.loader
     _run(lambda: loader.exec_module(module), place)
     return module
 
 
 def _refuse_other_neighbours(folder: Path, place: str) -> None:
-    """Raise SettingsError if Python would import another plug-in folder's module instead of this folder's."""
+    """Raise SettingsError if a module of another plug-in's folder hides a module in `folder`.
+
+    This happens if both modules have the same name and the other module was imported before.
+    """
     for entry in sorted(folder.iterdir()):
         name = entry.stem if entry.suffix == ".py" else entry.name
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -66,20 +73,21 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """A plug-in that an installed package declares as an entry point, after its import."""
+    """A plug-in that was imported from an entry point of an installed package."""
 
     name: str
     value: str
-    """`module:object`."""
+    """The entry point's value, in the form `module:object`."""
     plug: Any
     place: str
-    """The package and the entry point, for errors."""
+    """Names the package and the entry point in error messages."""
 
 
 def package_plugs(group: str) -> Iterator[PackagePlug]:
-    """Load the entry points of a group, sorted by name.
+    """Import the entry points of a group one by one, in the order of their names, and yield each plug-in.
 
-    Raises SettingsError if an entry point cannot be imported; the log gets the traceback.
+    Raises:
+        SettingsError: an entry point cannot be imported; the log gets the traceback.
     """
     for point in sorted(find_entry_points(group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"
@@ -88,13 +96,20 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
 
 
 def built_in_environments() -> list[str]:
-    """Return the names of Turnwise's own environments: the modules of task_app/environments; import none."""
+    """Return the names of Turnwise's own environments, which are modules of task_app/environments.
+
+    The modules are listed without importing them.
+    """
     folder = Path(__file__).parents[1] / "task_app/environments"
     return sorted(module.name for module in iter_modules([str(folder)]) if module.name != "foreign")
 
 
 def find_entry_points(group: str) -> EntryPoints:
-    """Find the entry points of a group; one scan of all packages (some 8 ms) serves every group."""
+    """Return the entry points of a group.
+
+    The first call scans all installed packages, which takes about 8 ms. Later calls reuse the result, for any
+    group, until a folder in `sys.path` changes.
+    """
     changes_ns = []
     for place in sys.path:
         with suppress(OSError):
@@ -104,8 +119,12 @@ def find_entry_points(group: str) -> EntryPoints:
 
 @lru_cache(maxsize=1)
 def _scan_packages(changes_ns: tuple[tuple[str, int], ...]) -> Callable[..., EntryPoints]:
-    """Return the function that selects entry points; the cache lasts until a folder of `sys.path` changes."""
-    # The class of all entry points differs between Python 3.11 and 3.12; `select` is common to both.
+    """Scan all installed packages and return a function that selects entry points from the result.
+
+    `changes_ns` contains the modification time of each folder in `sys.path`. It is the key of the cache, so
+    packages are scanned again after a folder has changed.
+    """
+    # The class of the result differs between Python 3.11 and 3.12, but both classes have `select`.
     return entry_points().select
 
 

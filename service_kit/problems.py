@@ -1,4 +1,7 @@
-"""Replies to errors: every service answers with RFC 9457 problem+json (shared_schemas.problem)."""
+"""Makes the HTTP replies to errors, in the format problem+json of RFC 9457 (see shared_schemas.problem).
+
+Such a reply body is called a problem.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
@@ -24,18 +27,19 @@ Respond = Callable[[ServiceError], Response]
 _REFERENCE = "#/components/schemas/{model}"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _HEADER, _BEARER = "X-API-Key", "Bearer"
-# These replies close the connection, because the unread rest of a body would be read as the next request.
+# Replies with these statuses close the connection; otherwise the server would read the rest of the request's
+# body as the next request.
 _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
 
 
 def problem_response(error: ServiceError) -> Response:
-    """Make the reply to an error, and drop the error's tracebacks."""
+    """Return an HTTP reply whose body is the problem of `error`, and release the error's tracebacks."""
     error.release_frames()
     return reply(error, error.problem().model_dump_json(exclude_none=True))
 
 
 def reply(error: ServiceError, body: str | bytes) -> Response:
-    """Make a reply with this body and the error's status and headers."""
+    """Return an HTTP reply with this body and with the status and headers that belong to `error`."""
     headers = {}
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
@@ -47,7 +51,10 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
 
 
 class BodyError(HTTPException):
-    """Wraps an error that occurs while FastAPI reads a body: FastAPI then passes on HTTPExceptions only."""
+    """Wraps a ServiceError that occurs while a request's body is read.
+
+    It is an HTTPException because FastAPI hides any other exception that occurs while it reads a body.
+    """
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)
@@ -55,7 +62,10 @@ class BodyError(HTTPException):
 
 
 def install_problem_handlers(app: Starlette, respond: Respond = problem_response) -> None:
-    """Let the app reply to every error with a problem; unexpected errors are logged."""
+    """Make `app` reply to every exception with a problem, and log each unexpected exception.
+
+    `respond` makes the reply to a ServiceError.
+    """
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServiceError)
@@ -74,7 +84,7 @@ def install_problem_handlers(app: Starlette, respond: Respond = problem_response
 
 
 def _router_response(request: Request, error: HTTPException, respond: Respond) -> Response:
-    """Make the reply to the router's 404 and 405, and to an error of the gate while a body is read."""
+    """Return the reply to an HTTPException: a `BodyError`, or an error of the router, such as 404 or 405."""
     if isinstance(error, BodyError):
         return respond(error.error)
     status = HTTPStatus(error.status_code)
@@ -85,7 +95,7 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
     response = respond(RouteError(status, detail, where=request.url.path))
     response.headers.update(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
-        # The router would name the methods of the path's first route only.
+        # The router's own Allow header would name only the methods of the first route with this path.
         routes: list[BaseRoute] = request.app.routes
         possible = [
             method
@@ -99,29 +109,30 @@ def _router_response(request: Request, error: HTTPException, respond: Respond) -
 def internal_error_response(
     request: Request, error: Exception, respond: Respond = problem_response
 ) -> Response:
-    """Make the reply to an exception that is not a ServiceError; only the log has its details."""
+    """Log an unexpected exception, and return a reply with status 500 that does not reveal its details."""
     log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
     return respond(InternalError("an error inside the service; its log says which", where=request.url.path))
 
 
 class SelfDescribing(Protocol):
-    """An app with an OpenAPI document, such as FastAPI's."""
+    """An app that returns an OpenAPI document, such as a FastAPI app."""
 
     def openapi(self) -> dict[str, Any]: ...
 
 
 def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """Make the entries of /openapi.json for error statuses whose body is a problem."""
+    """Return the OpenAPI entries of these error statuses, for replies whose body is a problem."""
     return error_responses(statuses, Problem, kind=PROBLEM_MEDIA_TYPE)
 
 
 def error_responses(
     statuses: Iterable[int], *models: type[BaseModel], kind: str = "application/json"
 ) -> dict[int | str, dict[str, Any]]:
-    """Make the entries of /openapi.json for error statuses whose body is one of these models.
+    """Return the OpenAPI entries of these error statuses, for replies whose body is one of `models`.
 
-    The entries refer to schemas that `describe` adds. If they held the models themselves, FastAPI would build
-    a validator for each status of each route.
+    The entries refer by name to schemas that `describe` adds to the document. If the entries contained the
+    models themselves, FastAPI would build a validator for each status of each route. `kind` is the media
+    type of the replies.
     """
     schemas = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
     content = {kind: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
@@ -131,7 +142,12 @@ def error_responses(
 def describe(
     app: SelfDescribing, *, open_paths: Collection[str], errors: Sequence[type[BaseModel]] = ()
 ) -> None:
-    """Add the API key and the bodies of errors to /openapi.json."""
+    """Extend the app's OpenAPI document by the API key and by the schemas of error replies.
+
+    Args:
+        open_paths: paths that need no key.
+        errors: models of error replies, in addition to `Problem`.
+    """
     make_document = app.openapi
 
     @cache

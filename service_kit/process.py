@@ -1,8 +1,9 @@
-"""Child processes of a service: start, readiness, supervision, restart, and end with the parent.
+"""Starts, supervises, restarts and ends the child processes of a service.
 
-A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
-ends. Our own programs then exit (`service_kit/own_process.py`). Any other command runs under a guard
-(`service_kit/guard.py`), which kills it and all its descendants. `Worker` keeps a process running.
+A child ends when its parent ends. Turnwise's own programs exit when their standard input closes
+(`service_kit/own_process.py`). The standard input is a pipe whose other end is open only in the parent, so it
+closes even if the parent is killed. Any other command runs under a guard (`service_kit/guard.py`), which
+kills the command and all of its descendants when the parent ends.
 """
 
 import asyncio
@@ -27,50 +28,62 @@ from service_kit.own_process import READY
 
 log = structlog.get_logger("service_kit")
 
-# Environment variables that programs need and that hold no keys.
+# Environment variables that programs need and that contain no keys.
 _WITHOUT_KEYS = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT", "HF_HOME",
 )  # fmt: skip
 _GUARD = Path(__file__).parent / "guard.py"
-# Time for a guard to kill its command and descendants, which takes milliseconds.
+# Time limit for a guard to kill its command and all descendants, which usually takes milliseconds.
 _GUARD_S = 10.0
-# Time for the pipes of an unguarded process to close; a descendant in another session may never close them.
+# Time limit for an unguarded process to close its pipes; a descendant in another session may keep them open.
 _PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
 _TAIL_BYTES = 65_536
 
 
 class Process(Protocol):
-    """A process on this machine (`Child`) or on another one."""
+    """A running process that the service started, on this machine (`Child`) or on another one."""
 
     @property
     def pid(self) -> int:
-        """The process id on its machine."""
+        """The process id, on the machine where the process runs."""
 
     async def address(self) -> str | None:
-        """Return the address that the process prints when it is ready; None if it ends before."""
+        """Wait until the process is ready and return the address that it prints; None if it ends first."""
         async for line in self.lines():
             if line.startswith(READY):
                 return line.removeprefix(READY)
         return None
 
     def lines(self) -> AsyncIterator[str]:
-        """Yield the next lines of the process's stdout until that closes; a long line is cut and marked."""
+        """Yield the lines of the process's stdout that were not read yet, until stdout closes.
+
+        A line that is too long is cut, and a mark is added at its end.
+        """
 
     async def ended(self) -> int:
-        """Wait for the end; return the exit code, negative after a signal or the loss of the node."""
+        """Wait until the process has ended, and return its exit code.
+
+        The code is negative if a signal killed the process or if its machine was lost.
+        """
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, unless it has ended."""
 
     async def end(self, grace_s: float) -> bool:
-        """Send SIGTERM, and SIGKILL after `grace_s`; return whether the process was killed."""
+        """Send SIGTERM, and also SIGKILL if the process has not ended after `grace_s`.
+
+        Return whether SIGKILL was needed.
+        """
 
     def kill_rest(self) -> None:
-        """Kill the descendants that are left right after the process's end; later calls do nothing."""
-        return None  # by default, another process kills them
+        """Kill the descendants of the process that still run after the process has ended.
+
+        Only the first call has an effect.
+        """
+        return None  # by default, another process kills the descendants
 
 
 class Child(Process):
@@ -95,22 +108,25 @@ class Child(Process):
         is_ours: bool = True,
         line_bytes: int = 65_536,
     ) -> Self:
-        """Start a command; by default it inherits this process's stdout and stderr.
+        """Start a command as a child process; by default it inherits this process's stdout and stderr.
 
         Args:
-            stdout: must be PIPE for `address` and `lines`.
-            prints: receives stdout and stderr, except one that is given; `end_all` ends `prints`.
-            descriptors: open descriptors that the child inherits under the same numbers.
-            is_ours: the command exits when its standard input closes. Any other command gets a guard, which
-                kills the command and its descendants.
-            line_bytes: longer lines are cut.
+            stdout, stderr: as for `subprocess.Popen`. The methods `address` and `lines` need stdout=PIPE.
+            prints: receives stdout and stderr, except a stream that has its own argument. The method
+                `end_all` also ends `prints`.
+            folder: working directory of the command.
+            descriptors: open file descriptors that the child inherits under the same numbers.
+            is_ours: whether the command is a program of Turnwise, which exits when its standard input closes.
+                Any other command runs under a guard, which kills the command and its descendants.
+            line_bytes: `lines` cuts longer lines to this size.
 
         Raises:
             OSError: the command cannot be run.
         """
 
         with prints.given() if prints is not None else nullcontext() as end:
-            # A session of its own: Ctrl-C reaches only this process, which then ends its children in order.
+            # In a new session, the child gets no Ctrl-C. Only this process gets it, and it then ends its
+            # children.
             async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
                 return await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
@@ -142,7 +158,7 @@ class Child(Process):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative if a signal killed it."""
+        """The exit code; None while the process runs, and negative if a signal killed it."""
         return self._process.returncode
 
     @property
@@ -162,21 +178,21 @@ class Child(Process):
     async def ended(self) -> int:
         if self._process.stdout is not None:
             while await self._process.stdout.read(65_536):
-                pass  # a full pipe would block the process
+                pass  # read and discard, because the process would block on a full pipe
         return await self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command; under a guard, SIGKILL also kills all its descendants."""
-        # asyncio's send_signal may reap a child that has just ended; asyncio then invents an exit code.
+        """Send a signal to the command; if it has a guard, SIGKILL also kills all of its descendants."""
+        # asyncio's send_signal may reap a child that has just ended, and the exit code would be lost.
         if self._process.returncode is None:
             is_guarded_kill = self._guarded_pid is not None and number == signal.SIGKILL
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGQUIT if is_guarded_kill else number)
 
     def kill_rest(self) -> None:
-        if not self._has_rest or self._guarded_pid is not None:  # a guard kills them itself
+        if not self._has_rest or self._guarded_pid is not None:  # a guard kills all descendants itself
             return
-        self._has_rest = False  # later, the process id may belong to another process
+        self._has_rest = False  # never kill this group again, because the system may reuse the process id
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -191,7 +207,10 @@ class Child(Process):
         return False
 
     async def end_all(self) -> None:
-        """Kill the process and its descendants and close its pipes, even if this call is cancelled."""
+        """Kill the process and its descendants, and close its pipes.
+
+        If this call is cancelled, it still completes this work before it raises the CancelledError.
+        """
         end, cancellation = asyncio.ensure_future(self._end_all()), None
         while not end.done():
             try:
@@ -209,8 +228,8 @@ class Child(Process):
             async with asyncio.timeout(_PIPES_S if self._guarded_pid is None else None):
                 await self._kill()
         self.kill_rest()
-        # asyncio has no public way to close a pipe that another process holds or that is full. Closing takes
-        # effect in the loop's next turn.
+        # asyncio has no public function that closes a pipe if another process holds it open or if it is full.
+        # The transport closes in the next iteration of the event loop, so yield to the loop once.
         self._process._transport.close()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
@@ -222,7 +241,7 @@ class Child(Process):
             async with asyncio.timeout(_GUARD_S):
                 await self._process.wait()
                 return
-        if self._process.returncode is None:  # kill a stopped guard; the next guard sees its end
+        if self._process.returncode is None:  # the first guard is stopped: the next guard notices its death
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -230,7 +249,7 @@ class Child(Process):
 
 @cache
 def can_guard() -> bool:
-    """Whether the system supports guards; if not, warn once in the log."""
+    """Return whether the system supports guards (`service_kit/guard.py`); if not, log one warning."""
     with suppress(AttributeError, OSError):
         os.close(os.pidfd_open(os.getpid()))
         if sys.platform == "linux":
@@ -245,9 +264,11 @@ def can_guard() -> bool:
 
 @contextmanager
 def _under_guard(command: Sequence[str]) -> Iterator[tuple[list[str], BinaryIO, BinaryIO]]:
-    """Yield the command line under a guard, and both ends of the guard's report pipe: reading, writing.
+    """Prepare the start of a command under a guard.
 
-    After the guard has started, close the writing end, and read the other end until it closes.
+    Yield the command line that starts the guard, and the reading and the writing end of a pipe. The guard
+    reports through this pipe whether the command could be run. After the guard has started, close the writing
+    end here, and read the reading end until it closes.
     """
     near_end, far_end = os.pipe()
     with open(near_end, "rb", buffering=0) as report, open(far_end, "wb", buffering=0) as writing_end:
@@ -255,25 +276,36 @@ def _under_guard(command: Sequence[str]) -> Iterator[tuple[list[str], BinaryIO, 
 
 
 def _read_report(report: bytes, command: Sequence[str]) -> int:
-    """Return the process id of a guarded command. Raises OSError if the command could not be run."""
+    """Return the command's process id from a guard's report.
+
+    Raises:
+        OSError: the command could not be run.
+    """
     pid, _, error = report.partition(b"\n")
-    if error or not pid:  # an empty report: the guard was killed before
+    if error or not pid:  # the report is empty if the guard was killed before it started the command
         number = int(error or errno.ESRCH)
         raise OSError(number, os.strerror(number), command[0])
     return int(pid)
 
 
 class Guarded(subprocess.Popen[bytes]):
-    """A command under a guard, for synchronous code: SIGKILL, as of `kill`, also kills its descendants.
+    """A `subprocess.Popen` that runs its command under a guard, for synchronous code.
 
-    On a system without guards, each signal goes to the whole process group of the command. `options` are
-    those of Popen. Raises OSError if the command cannot be run.
+    SIGKILL, which `kill` sends, also kills the descendants of the command. On a system that does not support
+    guards, each signal is sent to the whole process group of the command.
+
+    Args:
+        options: further arguments of Popen.
+
+    Raises:
+        OSError: the command cannot be run.
     """
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str] = os.environ, **options: Any
     ) -> None:
-        # A session of its own: Ctrl-C reaches only this process, which then ends its children in order.
+        # In a new session, the child gets no Ctrl-C. Only this process gets it, and it then ends its
+        # children.
         options |= {"env": utf8_output(env), "start_new_session": True}
         if not (has_guard := can_guard()):
             super().__init__(command, **options)
@@ -284,7 +316,7 @@ class Guarded(subprocess.Popen[bytes]):
                 try:
                     _read_report(report.read(), command)
                 except OSError:
-                    self.__exit__(None, None, None)  # closes its pipes
+                    self.__exit__(None, None, None)  # closes the pipes and waits for the guard's end
                     raise
         self._has_guard = has_guard
 
@@ -297,62 +329,77 @@ class Guarded(subprocess.Popen[bytes]):
 
 
 class Worker:
-    """Keeps one process running: restarts it whenever it ends.
+    """Keeps one process running by restarting it each time it ends.
 
-    A subclass defines how the process starts, when it is ready, and how its end is handled.
+    A subclass defines how the process is started, when it is ready, and what to do when it ends.
     """
 
     stop_s = 10.0
-    """Seconds between SIGTERM and SIGKILL."""
+    """Seconds that the process has to end after SIGTERM before it gets SIGKILL."""
     ready_s: float | None = None
-    """Most seconds from the start until the process is ready; None: no limit."""
+    """Most seconds from the start of the process until it is ready; None means no limit."""
     silence_s: float | None = None
-    """A process that answers no probe for these seconds is killed; None sends no probes."""
+    """Seconds that a probe may take before the process is killed; None means that no probes are sent."""
     pauses_s = (0.5, 10.0)
-    """First and longest pause before a restart, in seconds; the pause doubles after each failure."""
+    """First and longest pause before a restart, in seconds. The pause doubles with each further restart."""
     healthy_s = 30.0
-    """A process that ran at least these seconds is restarted without a pause."""
+    """A process that ran for at least this many seconds is restarted without a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.process: Process | None = None
         self.ready = asyncio.Event()
         self.may_start = asyncio.Event()
-        """No process is started until this event is set; workers may share one event."""
+        """The process is started only while this event is set; several workers may share one event."""
         self.may_start.set()
         self.restarts = 0
         self._clock = clock
 
     async def start(self) -> Process:
-        """Start the process."""
+        """Start the process and return it."""
         raise NotImplementedError
 
     async def serve(self, process: Process) -> bool:
-        """Return True once the process is ready; False if it has ended before or has to be ended."""
+        """Wait until the process is ready and return True.
+
+        Return False if the process ended before it was ready, or if it should be ended.
+        """
         return await process.address() is not None
 
     async def live(self, process: Process) -> None:
-        """Return when a ready process has ended or has to be ended."""
+        """Wait until the process, which is ready, has ended or should be ended."""
         await process.ended()
 
     async def probe(self) -> None:
-        """Send a probe. Any answer shows that the process lives, even an error other than TimeoutError."""
+        """Send a probe to the process and wait for its answer.
+
+        Any exception except TimeoutError counts as an answer, because it shows that the process is alive.
+        """
 
     def on_silence(self, what: str) -> None:
-        """Report that the process is killed because it was not ready in time or answered no probe."""
+        """Report that the process will be killed, because it was not ready in time or did not answer a probe.
+
+        `what` says which of these happened.
+        """
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
-        """Report that the process ended with `code` after `lasted_s`, and restarts after `pause_s`.
+        """Handle the end of the process, which ran for `lasted_s` and will be restarted after `pause_s`.
 
-        An exception raised here ends `run_forever`, for example after too many restarts in a row.
+        `code` is the exit code. Raise an exception to end `run_forever`, for example after too many restarts.
         """
         raise NotImplementedError
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
-        """Report an error of `start` and return for a retry; by default, raise it to end `run_forever`."""
+        """Handle an exception of `start`, which will be called again after `pause_s`.
+
+        Raise an exception to end `run_forever`. By default, `error` itself is raised.
+        """
         raise error
 
     async def run_forever(self) -> NoReturn:
-        """Run and restart the process until cancelled; a cancellation ends the process in order."""
+        """Start the process and restart it each time it ends, until this call is cancelled.
+
+        A cancellation ends the process as `end` does.
+        """
         pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s)
@@ -373,13 +420,13 @@ class Worker:
             self.restarts += 1
 
     async def end(self, process: Process) -> bool:
-        """End the process and its descendants; return whether it was killed."""
+        """End the process and its descendants; return whether the process had to be killed by SIGKILL."""
         was_killed = await process.end(self.stop_s)
         process.kill_rest()
         return was_killed
 
     async def _watch(self, process: Process) -> int:
-        """Supervise a process from its start to its end; return the exit code."""
+        """Supervise a process that was just started until it has ended, and return its exit code."""
         probes = None
         try:
             async with asyncio.timeout(self.ready_s) as until_ready:
@@ -413,7 +460,10 @@ class Worker:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read the next line, cut to the size of the stream's buffer; empty at the end of the stream."""
+    """Read and return the next line; return b"" at the end of the stream.
+
+    A line that is longer than the stream's buffer is cut, and the number of bytes that were cut is appended.
+    """
     kept, cut = b"", 0
     while True:
         try:
@@ -431,7 +481,7 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 def name_exit(code: int) -> str:
-    """Describe an exit code: `exit code 3`, or the name of the signal that killed the process."""
+    """Describe an exit code, as `exit code 3` or by the name of the signal that killed the process."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -442,12 +492,12 @@ def name_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a child's log that is not blank; empty if there is none."""
+    """Return the last line of a log file that is not blank, or "" if there is none."""
     return (last_lines(log) or [""])[-1].strip()
 
 
 def last_lines(log: Path, start: int = 0) -> list[str]:
-    """Return the last lines of a child's log, not before the byte `start`."""
+    """Return the lines in the last 64 KiB of a log file, without the bytes before the offset `start`."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -457,7 +507,10 @@ def last_lines(log: Path, start: int = 0) -> list[str]:
 
 
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
-    """Select the environment variables that hold no keys, and the variables named in `more`."""
+    """Return those variables of the environment `ours` that programs need and that contain no API keys.
+
+    `more` names further variables to include.
+    """
     return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
 
 

@@ -1,4 +1,4 @@
-"""The installed release of Turnwise."""
+"""Facts about the installed release of Turnwise."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
@@ -8,7 +8,7 @@ FROM_SOURCE = "0+source"
 
 
 def version() -> str:
-    """Return the installed version; FROM_SOURCE for a checkout that is not installed."""
+    """Return the version of the installed package, or FROM_SOURCE if Turnwise runs from a source checkout."""
     try:
         return installed("turnwise")
     except PackageNotFoundError:
@@ -16,9 +16,10 @@ def version() -> str:
 
 
 def modules_of_extra(extra: str) -> frozenset[str]:
-    """Return the names of an extra's packages in the form of module names: in lower case, with _ for -.
+    """Return the names of the packages that an optional extra of Turnwise requires.
 
-    The result is empty for a checkout that is not installed.
+    The names have the form of module names: lower case, with "_" in place of "-". The result is empty if
+    Turnwise runs from a source checkout that is not installed.
     """
     try:
         lines = requires("turnwise") or []

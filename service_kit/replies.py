@@ -1,14 +1,14 @@
-"""Safe reading of other services' replies: bounded size, strict types, no redirects.
+"""Functions that read the replies of other services safely: with limited size, strict types and no redirects.
 
-    bytes     plain_session, plain_client,
-              http_client                       never inflated
-              read_bounded, bounded, Lines      bounded in size
-    values    read_reply                        strict types: true is not 1, "7" is not 7, NaN is not a number
-    address   redirect_target                   for the error; no client follows a redirect
+    plain_session, plain_client     open HTTP sessions that refuse compressed replies (so does http_client)
+    read_bounded, bounded, Lines    limit the size of a reply
+    read_reply, read_value          validate JSON with strict types: `true` is not 1, and "7" is not 7
+    redirect_target                 describes a redirect for an error message
 
-A followed redirect would send our key to the address that the reply names. An unbounded or inflated reply
-could take all memory. A missing JSON field would raise a KeyError that looks like our own bug. So each client
-reads replies through this module, and raises its own error for a `ReplyFault`.
+All clients of Turnwise use this module. If a function here raises a `ReplyFault`, the client raises an error
+of its own. Without these checks, a long or a compressed reply could fill the memory, and a missing JSON field
+would raise a KeyError that looks like a bug of the client. No client follows a redirect, because that would
+send our API key to the address that the reply names.
 """
 
 from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # each client imports its own library only
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN = 200
-# Clips a value in an error, because its text may have megabytes.
+# Shortens values for error messages, because the text of a value may be megabytes long.
 _clip = Repr()
 _clip.maxstring = _clip.maxlong = _clip.maxother = 60
 _clip.maxlevel = 3
 
-# The allowed values by the type of pydantic's error, for types whose message does not name these values.
+# Maps a type of pydantic's errors to the rule that the value breaks, for types whose message states no rule.
 _ALLOWED = {
     "missing": "the reader needs it",
     "extra_forbidden": "no such field is known",
@@ -43,35 +43,36 @@ _ALLOWED = {
     "list_type": "it should be a list",
 }
 
-# An inflated reply can be a thousand times as long as the counted bytes.
+# Request header that asks for an uncompressed reply. The size limits apply to the received bytes, and a
+# decompressed reply can be a thousand times as long.
 PLAIN = {"Accept-Encoding": "identity"}
 
 
 class ReplyFault(Exception):
-    """A reply that its reader cannot use; each client raises its own error for it."""
+    """The reply cannot be used. Each client catches this exception and raises its own error instead."""
 
 
 class ReplyTooLarge(ReplyFault):
-    """A reply, or a line of it, is longer than its reader accepts."""
+    """The reply, or a line of it, is longer than `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"its reply has more than {most_bytes} bytes")
 
 
 class ReplyEncoded(ReplyFault):
-    """The body of a reply is compressed."""
+    """The body of the reply is compressed, although the request asked for no compression."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__(f"its reply has the Content-Encoding {show_found(encoding)}; none was asked for")
 
 
 class ReplyInvalid(ReplyFault):
-    """A field of a reply is invalid.
+    """A field of the reply, or the whole reply, is invalid.
 
     Attributes:
-        part: the server and route that replied.
-        field: path of the field, as `choices.0.token_ids.3`; "" for the whole reply.
-        found: its clipped value and its type, or `missing`.
+        part: names the server and the route that replied.
+        field: path of the invalid field, such as `choices.0.token_ids.3`; "" if the whole reply is invalid.
+        found: the shortened value of the field and its type, or `missing`.
         allowed: the rule that the value breaks.
     """
 
@@ -81,17 +82,18 @@ class ReplyInvalid(ReplyFault):
 
     @property
     def finding(self) -> str:
-        """The message without `part`."""
+        """The message of this error without `part`."""
         return f"{self.field or 'its reply'} is {self.found}; {self.allowed}"
 
 
 def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
-    """Parse a whole JSON reply.
+    """Parse a JSON reply and validate it as an object of the class `kind`.
 
     Args:
-        kind: the model to read, always in strict mode. It refuses NaN and infinity only if its config has
-            `allow_inf_nan=False`, as every `StrictReply` has.
-        part: server and route, for the error.
+        kind: pydantic model of the reply, validated in strict mode. NaN and infinity are refused only if the
+            model's config contains `allow_inf_nan=False`, which every subclass of `StrictReply` inherits.
+        content: the whole body of the reply.
+        part: names the server and the route in the error.
 
     Raises:
         ReplyInvalid: the reply is not JSON, does not fit `kind`, or repeats a key.
@@ -111,10 +113,12 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
 
 
 def read_value(kind: type[Model], value: Any, part: str) -> Model:
-    """Validate a part of a reply whose JSON is parsed already.
+    """Validate a part of a reply whose JSON was already parsed, and return it as an object of `kind`.
 
     Args:
-        kind: as in `read_reply`; its sequences must be lists.
+        kind: as in `read_reply`. Its sequences must be lists: parsed JSON contains only lists, and strict
+            mode does not accept a list in place of a tuple.
+        part: names the server and the route in the error.
 
     Raises:
         ReplyInvalid: the value does not fit `kind`.
@@ -133,13 +137,19 @@ def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
 
 
 def show_found(value: Any) -> str:
-    """Return the clipped text of a value and its type; the whole text is never built."""
-    shown = value[:61] if isinstance(value, bytes) else value  # of bytes, `reprlib` builds the whole text
+    """Return the shortened text of a value and its type, for an error message.
+
+    The text of a long value is never built as a whole, so this is safe for values of any size.
+    """
+    shown = value[:61] if isinstance(value, bytes) else value  # `reprlib` would build the whole text of bytes
     return f"{_clip.repr(shown)} ({type(value).__name__})"
 
 
 def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -> "aiohttp.ClientSession":
-    """Open a session of aiohttp that refuses compressed replies with ReplyEncoded."""
+    """Return an aiohttp session whose requests raise ReplyEncoded if the reply is compressed.
+
+    `headers` are sent with every request. `options` are further arguments of `aiohttp.ClientSession`.
+    """
     import aiohttp
 
     async def refuse(
@@ -159,7 +169,10 @@ def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -
 
 
 def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) -> "httpx.Client":
-    """Open a client of httpx that follows no redirect and refuses compressed replies with ReplyEncoded."""
+    """Return an httpx client that follows no redirects and raises ReplyEncoded if a reply is compressed.
+
+    `headers` are sent with every request. `options` are further arguments of `httpx.Client`.
+    """
     import httpx
 
     return httpx.Client(
@@ -170,14 +183,18 @@ def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) ->
 
 
 def refuse_encoded(encoding: str | None) -> None:
-    """Raise ReplyEncoded unless the Content-Encoding is `identity` or missing."""
+    """Raise ReplyEncoded unless `encoding`, the Content-Encoding of a reply, is `identity` or missing."""
     encoding = encoding or "identity"
     if encoding.strip().lower() != "identity":
         raise ReplyEncoded(encoding)
 
 
 async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
-    """Return a whole reply. Raises ReplyTooLarge as soon as it exceeds `most_bytes`."""
+    """Read all parts of a reply and return them joined.
+
+    Raises:
+        ReplyTooLarge: the reply is longer than `most_bytes`. Reading stops as soon as this is certain.
+    """
     reply = bytearray()
     async for part in parts:
         reply += part
@@ -187,7 +204,11 @@ async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
 
 
 def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield the parts of a reply. Raises ReplyTooLarge as soon as their total exceeds `most_bytes`."""
+    """Yield the parts of a reply unchanged while their total size stays within `most_bytes`.
+
+    Raises:
+        ReplyTooLarge: the next part would exceed this limit.
+    """
     room = most_bytes
     for part in parts:
         room -= len(part)
@@ -197,9 +218,13 @@ def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 
 
 class Lines:
-    """Splits the parts of a reply into lines at line feeds only, because JSON may hold other line separators.
+    """Splits a stream, which arrives in parts, into lines.
 
-    A line has at most `most_bytes`. The whole stream has at most `most_in_all`; None means no limit.
+    Lines end at line feeds only, because the strings in a line of JSON may contain other line separators.
+
+    Args:
+        most_bytes: the longest accepted line.
+        most_in_all: the longest accepted stream; None means no limit.
     """
 
     def __init__(self, most_bytes: int, most_in_all: int | None = None) -> None:
@@ -207,7 +232,7 @@ class Lines:
         self._room, self._most_in_all = most_in_all, most_in_all
 
     def take(self, part: bytes) -> list[bytes]:
-        """Return the lines that this part completes.
+        """Add the next part of the stream, and return the lines that are now complete.
 
         Raises:
             ReplyTooLarge: a line or the whole stream is too long.
@@ -226,14 +251,15 @@ class Lines:
 
     @property
     def rest(self) -> bytes:
-        """The bytes after the last line feed."""
+        """The bytes received after the last line feed."""
         return bytes(self._rest)
 
 
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
-    """Return the target of a redirect without its query, as `'https://host:port/path'`.
+    """Return the target of a redirect for an error message, in quotes and without its query.
 
-    Return None if the status is no redirect, and `nowhere` if the Location is missing or invalid.
+    Return None if `status` is not a redirect, and `nowhere` if `location`, the Location header, is missing or
+    invalid. `url` is the URL of the request, to which a relative location refers.
     """
     if not HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         return None

@@ -1,18 +1,21 @@
-"""Remote calls between processes: a table declares the calls; HTTP or a socket carries them as lines.
+"""Remote procedure calls between processes, over HTTP or over a socket.
+
+A table declares the calls of a process: the types of their arguments, results and progress reports.
 
     CALLS = Table(
         {"update": Call(tuple[list[Episode], int], Metrics, progress=tuple[int, int])},
         errors=TrainerError, failure=LearnerFailed,
     )
 
-    POST /calls/{name}    The body has the arguments. The reply is a stream of lines: any number of
-                          `progress [3, 10]`, then one `result [...]` or `error {...}`.
+Over HTTP, a call is the request POST /calls/{name}, whose body contains the arguments. The reply is a stream
+of text lines: any number of lines such as `progress [3, 10]`, then one line `result [...]` or `error {...}`.
+`service_kit/socket_calls.py` sends the same lines over a socket.
 
-`service_kit/socket_calls.py` carries the same lines over a socket.
-
-Numbers are transferred exactly, including NaN and infinity; pydantic models follow their own config. An error
-keeps its class, or gets the nearest base class that the reader knows. Both sides limit the size of what they
-read and check its type; data that does not fit raises `failure`, which names call, field and value.
+Numbers are transferred exactly, including NaN and infinity, but pydantic models follow their own config. If a
+call raises an error, the caller gets an error of the same class or, if the caller's process does not know
+this class, of the nearest base class that it knows. Both processes limit the size of the data that they read
+and check its type. Data that does not fit raises the table's error class `failure`, with a message that names
+the call, the field and the value.
 """
 
 import asyncio
@@ -47,22 +50,23 @@ Tell = Callable[..., None]
 PATH = "/calls/"
 
 _MIB = 1 << 20
-# Largest problem body of a reply that refuses a call.
+# Largest accepted body of an HTTP reply that refuses a call.
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
 _MOST_BODY_S = 600.0
 
 
 class Call:
-    """The types, encoding and limits of a call.
+    """The declaration of one call: its types, its encoding and its size limits.
 
     Args:
-        arguments: type of the tuple of arguments.
-        progress: type of the tuple that is reported as progress; None if the call reports none.
-        most_argument_bytes: largest body of the arguments.
-        most_reply_bytes: longest line of the reply.
-        reply_growth: bytes by which a line may be longer for each byte of the arguments.
-        encode, decode: convert the arguments; JSON by default.
+        arguments: the type of the arguments, as one tuple type.
+        result: the type of the result.
+        progress: the tuple type of the values in a progress report; None if the call reports no progress.
+        most_argument_bytes: largest size of the encoded arguments.
+        most_reply_bytes: largest size of a line of the reply.
+        reply_growth: bytes to add to `most_reply_bytes` for each byte of the encoded arguments.
+        encode, decode: convert the arguments to bytes and back; JSON by default.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Call:
             adapter.validate_json, body
         ),
     ) -> None:
-        # Strict: a string is not read as a number. pydantic models follow their own config.
+        # In strict mode, a string is not converted to a number. pydantic models follow their own config.
         config = ConfigDict(ser_json_inf_nan="constants", strict=True)
 
         def adapt(kind: Any) -> TypeAdapter[Any]:
@@ -93,18 +97,18 @@ class Call:
 
 
 class ErrorBody(Body):
-    """An error in JSON."""
+    """The JSON form of a ServiceError, from which the caller's process rebuilds the error."""
 
     classes: tuple[str, ...]
-    """Names of the error's class and of its base classes, the nearest first."""
+    """The names of the error's class and of its base classes, in the order of the MRO."""
     code: str
     detail: str
     where: str | None = None
     hint: str | None = None
     errno: int | None = None
-    """The errno of an OSError that caused this error; the reader decides by it whether to retry."""
+    """The errno of the OSError that caused this error, if any; the caller uses it to decide about a retry."""
     more: dict[str, JsonValue] = Field(default_factory=dict)
-    """The attributes that `ServiceError.carries` names."""
+    """Names and values of the attributes that the error's class lists in `ServiceError.carries`."""
 
     @classmethod
     def of(cls, error: ServiceError) -> "ErrorBody":
@@ -122,10 +126,13 @@ class ErrorBody(Body):
         )
 
     def error(self, errors: type[Error], failure: type[Error]) -> Error:
-        """Rebuild the error with the nearest of its classes below `errors`, or else as a `failure`.
+        """Rebuild the error.
+
+        Its class is the first one in `classes` that is `errors` or a subclass of `errors` in this process; if
+        there is none, its class is `failure`.
 
         Raises:
-            ValidationError: an attribute does not fit its type.
+            ValidationError: the value of an attribute in `more` has the wrong type.
         """
         known = {kind.__name__: kind for kind in errors.tree()}
         kind = next((known[name] for name in self.classes if name in known), failure)
@@ -139,11 +146,12 @@ class ErrorBody(Body):
 
 
 class Table(dict[str, Call], Generic[Error]):
-    """Calls by name.
+    """Maps the names of the calls to their declarations, and encodes and decodes their data.
 
     Args:
         errors: base class of the errors that the calls raise.
-        failure: class for unknown errors and for data that does not fit the table.
+        failure: class of the error that is raised in place of an error of an unknown class, and for data that
+            does not fit the declared types.
     """
 
     def __init__(self, calls: Mapping[str, Call], *, errors: type[Error], failure: type[Error]) -> None:
@@ -157,7 +165,11 @@ class Table(dict[str, Call], Generic[Error]):
         return call.encode(call.arguments, tuple(arguments))
 
     def read_arguments(self, name: str, body: bytes, tell: Tell | None = None) -> tuple[Any, ...]:
-        """Return a call's arguments, then `tell` if it reports progress. Raises `failure` if they misfit."""
+        """Decode the arguments of a call, and append `tell` if the call reports progress.
+
+        Raises:
+            ServiceError: of the class `failure`, if the arguments do not fit their type.
+        """
         call = self[name]
         try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
@@ -174,7 +186,10 @@ class Table(dict[str, Call], Generic[Error]):
         return b"result " + self[name].result.dump_json((result,))
 
     def write_error(self, error: Exception, name: str) -> bytes:
-        """Return the line of an error; any exception but a ServiceError becomes a `failure`."""
+        """Return the reply line for an exception of a call.
+
+        An exception that is not a ServiceError is logged, and sent as an error of the class `failure`.
+        """
         if not isinstance(error, ServiceError):
             log.error("call_failed", call=name, exc_info=error)
             error = self.failure(f"{name!r} met {describe_error(error)}")
@@ -187,8 +202,12 @@ class Table(dict[str, Call], Generic[Error]):
             raise self.misfit(f"the error of {name!r}", error) from error
 
     def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
-        """Return the error for a value of a wrong type, with the place, the allowed type and the value."""
-        fault = f": {error}"  # for bytes that are no JSON or no array
+        """Return the error for data that does not fit its type.
+
+        The message names the wrong field, the expected type and the value. `whole` describes the data, and
+        `outer` is the number of leading items to omit from the path of the field.
+        """
+        fault = f": {error}"  # the error is no ValidationError if the bytes are not JSON or not an array
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(map(str, first["loc"][outer:]))
@@ -197,7 +216,16 @@ class Table(dict[str, Call], Generic[Error]):
         return self.failure(f"{whole} does not fit its type{fault}")
 
     def refusal(self, url: str, status: int, location: str | None, body: bytes) -> Error:
-        """Make the error for an HTTP reply that refuses the call; the problem's code determines its class."""
+        """Return the error for an HTTP reply that refuses a call.
+
+        The error's class is determined by the code in the reply's body, which should be a problem (RFC 9457).
+
+        Args:
+            url: the URL of the call.
+            status: the status of the reply.
+            location: the Location header of the reply.
+            body: the body of the reply.
+        """
         if target := redirect_target(status, location, url):
             return self.failure(
                 f"{url} redirects to {target}, and the key is sent to no other address",
@@ -214,10 +242,12 @@ class Table(dict[str, Call], Generic[Error]):
 
 
 class Reply:
-    """Reads the reply of a call, line by line, over HTTP or a socket.
+    """Reads the lines of the reply to one call, which arrives over HTTP or a socket.
 
-    `body` holds the encoded arguments. `tell` receives the progress. An error of `tell` is kept in
-    `unwelcome`: the caller then has to stop the call, and `result` raises that error.
+    Args:
+        body: the encoded arguments of the call.
+        tell: called with the values of each progress report. If `tell` raises, the exception is stored in the
+            attribute `unwelcome`. The caller should then stop the call; `result` raises the stored exception.
     """
 
     def __init__(self, table: Table[Any], name: str, body: bytes = b"", tell: Tell | None = None) -> None:
@@ -228,13 +258,13 @@ class Reply:
         self.unwelcome: Exception | None = None
 
     def again(self) -> "Reply":
-        """Return a new reader for a retry of the call, after this reply was cut off."""
+        """Return a new `Reply` for a retry of the call, for use after this reply was cut off."""
         reply = Reply(self._table, self.name, self.body, self._tell)
         reply.unwelcome = self.unwelcome
         return reply
 
     def take(self, part: bytes) -> bool:
-        """Read a part of the reply; return whether the reply has ended."""
+        """Process the next bytes of the reply, and return whether the reply is now complete."""
         try:
             lines = self._lines.take(part)
         except ReplyTooLarge as error:
@@ -242,7 +272,7 @@ class Reply:
         return any([self.hear(line) for line in lines])
 
     def hear(self, line: bytes) -> bool:
-        """Read a line; return whether the reply has ended."""
+        """Process the next line of the reply, and return whether the reply is now complete."""
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
             try:
@@ -262,7 +292,7 @@ class Reply:
         return True
 
     def result(self) -> Any:
-        """Return the result of a reply that has ended, or raise its error."""
+        """Return the result of the complete reply, or raise the error that the reply contains."""
         if self.unwelcome is not None:
             raise self.unwelcome
         assert self._end is not None, "the reply has ended"
@@ -278,11 +308,13 @@ class Reply:
 async def carry_out(
     table: Table[Any], host: object, name: str, body: bytes, say: Callable[[bytes], None]
 ) -> None:
-    """Execute a call, and pass the lines of its reply to `say`.
+    """Execute a call in the process that serves it, and pass each line of the reply to `say`.
 
     Args:
-        host: has a coroutine method for each call. The method gets the arguments, and a function that reports
-            progress if the call has a type of progress.
+        host: object with a coroutine method for each call, of the same name. The method gets the call's
+            arguments. If the call reports progress, the last argument is a function that sends a report.
+        name: the name of the call.
+        body: the encoded arguments.
     """
 
     def tell(*values: Any) -> None:
@@ -294,13 +326,17 @@ async def carry_out(
     except asyncio.CancelledError:
         say(table.write_error(table.failure(f"{name!r} was stopped"), name))
         raise
-    except Exception as error:  # the caller must get any error
+    except Exception as error:  # send every error to the caller
         line = table.write_error(error, name)
     say(line)
 
 
 async def reply_lines(table: Table[Any], host: object, name: str, body: bytes) -> AsyncIterator[bytes]:
-    """Execute a call and yield the lines of its reply; cancel the call if the reader leaves or stalls."""
+    """Execute a call as in `carry_out`, and yield the lines of its reply.
+
+    If the consumer closes this generator, the call is cancelled. If 10,000 lines wait because the consumer is
+    too slow, the next progress report of the call raises `failure`.
+    """
     lines: asyncio.Queue[bytes] = asyncio.Queue()
 
     def say(line: bytes) -> None:
@@ -319,12 +355,19 @@ async def reply_lines(table: Table[Any], host: object, name: str, body: bytes) -
         work.cancel()
 
 
-# Starts a posted call and yields the lines of its reply.
+# A function that starts a call, given the HTTP request, the call's name and the encoded arguments, and that
+# yields the lines of the reply.
 Begin = Callable[[Request, str, bytes], AsyncIterator[bytes]]
 
 
 def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """Build the ASGI app of a process that serves calls; its key also protects the further `routes`."""
+    """Return an ASGI app that serves the calls of `table` over HTTP.
+
+    Args:
+        begin: starts a call and yields the lines of its reply.
+        keys: the API keys that protect the calls and `routes`.
+        routes: further routes of the app.
+    """
 
     async def call(request: Request) -> Response:
         name = request.path_params["name"]

@@ -1,4 +1,4 @@
-"""uvicorn around an app, with a reserved port, limited connections, and an orderly stop."""
+"""Runs an ASGI app on uvicorn, with a port reserved in advance, limited connections and an orderly stop."""
 
 import asyncio
 import socket
@@ -21,18 +21,22 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
-# Linux allows net.core.somaxconn at most, whose default is 4096.
+# Most connections that wait to be accepted. Linux limits the number to net.core.somaxconn, by default 4096.
 BACKLOG = 4096
-# Longer than clients keep idle connections, so that they close first.
+# The server closes idle connections after this time. It is longer than the time-out of clients, so that
+# clients close idle connections first.
 KEEP_ALIVE_S = 120
 # bench/decision_rate.py finds the thread by this name.
 SERVER_THREAD = "turnwise-server"
 
 
 class Listener:
-    """A reserved port; connections wait until a server accepts them. Use it as a context manager.
+    """Reserves a port, on which connections wait until a server accepts them. Use it as a context manager.
 
-    uvicorn itself would end the process if the port is taken. Port 0 takes a free port.
+    Port 0 means any free port; `url` contains the actual port.
+
+    Raises:
+        PortTaken: the port cannot be used. If uvicorn opened the port, it would end the process instead.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -40,7 +44,10 @@ class Listener:
 
     @classmethod
     def inherited(cls, descriptor: int) -> Self:
-        """Return a listener on the socket that this process inherits from its parent."""
+        """Return a listener for an open socket that this process inherited from its parent.
+
+        `descriptor` is the file descriptor of the socket.
+        """
         listener = cls.__new__(cls)
         held = socket.socket(fileno=descriptor)
         listener._hold(held, held.getsockname()[0])
@@ -51,7 +58,7 @@ class Listener:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{held.getsockname()[1]}"
 
     def close(self) -> None:
-        """Release the port; a second call does nothing."""
+        """Release the port. Further calls have no effect."""
         self.socket.close()
 
     def __enter__(self) -> Self:
@@ -62,19 +69,19 @@ class Listener:
 
 
 class Server(uvicorn.Server):
-    """Reports when it is ready, and runs the service's own work (`before_stop`) before it stops.
-
-    The end of the app's lifespan would be too late for this work, because uvicorn has stopped listening then.
+    """A uvicorn server with limited connections and with callbacks when it is ready and before it stops.
 
     Args:
-        respond: makes the reply to an error of a connection, which has no request.
-        too_many: error for connections beyond `max_connections`.
-        max_message_bytes: limit of a WebSocket frame.
-        posts: answers some requests without the app (service_kit.connections).
-        ready: called when the server accepts connections.
-        before_stop: awaited before connections are closed; its argument is True if the parent has ended.
-        on_second_signal: called at a second stop signal, which also aborts requests; None: a second signal is
-            ignored.
+        respond: makes the reply to an error that occurs on a connection before the app has a request.
+        too_many: class of the error for a connection beyond `max_connections`.
+        max_message_bytes: size limit of a WebSocket message.
+        posts: functions that answer some POST requests without the app (see service_kit.connections).
+        ready: called when the server begins to accept connections.
+        before_stop: awaited while the server still accepts connections. Its argument is True if the server
+            stops because the parent process ended. The shutdown event of the app's lifespan would be too late
+            for this work, because uvicorn no longer listens then.
+        on_second_signal: called when the process receives a second stop signal, which also aborts open
+            requests. If None, a second signal has no effect.
     """
 
     def __init__(
@@ -100,7 +107,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,  # uvicorn calls listen() again with this number
+                backlog=BACKLOG,  # needed because uvicorn calls listen() again with this number
                 timeout_graceful_shutdown=5,
             )
         )
@@ -108,7 +115,10 @@ class Server(uvicorn.Server):
         self._is_orphaned = self._got_signal = False
 
     def run_on(self, listener: Listener, *, exit_with_parent: bool = False) -> None:
-        """Serve until stopped or, with `exit_with_parent`, until the parent process ends."""
+        """Serve on the port of `listener` until the server is stopped.
+
+        If `exit_with_parent` is true, the server also stops when the parent process ends.
+        """
 
         def stop() -> None:
             self._is_orphaned = self.should_exit = True
@@ -128,7 +138,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a stop signal, after which the process exits with code 0."""
+        """Begin to stop because of a signal; the process then exits with code 0."""
         self.should_exit = True
         if self._got_signal and self._on_second_signal is not None:
             self.force_exit = True
@@ -137,13 +147,13 @@ class Server(uvicorn.Server):
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in a new event loop of uvloop, as servers do."""
+    """Run a coroutine in a new uvloop event loop, as servers do, and return its result."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 
 
 class ServerThread:
-    """Runs a server on a thread with its own event loop.
+    """Runs a server in a separate thread with its own event loop.
 
     >>> with ServerThread(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free port
     """
@@ -164,7 +174,7 @@ class ServerThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serve, and return the base URL."""
+        """Start the thread, wait until the server is ready, and return its base URL."""
         self._thread = threading.Thread(target=self._serve, name=SERVER_THREAD, daemon=True)
         self._thread.start()
         if not self._started_or_failed.wait(START_TIMEOUT_S) or not self._server.started:
@@ -173,7 +183,7 @@ class ServerThread:
         return self._listener.url
 
     def stop(self) -> None:
-        """Stop accepting connections, give open requests a few seconds, and wait for the thread."""
+        """Stop accepting connections, give open requests a few seconds to finish, and wait for the thread."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
@@ -195,13 +205,13 @@ class ServerThread:
 def _bind(host: str, port: int) -> socket.socket:
     bound_socket: socket.socket | None = None
     try:
-        # An empty host means all addresses.
+        # An empty host means all addresses of this machine.
         places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = places[0]
         bound_socket = socket.socket(family, kind, protocol)
         bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound_socket.bind(address)
-        # Without it, small replies wait for the peer's delayed acknowledgement.
+        # Without TCP_NODELAY, small replies would wait for the peer's delayed acknowledgement.
         bound_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound_socket.listen(BACKLOG)
     except OSError as error:

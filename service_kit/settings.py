@@ -1,7 +1,9 @@
-"""Settings of services: a frozen class declares each setting with its default, bounds and description.
+"""Reads the settings of services from the command line and from environment variables.
 
-A field with a `Flag` is an option of the command line, and a field with a `Variable` is an environment
-variable; the operator cannot set other fields. An option overrides its variable, which overrides the default.
+The settings of a service are the fields of a frozen pydantic class, with defaults, bounds and descriptions.
+A field that is annotated with a `Flag` can be set by a command-line option, and a field that is annotated
+with a `Variable` can be set by an environment variable. The operator cannot set other fields. A command-line
+option takes precedence over the environment variable, and the variable takes precedence over the default.
 """
 
 import re
@@ -27,15 +29,15 @@ VARIABLE_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Marks a field as a command-line option."""
+    """Annotates a field that can be set by a command-line option."""
 
     name: str | None = None
-    """As `--allow-root` or `--jobs/--no-jobs`; None: derived from the field's name."""
+    """The option, such as `--allow-root` or `--jobs/--no-jobs`; None means the field's name with hyphens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Marks a field as an environment variable."""
+    """Annotates a field that can be set by an environment variable of this name."""
 
     name: str
 
@@ -44,23 +46,29 @@ class Variable:
 
 
 class Key(Variable):
-    """Marks a field as an API key; `<name>_FILE` may name a file with the key."""
+    """Annotates a field that contains an API key.
+
+    The environment variable `name` contains the key, or `<name>_FILE` the path of a file with the key.
+    """
 
     def read(self, environ: Mapping[str, str]) -> Any:
         return key_from_environ(environ, self.name)
 
 
 class SettingsTable(Body):
-    """Base class of settings and their parts."""
+    """Base class of the classes that declare settings."""
 
     model_config = ConfigDict(validate_default=True, defer_build=True)
 
     prefix: ClassVar[str] = ""
-    """If set, each field without a marker has the environment variable PREFIX_FIELD."""
+    """If not empty, each field without `Flag` and `Variable` can be set by an environment variable.
+
+    The variable's name is this prefix, followed by the field's name in capitals.
+    """
 
 
 class LogSettings(SettingsTable):
-    """Level and format of a process's log."""
+    """The level and the format of a process's log."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], Variable("TURNWISE_LOG_LEVEL")
@@ -70,7 +78,7 @@ class LogSettings(SettingsTable):
     )
 
 
-# Settings whose defaults differ between the services.
+# Types of settings that the services declare with different defaults.
 HeaderSeconds = Annotated[
     float, Field(gt=0, le=3_600, description="from the start of a connection to complete headers")
 ]
@@ -91,7 +99,7 @@ class ConnectionSettings(SettingsTable):
 
 
 class ServiceSettings(LogSettings, ConnectionSettings):
-    """Settings of both services."""
+    """Settings that both services, the task app and the trainer, have in common."""
 
     host: Annotated[str, Flag()] = Field(
         default="127.0.0.1",
@@ -105,7 +113,7 @@ Table = TypeVar("Table", bound=SettingsTable)
 
 
 def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
-    """Return the environment variables by field name."""
+    """Return the environment variables of `table`, each under the name of the field that it sets."""
     found = {}
     for name, field in table.model_fields.items():
         variable = _find_marker(field, Variable)
@@ -117,18 +125,26 @@ def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
 
 
 def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any) -> Table:
-    """Read settings from environment variables and from `options` of the command line, which override them.
+    """Read the settings of the class `table` from environment variables and command-line options.
 
-    The items of a list's option are appended to those of its variable. An empty variable or option counts as
-    unset, but an empty variable of a list makes the list empty. Raises SettingsError for an invalid value.
+    An option takes precedence over an environment variable, except for a setting that is a list: the items of
+    its option are appended to the items of its variable. An empty option or variable counts as not set, but
+    the empty variable of a list makes the list empty.
+
+    Args:
+        environ: the environment variables.
+        options: the values of the command-line options by field name.
+
+    Raises:
+        SettingsError: a value is invalid, or the name of a variable seems to be misspelt.
     """
-    from pydantic_settings import EnvSettingsSource  # imported late, because `--help` should be quick
+    from pydantic_settings import EnvSettingsSource  # import late, because `--help` should be quick
 
     variables = find_variables(table)
     known = {variable.name for variable in variables.values()}
     for name in sorted(
         environ
-    ):  # an unknown name may also belong to another program, so only near misses fail
+    ):  # an unknown name may belong to another program, so refuse only a name that resembles a known one
         close = get_close_matches(name, known, n=1, cutoff=0.9)
         if table.prefix and name.startswith(table.prefix) and name not in known and close:
             raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?")
@@ -147,7 +163,7 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
 
     values = Environment(
         cast("type[BaseSettings]", table)
-    )()  # it needs only the fields, so any model will do
+    )()  # the cast is safe, because EnvSettingsSource uses only the fields of the class
     for name, value in ((name, value) for name, value in options.items() if value != ""):
         if name in variables and _is_list(field := table.model_fields[name]):
             value = tuple(dict.fromkeys([*values.get(name, field.default), *value]))
@@ -159,7 +175,7 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Split a text at commas, and drop blanks and empty parts."""
+    """Split a text at commas, strip white space from the parts, and omit empty parts."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -196,14 +212,17 @@ def typer_option(table: type[SettingsTable], name: str) -> Any:
         *([flag.name] if flag is not None and flag.name is not None else []),
         help=" ".join((field.description or "").split()),
         envvar=None if variable is None or _is_list(field) else variable.name,
-        # Typer would refuse an unreadable path; the service's own error is more helpful.
+        # Otherwise Typer would refuse an unreadable path itself; the service's own error is more helpful.
         readable=False,
         **limits,
     )
 
 
 def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature:
-    """Return a typer command's signature: context, an option for each field with a `Flag`, then `further`."""
+    """Return the signature of a Typer command that accepts the settings of `table` as options.
+
+    Its parameters are Typer's context, an option for each field with a `Flag`, and `further`.
+    """
     from typer import Context
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=Context)]
@@ -222,7 +241,11 @@ def make_signature(table: type[SettingsTable], *further: Parameter) -> Signature
 
 
 def options_given(context: Any) -> dict[str, Any]:
-    """Return the values that the command line sets, without those of environment variables and defaults."""
+    """Return the options of a Typer command that were given on the command line.
+
+    Options whose values come from environment variables or defaults are omitted. `context` is the context
+    that Typer passes to the command.
+    """
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in sources.items() if source.name == "COMMANDLINE"}
 

@@ -1,10 +1,13 @@
-"""Calls of a table (`service_kit/rpc.py`) over a socket, which carries many calls at the same time.
+"""Remote procedure calls over a socket; many calls can be in progress on one socket at the same time.
+
+`service_kit/rpc.py` defines the calls and the lines of their replies. On the socket, the lines are
 
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
-A line is the call's number and the line of a call over HTTP. A call over HTTP takes seven times as long, too
-long for a call per sample of an engine.
+Each line begins with the number of its call, which the caller chooses. `stop` cancels the call. The rest of a
+line from the server is the same as in a reply over HTTP. A call over HTTP takes seven times as long, which
+would be too slow for an inference engine, because each sample is one call.
 """
 
 import asyncio
@@ -23,17 +26,27 @@ from service_kit.rpc import Reply, Table, Tell, carry_out
 log = structlog.get_logger("calls")
 
 _MOST_UNSENT_BYTES = 64 << 20
-# Longest number, verb and name of a call, before its arguments.
+# Largest size of the part of a line before the arguments: the call's number, the word `call` and its name.
 _MOST_HEAD_BYTES = 200
 _MOST_DIGITS, _SHOWN = 18, 60
 
 
 class Unanswered(ConnectionError):
-    """The other end of a socket is closed or sends invalid lines; callers put the text after a colon."""
+    """The call gets no answer, because the other end of the socket was closed or sent invalid lines.
+
+    The text is a clause without a capital, so that callers can append it to a message after a colon.
+    """
 
 
 class _Connection(asyncio.Protocol):
-    """Sends and receives lines over a socket; calls `lost` once, with the reason of the end."""
+    """Sends and receives lines over a socket.
+
+    Args:
+        most_bytes: size limit of a received line.
+        hear: called with each received line.
+        lost: called once with the reason when the connection has ended.
+        who: names the other end in error messages.
+    """
 
     def __init__(
         self, most_bytes: int, hear: Callable[[bytes], None], lost: Callable[[str], None], who: str
@@ -43,13 +56,13 @@ class _Connection(asyncio.Protocol):
         self._reason = f"{who} has ended"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         try:
             for line in self._lines.take(data):
                 self._hear(line)
-        except Exception as error:  # the bytes come from another process: any error may follow
+        except Exception as error:  # bytes from another process may raise any exception
             log.error("connection_misheard", exc_info=error)
             self.abort(f"what {self._who} said could not be read: {describe_error(error)}")
 
@@ -57,7 +70,7 @@ class _Connection(asyncio.Protocol):
         self._lost(self._reason)
 
     def say(self, line: bytes) -> None:
-        """Send a line, or do nothing if the other end has closed, which `lost` reports."""
+        """Send a line. If the connection has ended, do nothing: `lost` reports the end."""
         assert self._transport is not None
         if self._transport.is_closing():
             return
@@ -72,7 +85,10 @@ class _Connection(asyncio.Protocol):
 
 
 class Caller:
-    """Makes calls over a socket in one event loop. `who` names the other end in errors."""
+    """Makes calls of `table` over a socket; all calls must come from one event loop.
+
+    `who` names the other end of the socket in error messages.
+    """
 
     def __init__(self, table: Table[Any], who: str = "its process") -> None:
         self._table, self._who = table, who
@@ -87,11 +103,14 @@ class Caller:
         self._connection, self._gone = connection, None
 
     async def call(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
-        """Make a call and return its result. A cancellation or an error of `tell` stops the call.
+        """Make a call and return its result.
+
+        `tell` is called with the values of each progress report. If `tell` raises, or if this coroutine is
+        cancelled, the call is stopped at the other end too.
 
         Raises:
-            Unanswered: the other end is closed.
-            ServiceError: the error of the call itself.
+            Unanswered: the connection is closed, or was closed before the reply was complete.
+            ServiceError: the call itself raised this error, or its reply does not fit its type.
         """
         if self._gone is not None:
             raise Unanswered(self._gone)
@@ -110,7 +129,7 @@ class Caller:
         return reply.result()
 
     def close(self, reason: str = "it was stopped") -> None:
-        """Close the connection; waiting calls raise Unanswered."""
+        """Close the connection; calls that wait for their replies raise Unanswered with this reason."""
         self._gone = self._gone or reason
         if self._connection is not None:
             self._connection.abort(reason)
@@ -122,7 +141,7 @@ class Caller:
         number, _, rest = line.partition(b" ")
         reply, end = self._open.get(_number(number), (None, None))
         if reply is None or end is None or end.done():
-            return  # the call is no longer waiting
+            return  # this call no longer waits for a reply, for example because it was cancelled
         try:
             if reply.hear(rest) or reply.unwelcome is not None:
                 end.set_result(None)
@@ -131,7 +150,13 @@ class Caller:
 
 
 async def serve_calls(table: Table[Any], host: object, connected: socket.socket) -> str:
-    """Answer the calls of a socket until its other end closes; return the reason of the end."""
+    """Answer the calls that arrive on a socket until the connection ends, and return the reason why it ended.
+
+    Args:
+        table: declares the calls.
+        host: object whose methods execute the calls, as in `rpc.carry_out`.
+        connected: the socket.
+    """
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[str] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""asyncio tasks that end with the code that started them."""
+"""Functions that end asyncio tasks together with the code that started them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their ends; ignore their errors."""
+    """Cancel the tasks and wait until all of them have ended; ignore their exceptions."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -17,7 +17,11 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 async def racing(
     *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
 ) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """Yield the tasks as soon as one is done; on exit, cancel the tasks that were made from coroutines."""
+    """Run all `work` concurrently, and yield its tasks, in the given order, as soon as one of them is done.
+
+    On exit, cancel the tasks that this function created from coroutines. Tasks and futures that the caller
+    passed in are not cancelled.
+    """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

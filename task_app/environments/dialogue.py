@@ -1,7 +1,7 @@
 """A dialogue without tools and without a world, as a `ConversationalEnvironment`.
 
-The rollout's interaction (task_app.interactions) scores and answers the model, or a reward function scores
-the whole dialogue; the environment itself has no outcome.
+The rollout's interaction (a simulated user, see task_app.interactions) replies to the model and scores its
+answers, or a reward function scores the whole dialogue. The environment itself gives no reward.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """The prompt of a dialogue; `system` is a system message, used if `prompt` is a text."""
+    """The prompt of a dialogue. If `prompt` is a text, the system message `system` precedes it."""
 
     prompt: tuple[Message, ...] | str = Field(
         min_length=1, description="chat messages, or the text of a user message"
@@ -42,7 +42,7 @@ class DialogueState(Body):
 
 
 class DialogueEnvironment:
-    """One dialogue, which does not depend on the seed."""
+    """Runs one dialogue; its opening is the same for every seed."""
 
     name = "dialogue"
     outcome_definition = ""

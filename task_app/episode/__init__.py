@@ -1,1 +1,1 @@
-"""One episode: the worker, and its prompts, actions, records and endings."""
+"""Plays one episode: the loop (`worker`), its prompts, its actions, the records of its steps, and its end."""

@@ -1,4 +1,4 @@
-"""Converts a policy's action, or the tool calls of a request, for the environment. Pure."""
+"""Converts a policy's action, or the tool calls of an HTTP request, into calls of an environment. Pure."""
 
 import json
 import math
@@ -44,10 +44,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action of an episode: `tool_calls` are recorded, `requests` are sent to the environment.
+    """The policy's action in one decision. `tool_calls` are recorded, `requests` are sent to the environment.
 
-    `text` is an answer without a call, which only an `AnsweredEnvironment` accepts; any other environment
-    refuses it with `invalid_reason`. `text` is None if the reply could not be read.
+    `text` is a reply without a tool call. An `AnsweredEnvironment` may accept such a reply; any other
+    environment refuses it and gives `invalid_reason` as the reason. `text` is None for all other actions, and
+    for a reply that could not be read.
     """
 
     tool_calls: tuple[ToolCall, ...] = ()
@@ -58,13 +59,14 @@ class Action:
 
 
 def read_action(action: Mapping[str, Any]) -> Action:
-    """Read the first element of `AgentPolicy.get_action`'s tuple.
+    """Convert the first element of the tuple that `AgentPolicy.get_action` returns.
 
-    The action itself may be a single call, which is the published form; `tool_calls` may have several. If
-    both are given, they must be the same call.
+    An action of the type `tool_call` contains either one call, in its own keys `name` and `arguments` (the
+    published form), or a list of calls in `tool_calls`. An action may contain both forms only if `tool_calls`
+    contains this one call and no further call.
 
     Raises:
-        ValueError: `type` is unknown, or the two forms of a call differ. This is a bug of the policy.
+        ValueError: `type` is unknown, or the two forms contain different calls. This is a bug of the policy.
     """
     match action.get("type"):
         case "tool_call":
@@ -79,7 +81,7 @@ def read_action(action: Mapping[str, Any]) -> Action:
             return Action(tool_calls=calls, requests=requests)
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            # Text whose only fault is the missing call is a valid answer; with another fault it is none.
+            # If the missing call is the only fault, the text is an answer. With any other fault it is none.
             text = encodable(action.get("content") or "") if reason == NO_TOOL_CALL else None
             return Action(text=text, invalid_reason=encodable(reason))
         case "terminate":
@@ -89,7 +91,7 @@ def read_action(action: Mapping[str, Any]) -> Action:
 
 
 def _is_one_call(requests: Sequence[ToolRequest], action: Mapping[str, Any]) -> bool:
-    """Return whether the only request is the call in the action itself, with equal arguments."""
+    """Return whether `requests` is exactly the one call in the action's own keys `name` and `arguments`."""
     name, arguments = action["name"], action["arguments"]
     if len(requests) != 1 or requests[0].name != encodable(name):
         return False
@@ -103,19 +105,20 @@ def _is_one_call(requests: Sequence[ToolRequest], action: Mapping[str, Any]) -> 
 
 
 def tool_request(call: ToolCall) -> ToolRequest:
-    """Parse the arguments of a call; text that is not a JSON object stays in `raw_arguments` only."""
+    """Convert a call and parse its arguments; `arguments` is None if their text is not a JSON object."""
     text = call.function.arguments
     return ToolRequest(name=call.function.name, arguments=json_object(text), raw_arguments=text)
 
 
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """Parse a JSON object in a model's text; None if the text is anything else.
+    """Parse a model's text as a JSON object; return None if the text is anything else.
 
-    NaN and numbers beyond a float's range also give None, because no record can hold them.
+    An object that contains NaN, or a number beyond a float's range, also gives None, because no record can
+    store such a value.
     """
     try:
         value = _JSON.decode(text)
-        if not text.isascii() or "\\u" in text:  # otherwise it has no lone surrogates
+        if not text.isascii() or "\\u" in text:  # other texts contain no lone surrogates
             value = encodable_json(value)
     except (ValueError, RecursionError):
         return None
@@ -123,7 +126,10 @@ def json_object(text: str) -> Mapping[str, Any] | None:
 
 
 def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest, ...]:
-    """Read the tool calls of POST /env/step: OpenAI's form, or {tool | tool_name | name, args | arguments}.
+    """Convert the tool calls in the body of POST /env/step.
+
+    A call has OpenAI's form, or the form {"tool": ..., "args": ...}. The key `tool` may also be called
+    `tool_name` or `name`, and the key `args` may also be called `arguments`.
 
     Raises:
         ValueError: a call names no tool.
@@ -144,7 +150,10 @@ def _read_request(call: Mapping[str, Any], index: int) -> ToolRequest:
 
 
 def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return name and arguments of a call, each from the first of its possible keys; None if missing."""
+    """Return the name and the arguments of a call; a missing part is None.
+
+    Each part is read from the first of its alternative keys that the call contains.
+    """
     function = call.get("function")
     source = function if isinstance(function, dict) else call
     name, arguments = (

@@ -1,4 +1,7 @@
-"""The context tools, with which a model edits its own history; models see the docstrings of the tools."""
+"""The context tools, with which a model edits its own history.
+
+The docstrings of the public methods of `ContextEditor` are the tool descriptions that a model reads.
+"""
 
 import json
 import re
@@ -17,20 +20,23 @@ from task_app.protocols import ToolRequest
 from task_app.tools import Toolbox, ToolRefused, function_tool
 
 MAX_IDS = 1_000
-# Number of refused ids that get a reason; more would fill the model's context.
+# The reply states reasons for at most this many refused ids: a longer reply would fill the model's context.
 MAX_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """The `accepted` ids in their given order, and the reasons of the refused ones."""
+    """The message ids of one call: the accepted ids in the given order, and a reason for each refused id."""
 
     accepted: tuple[int, ...]
     refusals: tuple[str, ...]
 
     @property
     def complaints(self) -> str:
-        """A text such as `"; refused 0 (the system message stays), ..."`; empty if no id was refused."""
+        """The refusals as the last part of a reply, such as `"; refused 0 (the system message stays)"`.
+
+        The text is empty if no id was refused.
+        """
         if not self.refusals:
             return ""
         count = len(self.refusals)
@@ -39,7 +45,11 @@ class Ids:
 
 
 def explain_refusal(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
-    """Return the reason why a message may not be edited, beginning with its id; None if it may be."""
+    """Return the reason why a message may not be edited; return None if it may be edited.
+
+    The reason begins with the message's id. `deleted` contains the ids of the deleted messages; by default
+    they are computed from the history.
+    """
     if deleted is None:
         deleted = frozenset(history.deleted_msg_ids) - summaries(history)
     # True == 1 and 3.0 == 3 in Python, but neither is an id.
@@ -59,11 +69,12 @@ def explain_refusal(history: History, msg_id: Any, *, deleted: frozenset[int] | 
 
 
 def summaries(history: History) -> frozenset[int]:
-    """Return the messages that were replaced by a summary; unlike deleted ones, they may still be deleted."""
+    """Return the ids of messages that were replaced by a summary. Such a message may still be deleted."""
     return frozenset(i for i, change in history.changes().items() if change.kind == "summary")
 
 
-# The schema requires integers; the tool itself refuses each other value with a reason.
+# The schema that a model reads requires integers. A call with another value still reaches the tool, which
+# refuses this value with a reason.
 AnyId = Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 0})]
 _IDS = WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_IDS})
 AnyIds = Annotated[list[Any], _IDS]
@@ -72,20 +83,21 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The rest of an episode's budget; parts that are not counted are None."""
+    """What an episode has used of its budget, and what is left. A number that is not counted is None."""
 
     used_tokens: int | None = None
-    """Tokens of the last prompt and its answer, counted by the server."""
+    """Number of tokens of the last prompt and its answer, as the server reports it."""
     max_tokens: int | None = None
-    """Limit for a prompt and its answer together."""
+    """Largest number of tokens of a prompt and its answer together."""
     decisions_left: int | None = None
-    """Decisions after this one."""
+    """Number of decisions that may follow the current one."""
 
 
 class ContextEditor:
-    """Executes one call on a history; afterwards `history` is the edited history.
+    """Executes one call of a context tool; each public method is one tool and returns its result as text.
 
-    `fields` is the result as an object, if the tool returns one.
+    After the call, `history` is the edited history. `fields` is the result as a dict if the tool returns a
+    JSON object, otherwise None.
     """
 
     def __init__(self, history: History, budget: Budget) -> None:
@@ -103,7 +115,7 @@ class ContextEditor:
         ids = self._sort_ids(message_ids or (), msg_id)
         changes = {i: Change("deleted", self.history.stub(i)) for i in ids.accepted}
         self.history = self.history.with_edit(changes)
-        # Status and ids are as published. The message explains refused ids.
+        # `status` and `deleted_msg_ids` are the published keys; `message` is our addition for refused ids.
         self.fields = {
             "status": "success" if ids.accepted else "error",
             "deleted_msg_ids": list(ids.accepted),
@@ -185,7 +197,11 @@ class ContextEditor:
         return "; ".join((*lines, f"{count} of {len(self.history)} messages shown in full"))
 
     def _sort_ids(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
-        """Split ids into accepted and refused ones (DESIGN.md 4.12)."""
+        """Split the ids of a call into accepted and refused ids (DESIGN.md 4.12).
+
+        Raises:
+            ToolRefused: the call contains no id, or too many ids.
+        """
         ids = [*message_ids, *([] if msg_id is None else [msg_id])]
         if not ids:
             raise ToolRefused("no message is named; give message_ids, a list of msg_id")
@@ -221,18 +237,24 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A text without its cut spans."""
+    """A message's text, after parts of it were cut out."""
 
     text: str
-    """The text with a note in place of each span."""
+    """The text with a note in place of each cut span."""
     spans: tuple[Span, ...]
-    """[start, end) of all cuts in the original text, sorted and disjoint."""
+    """[start, end) of all cut spans, as positions in the original text; sorted and disjoint."""
     chars: int
-    """Number of characters that this cut removed."""
+    """Number of characters that the last cut removed; earlier cuts are not counted."""
 
 
 def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
-    """Cut from the first occurrence of `start` to the end of the next `end`; `spans` are earlier cuts."""
+    """Cut out the text from the first occurrence of `start` to the end of the next occurrence of `end`.
+
+    `spans` are the parts of `text` that earlier cuts removed; `start` and `end` are not searched there.
+
+    Raises:
+        ValueError: the rest of the text does not contain `start`, or no `end` follows it.
+    """
     begin = _find_shown(text, start, spans, after=0)
     if begin is None:
         raise ValueError(f"it does not hold the words {start[:80]!r}")
@@ -256,7 +278,7 @@ def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
 
 
 def _find_shown(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
-    """Find the first occurrence of the words outside of the cut spans."""
+    """Return the first position from `after` on at which `words` occurs outside of the cut spans, or None."""
     place = text.find(words, after)
     while place >= 0:
         hidden_end = next((b for a, b in spans if a < place + len(words) and place < b), None)
@@ -266,13 +288,13 @@ def _find_shown(text: str, words: str, spans: Sequence[Span], *, after: int) -> 
     return None
 
 
-# Short words are left out, because they occur everywhere.
+# Matches words of at least four characters: shorter words occur in almost every message.
 _WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A message that could be deleted, the characters that this frees, and its importance in [0, 1]."""
+    """A message that may be deleted, the characters that its deletion frees, and its importance in [0, 1]."""
 
     msg_id: int
     chars: int
@@ -280,10 +302,11 @@ class Proposal:
 
 
 def propose_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
-    """Return the least important messages that together free `chars` characters, or all messages.
+    """Return the least important messages: as many as are needed to free `chars` characters, or all.
 
-    importance = (age + use) / 2, both in [0, 1]: `age` is the message's position in the history, 0 for the
-    oldest; `use` is the share of its words that the task or a later assistant message also has.
+    importance = (recency + use) / 2, where both terms are in [0, 1]. `recency` is the message's position in
+    the history, divided by the history's length. `use` is the share of the message's words that also occur in
+    the task or in a later assistant message.
     """
     proposals: list[Proposal] = []
     total = 0
@@ -296,7 +319,7 @@ def propose_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
 
 
 def _rate_messages(history: History) -> list[Proposal]:
-    """Rate every message that may be deleted and is longer than its stub."""
+    """Compute the importance of every message that may be deleted and is longer than its stub."""
     view = history.view()
     deleted = frozenset(history.deleted_msg_ids) - summaries(history)
     task = history.first_user_id
@@ -323,24 +346,27 @@ class EditResult:
     """The result of a context tool."""
 
     history: History
-    """The history after the edit, without the result of this call."""
+    """The history after the edit. The result of this call is not appended yet."""
     text: str
-    """The result of the call."""
+    """The result of the call, as the model will read it."""
     changes_view: bool
-    """Whether the view changed; if not, the next prompt continues the previous one."""
+    """Whether the view changed. If it did not, the next prompt begins with the whole previous prompt."""
     refused: str | None = None
-    """The reason why the call could not be read; None if only ids were refused."""
+    """The reason why the whole call was refused; None if the tool ran, even if it refused some ids."""
     fields: Mapping[str, Any] | None = None
-    """The result as an object, if the tool returns one; a history that shows ids adds ids to it."""
+    """The result as a dict, if the tool returns a JSON object. A history with `shows_ids` adds ids to it."""
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
-    """Return the named context tools, which are offered in addition to the environment's tools."""
+    """Return the specifications of the named context tools, in the form in which a policy gets its tools."""
     return tuple(function_tool(getattr(ContextEditor, name)).spec for name in names)
 
 
 def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
-    """Execute a call of the history's last assistant message; its name must be in CONTEXT_TOOLS."""
+    """Execute a call of a context tool from the last assistant message of `history`.
+
+    `call.name` must be in CONTEXT_TOOLS. The tool `checkBudget` reports the numbers in `budget`.
+    """
     editor = ContextEditor(history, budget or Budget())
     answer = Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS).answer(call)
     changes_view = editor.history is not history

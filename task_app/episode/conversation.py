@@ -1,7 +1,8 @@
-"""A growing conversation: the model's message, then the results of its calls or the user's answer.
+"""Extends a conversation by each decision: the model's message, then tool results or the user's answer.
 
-It implements the states of 3-context-editing-tool-loop.md: `prompt` is PENDING; `carry_out` is
-PROCESSING_TOOLS and INTERACTING. The user answers only a message without a call (DESIGN.md 4.11, 4.12).
+`Conversation` implements the states of 3-context-editing-tool-loop.md: its method `prompt` is the state
+PENDING, and its method `carry_out` is PROCESSING_TOOLS and INTERACTING. The simulated user answers only a
+message without a tool call (DESIGN.md 4.11, 4.12).
 """
 
 import time
@@ -32,17 +33,17 @@ LAST_SCORE = "last turn score: of the last answer, by the interaction"
 
 
 class UserInteraction(Protocol):
-    """A started interaction: `task_app.interactions.live.LiveInteraction`."""
+    """What a conversation calls of a started `task_app.interactions.live.LiveInteraction`."""
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """Answer the last assistant message as the user, and score it."""
 
 
 class Conversation(Prompts):
-    """A conversational environment, its history, and its simulated user.
+    """Keeps the history of an episode in a conversational environment, and makes each prompt from it.
 
-    Without an interaction, only the environment may answer a message without a call. The task's `opening`
-    comes before the environment's own messages.
+    The `interaction` is the simulated user. Without it, only the environment may answer a message without a
+    tool call. The history begins with `opening`, the task's messages, before the environment's own messages.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Conversation(Prompts):
         self._user_turns = 0
         self._last_score = 0.0
         self.history: History
-        # Length and edits of the last prompt.
+        # Number of messages in the previous prompt, and the edits that were active in it.
         self._shown_count = 0
         self._changes: Mapping[int, Change] = {}
 
@@ -110,7 +111,8 @@ class Conversation(Prompts):
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
             return DecisionEffect(outcome)
-        # The environment answers a text that it refuses; otherwise the interaction does, if there is one.
+        # If the environment refuses a text, the model gets the reason as the answer. Otherwise the
+        # interaction answers, if there is one.
         over = outcome.terminated or outcome.truncated
         if outcome.invalid_reason is not None:
             self._add_user_message(f"error: {outcome.invalid_reason}")
@@ -135,10 +137,14 @@ class Conversation(Prompts):
         }
 
     def _answer_calls(self, action: Action, outcome: DecisionOutcome, budget: Budget) -> DecisionOutcome:
-        """Give every call its result, in order; the environment has executed its own calls already."""
+        """Append the result of every call to the history, in order; return the outcome with all results.
+
+        The environment has already executed the calls of its own tools. This method executes the calls of
+        context tools.
+        """
         results, texts = self._index_results(action, outcome), []
         invalid_reason = outcome.invalid_reason
-        # The call that ended the episode is the last one that was not refused.
+        # Of the environment's calls, the last call that was not refused is the one that ended the episode.
         executed = [index for index, text in results.items() if not text.startswith("error: ")]
         end_index = max(executed or results) if outcome.terminated or outcome.truncated else None
         for index, (call, request) in enumerate(zip(action.tool_calls, action.requests, strict=True)):
@@ -158,7 +164,11 @@ class Conversation(Prompts):
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))
 
     def _index_results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
-        """Return the result of each call of an environment's tool, by the call's index in the message."""
+        """Return the results of the environment's calls; a key is the index of a call in the model's message.
+
+        Raises:
+            CriticalError: the environment did not return one result for each call.
+        """
         own = [i for i, request in enumerate(action.requests) if request.name not in self._context_tools]
         if len(own) != len(outcome.results):
             raise CriticalError(
@@ -168,7 +178,10 @@ class Conversation(Prompts):
         return dict(zip(own, outcome.results, strict=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
-        """Let the interaction answer and score the model's message, even the last one (DESIGN.md 4.11)."""
+        """Let the interaction answer and score the model's message (DESIGN.md 4.11).
+
+        The message that ends the episode is scored, too.
+        """
         start_s = self._clock()
         reply = await interaction.respond([entry.message for entry in self.history])
         took_s = self._clock() - start_s
@@ -182,7 +195,7 @@ class Conversation(Prompts):
         return DecisionEffect(outcome, parts, reply.should_terminate, silent, answer, took_s)
 
     def _add_user_turn(self, text: str) -> bool:
-        """Add an answer of the user; return False if no more answers are allowed."""
+        """Append the user's answer to the history, or return False if its limit of answers is reached."""
         limit = self._multi_turn.max_user_turns
         if limit is not None and self._user_turns >= limit:
             return False

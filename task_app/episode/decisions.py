@@ -13,7 +13,7 @@ def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
 
 
 def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Return the sorted names of the achievements that a decision unlocked first in the episode."""
+    """Return the sorted names of the achievements that a decision unlocked for the first time."""
     if before == after:
         return []
     return sorted(name for name, count in after.items() if count > 0 and before.get(name, 0) == 0)
@@ -22,10 +22,10 @@ def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> l
 def step_metadata(
     before: Mapping[str, int], after: Mapping[str, int], *, turn: int, step_rewards: StepRewards
 ) -> StepMetadata:
-    """Make the metadata of decision `turn`, with decision_rewards if `step_rewards` requires them.
+    """Return the metadata of decision `turn`. It contains decision_rewards if `step_rewards` requires them.
 
-    Decisions without an achievement also get the record, unless the environment has no achievements at all
-    (DESIGN.md 4.2).
+    A decision that unlocked nothing has decision_rewards, too. In an environment without achievements, no
+    decision has them (DESIGN.md 4.2).
     """
     if not step_rewards.emits_decision_rewards or not after:
         return NO_METADATA

@@ -1,9 +1,11 @@
-"""A conversation whose messages have ids, its edits, and the view that a model sees. Pure.
+"""Stores a conversation: its messages with ids, its edits, and the view that a model sees. Pure.
 
-A history is immutable: appending or editing returns a new `History` that shares its messages with the old
-one, so keeping an earlier history costs little memory. Source: 3-context-editing-tool-loop.md (names:
-full_history, deleted_msg_ids, msg_id, msg_id(invoking_assistant), had_delete_operation; docs/conversations.md
-describes the replacement of its trajectory_snapshots); DESIGN.md 4.12.
+A history is immutable: appending a message or editing returns a new `History`. The new history and the old
+history share their messages, so an earlier history can be kept at a small cost in memory.
+
+Source: 3-context-editing-tool-loop.md; DESIGN.md 4.12. The names full_history, deleted_msg_ids, msg_id,
+msg_id(invoking_assistant) and had_delete_operation are the source's. docs/conversations.md describes what
+replaces its trajectory_snapshots.
 """
 
 import json
@@ -31,18 +33,18 @@ class Entry:
     msg_id: int
     """Index of the message in the whole history."""
     message: Message
-    """The original message; a tool result has only its text, without ids."""
+    """The original message. The content of a tool result is its bare text, without ids."""
     shown: Message
-    """The message in an unedited view, with ids if the history shows them."""
+    """The message as an unedited view shows it. With `shows_ids`, a tool result contains its ids."""
     invoking: int | None = None
-    """Id of the assistant message with the call; only for a tool result."""
+    """For a tool result, the id of the assistant message that made the call."""
     tool_name: str | None = None
-    """Only for a tool result."""
+    """For a tool result, the name of the called tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The replacement of a message: a stub, a summary, or the text without its cut spans."""
+    """What the view shows in place of a message: a stub, a summary, or the text without its cut spans."""
 
     kind: EditKind
     shown: Message
@@ -51,23 +53,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """The conversation so far. `History.start` makes one; the methods `with_...` extend it."""
+    """The conversation so far. `History.start` creates a history; `with_message` and others extend a copy."""
 
     shows_ids: bool
-    """Whether tool results show their ids, because the model may edit its context."""
-    # All histories that grew from one share the list; each uses its own length. Only the longest appends in
-    # place; another history copies its own part first.
+    """Whether tool results contain message ids, which a model needs for editing its context."""
+    # All histories with the same start share this list, and each uses only its first `_length` entries. The
+    # longest history appends in place; a shorter history copies its entries before it appends.
     _log: list[Entry]
     _length: int = 0
     _edits: tuple[Mapping[int, Change], ...] = ()
     """The active edits, oldest first."""
     _redo: tuple[Mapping[int, Change], ...] = ()
-    """The undone edits, last undone last."""
+    """The undone edits; the edit that was undone last is the last element."""
     _was_edited: bool = False
 
     @classmethod
     def start(cls, messages: Sequence[Message], *, shows_ids: bool) -> "History":
-        """Make the history before the first decision from the opening messages."""
+        """Create the history before the first decision; it consists of the opening messages."""
         if not messages:
             raise ValueError("a conversation opens with at least one message, and there is none")
         history = cls(shows_ids, [])
@@ -82,7 +84,8 @@ class History:
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
         """Append `text` as the result of a call of the last assistant message.
 
-        If the text is an object, `fields` are its members, and the view adds the ids to them.
+        `fields` are given if the result is a JSON object: the members of this object. If the history has
+        `shows_ids`, the view then shows an object with the ids and these members.
         """
         invoking = self.last_assistant_id
         if invoking is None:
@@ -93,7 +96,10 @@ class History:
         return self._append(replace(entry, shown=self.with_text(entry, text, fields)))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
-        """Apply an edit, after which nothing can be redone; an empty edit changes nothing."""
+        """Apply an edit. Undone edits are forgotten, so `redo` then returns None.
+
+        An edit without `changes` has no effect.
+        """
         if not changes:
             return self
         unknown = sorted(changes.keys() - range(self._length))
@@ -108,18 +114,18 @@ class History:
         return replace(self, _edits=self._edits[:-1], _redo=(*self._redo, self._edits[-1]))
 
     def redo(self) -> "History | None":
-        """Redo the last undone edit; return None if there is none or another edit came after it."""
+        """Redo the last undone edit; return None if no edit was undone or a new edit followed the undo."""
         if not self._redo:
             return None
         return replace(self, _edits=(*self._edits, self._redo[-1]), _redo=self._redo[:-1])
 
     def view(self) -> tuple[Message, ...]:
-        """Return the messages that the model sees, with stubs or summaries for edited messages."""
+        """Return the messages that the model sees. `Change.shown` takes the place of each edited message."""
         changes = self.changes()
         return tuple([changes[i].shown if i in changes else self._log[i].shown for i in range(self._length)])
 
     def changes(self) -> dict[int, Change]:
-        """Return the active changes by message id."""
+        """Return the latest active change of each edited message, by message id."""
         changes: dict[int, Change] = {}
         for edit in reversed(self._edits):
             for msg_id, change in edit.items():
@@ -139,17 +145,17 @@ class History:
 
     @property
     def last_assistant_id(self) -> int | None:
-        """The id of the last assistant message, whose calls are answered."""
+        """The id of the last assistant message, to whose calls new tool results belong."""
         return self._find_role("assistant", reversed(range(self._length)))
 
     @property
     def first_user_id(self) -> int | None:
-        """The id of the first user message, which has the task and is never deleted."""
+        """The id of the first user message, which contains the task and is never deleted."""
         return self._find_role("user", range(self._length))
 
     @property
     def deleted_msg_ids(self) -> tuple[int, ...]:
-        """Sorted ids of the messages whose own text is no longer shown."""
+        """Sorted ids of the messages that the view shows as a stub or as a summary."""
         return tuple(sorted([i for i, change in self.changes().items() if change.kind != "cut"]))
 
     @property
@@ -158,9 +164,10 @@ class History:
         return self._was_edited
 
     def full_history(self) -> tuple[Message, ...]:
-        """Return every original message, deleted or not, with the published keys.
+        """Return all messages in their original form, including deleted messages, with the published keys.
 
-        All messages have `msg_id`; tool results also have `tool_name` and `msg_id(invoking_assistant)`.
+        Every message has the key `msg_id`. Tool results also have the keys `tool_name` and
+        `msg_id(invoking_assistant)`.
         """
         messages = []
         for entry in self:
@@ -171,9 +178,10 @@ class History:
         return tuple(messages)
 
     def with_text(self, entry: Entry, text: str, fields: Mapping[str, Any] | None = None) -> Message:
-        """Return a message of this history with another text and the same ids.
+        """Return a copy of a message of this history with another text and the same ids.
 
-        `fields` are the members of a tool result that is an object.
+        If the history has `shows_ids`, the content of a tool result becomes a JSON object. It contains the
+        ids and either the members in `fields` or, without `fields`, the text.
         """
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
@@ -183,16 +191,16 @@ class History:
     def stub(self, msg_id: int, summary: str | None = None) -> Message:
         """Return the message without its text, or with a summary in place of its text.
 
-        Role, tool names and call ids are kept, so that chat templates can render the stub and every result
-        has a call.
+        Role, tool names and call ids are kept, so that chat templates can render the stub, and so that every
+        tool result still has its call.
         """
         entry = self[msg_id]
         calls = entry.message.tool_calls
         if summary is not None:
             stub = self.with_text(entry, summary)
         else:
-            # Short and without its id, because many stubs fill the context. The text of an assistant message
-            # with only calls is empty already.
+            # The stub is short and shows no id, because a context may contain many stubs. The text of an
+            # assistant message that only calls tools is already empty.
             text = STUB if entry.message.content or not calls else ""
             stub = entry.message.model_copy(update={"content": text})
         if not calls:

@@ -1,6 +1,7 @@
 """The prompts of the episode loop: the base class `Prompts` and an implementation, `FreshPrompts`.
 
-task_app.episode.conversation has the other implementation, for prompts that continue each other.
+task_app.episode.conversation contains the other implementation, in which each prompt extends the previous
+prompt.
 """
 
 from collections import deque
@@ -25,15 +26,16 @@ class Prompt:
     messages: tuple[Message, ...]
     """The whole prompt."""
     reused: int = 0
-    """Number of leading messages that are the same as in the previous prompt, except `changed`."""
+    """Number of leading messages that are the same as in the previous prompt, except those in `changed`."""
     changed: Mapping[int, Message] = field(default_factory=dict)
-    """Messages among `reused` that differ from the previous prompt, by index."""
+    """Those of the first `reused` messages that differ from the previous prompt, by index."""
     again: Callable[[], tuple[Message, ...]] | None = None
-    """Rebuilds the messages: storing those of all prompts of a conversation would take quadratic memory."""
+    """Rebuilds `messages`. A step stores this function, because storing every whole prompt of a conversation
+    would take memory that is quadratic in its length."""
 
     @property
     def new(self) -> tuple[Message, ...]:
-        """The messages after the reused ones."""
+        """The messages after the first `reused` messages."""
         return self.messages[self.reused :]
 
 
@@ -47,28 +49,32 @@ class DecisionEffect:
     interaction_done: bool = False
     user_is_silent: bool = False
     answer: UserAnswer | None = None
-    """The user's answer, for the record."""
+    """Data about the user's answer that the step's record stores."""
     interaction_s: float = 0.0
-    """Duration of the interaction."""
+    """Seconds that the interaction took to answer."""
 
 
 class Prompts:
-    """Makes the prompts of an episode and executes its actions."""
+    """Base class: makes the prompts of an episode, and carries out the actions of its policy."""
 
     tools: tuple[ToolSpec, ...] = ()
-    """The tools that the policy may call; some environments know them only from `begin` on."""
+    """The tools that the policy may call. `begin` sets them, because some environments can list their tools
+    only after a reset."""
     past: Sequence[PastDecision] = ()
-    """The last decisions, for environments that show them."""
+    """The most recent decisions, for environments that show them in the next prompt."""
     # 0 by default, because fresh prompts do not depend on the last decision's length.
     context_length_penalty = 0.0
     """Reward of a decision after which the next prompt is too long."""
 
     def open(self) -> AbstractAsyncContextManager[None]:
-        """Keep the interaction, if there is one, open until the end of the episode."""
+        """Return the context manager in which the episode runs. It keeps an interaction, if any, open."""
         return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
-        """Begin the episode, after the environment was reset."""
+        """Begin the episode, after the environment was reset or restored from a snapshot.
+
+        `past` contains the last decisions before the snapshot.
+        """
         raise NotImplementedError
 
     def prompt(self, observation: Observation) -> Prompt:
@@ -78,15 +84,18 @@ class Prompts:
     async def carry_out(
         self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
     ) -> DecisionEffect:
-        """Let the environment, the loop's own tools and the user act on the policy's choice."""
+        """Carry out the policy's action with the environment, the context tools and the simulated user."""
         raise NotImplementedError
 
     def remember(self, step: StepData, before: StepData | None) -> None:
-        """Let a step return the conversation up to its own end; `before` is the previous step."""
+        """Tell `step` where its `resulting_messages_history` comes from; `before` is the previous step.
+
+        `resulting_messages_history` is the conversation up to the end of the step.
+        """
         step.follow(before)
 
     def outcome(self) -> tuple[float, str]:
-        """Return the outcome reward and its definition, for an environment that defines no outcome."""
+        """Return the outcome reward and its definition; used if the environment defines no outcome."""
         return 0.0, "none"
 
     def trajectory_fields(self) -> dict[str, Any]:
@@ -96,29 +105,35 @@ class Prompts:
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens of an episode, counted by the server."""
+    """Token counts of an episode, as the policy's server reports them."""
 
     sampled: int = 0
-    """Sampled tokens of all decisions."""
+    """Number of sampled tokens, summed over all decisions."""
     context: int | None = None
-    """Tokens of the last prompt and its answer; None if the server does not count them."""
+    """Number of tokens of the last prompt and its answer; None if the server does not report it."""
 
     def count(self, log_probs: Mapping[str, Any]) -> None:
-        """Add a decision; `log_probs` is the third value that `AgentPolicy.get_action` returns."""
+        """Add a decision's tokens; `log_probs` is the third value that `AgentPolicy.get_action` returns."""
         prompt, sampled = log_probs.get("prompt_tokens"), log_probs.get("completion_tokens") or 0
         self.sampled += sampled
         self.context = None if prompt is None else prompt + sampled
 
 
 def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Message, ...]:
-    """Join the task's messages and the environment's; only the first system message is kept."""
+    """Join the task's messages and the environment's own messages.
+
+    If the task has a system message, the system message of the environment is left out.
+    """
     if any(message.role == "system" for message in opening):
         own = [message for message in own if message.role != "system"]
     return (*opening, *own)
 
 
 class FreshPrompts(Prompts):
-    """Prompts that join the `opening` and the environment's own messages for the current observation."""
+    """Makes each prompt independently of the previous prompt.
+
+    A prompt consists of `opening` and of the environment's messages for the current observation.
+    """
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment

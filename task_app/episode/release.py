@@ -1,4 +1,4 @@
-"""Closing an environment, which releases its resources outside of this process."""
+"""Closes an environment, so that it releases its resources outside of this process."""
 
 import asyncio
 from contextlib import suppress
@@ -9,14 +9,17 @@ from task_app.threads import begin
 
 
 def close(environment: Environment) -> None:
-    """Close an environment that can be closed; an error is only logged."""
+    """Close the environment if it is a `ClosableEnvironment`. An error is logged and not raised."""
     if isinstance(environment, ClosableEnvironment):
         with suppress(TaskAppError), boundary("environment.close"):
             environment.close()
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:
-    """Begin to close an environment on its own thread; return None if there is nothing to close."""
+    """Start to close the environment in a new thread, and return a future of the end of this call.
+
+    Return None if the environment is not a `ClosableEnvironment`.
+    """
     if not isinstance(environment, ClosableEnvironment):
         return None
     return begin("environment.close", close, environment)

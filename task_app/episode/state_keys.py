@@ -1,9 +1,9 @@
-"""State keys identify states, so that estimators can compare decisions of the same state.
+"""Makes state keys. Estimators compare decisions with equal keys, because they were made in the same state.
 
-A key is a digest of the policy's observation, written in canonical form. Unlike `hash()` it is the same in
-every process. It begins with its function's version, so keys of two versions differ. In a conversation
-the policy also sees its own earlier answers, so equal questions after different answers are different states
-(DESIGN.md 4.7).
+A state key is a digest of the policy's observation, which is first written in a canonical form. Unlike the
+result of `hash()`, the key is the same in every process. A key begins with the version of its kind, so that
+keys of different versions are never equal. In a conversation the policy also sees its own earlier answers, so
+equal questions after different answers are different states (DESIGN.md 4.7).
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from task_app.protocols import Observation
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """A kind of state key.
+    """A kind of state key: defines which part of which observations is compared.
 
-    of: returns the compared part of an observation as JSON-able values; equal values are the same state.
-    version: raise it whenever the value of `of` changes for any observation.
-    past: number of earlier observations that are compared too; None: all of them.
+    of: returns the part of an observation that is compared, as JSON-able values.
+    version: must be increased whenever `of` begins to return another value for any observation.
+    past: number of earlier observations that are compared, too; None: all earlier observations.
     """
 
     of: Callable[[Observation], Any]
@@ -37,17 +37,17 @@ class StateKey:
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """A kind of state key for conversations, which compares the prompt's messages without call ids."""
+    """A kind of state key for conversations: compares the messages of prompts, except ids of tool calls."""
 
     observations: int | None = None
-    """Number of last observations that are compared, with the answers between them. An observation is all
-    messages between two answers. None: the whole prompt."""
+    """Number of observations at the end of the prompt that are compared, with the policy's answers between
+    them; None: the whole prompt. An observation here is all messages between two answers of the policy."""
     version: int = 2  # version 1 was a digest of the question only
     past: int | None = 0
-    """None: all earlier prompts are compared too."""
+    """0: only this prompt is compared. None: all earlier prompts are compared, too."""
 
 
-# Keys of every environment; shared_schemas/state_keys.py describes them. `select_keys` sets the n of
+# Keys that every environment has; shared_schemas/state_keys.py describes them. `select_keys` sets the n of
 # text_last_n.
 STATE_KEYS: Mapping[str, StateKey] = {
     "text": StateKey(attrgetter("text")),
@@ -63,7 +63,10 @@ KeyKinds = Mapping[str, StateKey | PromptKey]
 
 
 class EpisodeStateKeys:
-    """Makes the keys of one episode's decisions in order; each call reads only new messages."""
+    """Makes the state keys of one episode; `next` must be called for each decision, in order.
+
+    A call digests only the messages that are new or changed since the previous prompt.
+    """
 
     def __init__(self, kinds: KeyKinds) -> None:
         self._kinds = kinds
@@ -73,7 +76,7 @@ class EpisodeStateKeys:
         self._messages: list[tuple[bytes, bool]] = []
 
     def next(self, observation: Observation, prompt: Prompt) -> dict[str, str]:
-        """Make the keys of the next decision's state, by name."""
+        """Return the keys of the state before the next decision, by the name of their kind."""
         if self._reads_prompts:
             self._messages = self._messages[: prompt.reused]
             for place, message in prompt.changed.items():
@@ -100,10 +103,10 @@ class EpisodeStateKeys:
 def keys_by_name(
     of_environment: Mapping[str, StateKey], *, conversation: bool
 ) -> dict[str, StateKey | PromptKey]:
-    """Return the keys that can be requested: the environment's own, those of all environments, and "default".
+    """Return the kinds of keys that a request can name: "default", general kinds, and the environment's own.
 
-    "default" is the first of the environment's own keys, or else its text. In a conversation, PROMPT_KEYS
-    take the place of STATE_KEYS.
+    The general kinds are PROMPT_KEYS in a conversation, and STATE_KEYS elsewhere. "default" is the first of
+    the environment's own kinds, or the general kind "text" if the environment has none.
     """
     of_all: KeyKinds = PROMPT_KEYS if conversation else STATE_KEYS
     return {DEFAULT: next(iter(of_environment.values()), of_all["text"]), **of_all, **of_environment}
@@ -127,7 +130,10 @@ def select_keys(
 
 
 def _digest_message(message: Message) -> tuple[bytes, bool]:
-    """Return a message's digest without call ids, which may be random, and whether the policy wrote it."""
+    """Return the digest of a message, and whether the policy wrote this message.
+
+    The ids of tool calls are left out of the digest, because they may be random.
+    """
     data = message.model_dump(mode="json", exclude={"tool_call_id"}, exclude_none=True)
     for call in data.get("tool_calls", ()):
         del call["id"]
@@ -135,12 +141,12 @@ def _digest_message(message: Message) -> tuple[bytes, bool]:
 
 
 def _canonical(value: Any) -> bytes:
-    """Write equal values as equal text: sorted names, no spaces. 1, 1.0 and true stay different."""
+    """Write a value as JSON so that equal values give equal bytes. 1, 1.0 and true give different bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _digest(parts: Sequence[bytes]) -> bytes:
-    """Make a digest of the parts and their lengths, so that ["ab", "c"] and ["a", "bc"] differ."""
+    """Return the digest of the parts and their lengths, which differs for ["ab", "c"] and ["a", "bc"]."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

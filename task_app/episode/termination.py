@@ -1,6 +1,6 @@
-"""Decides why an episode ends after a decision, by its limits and the facts. Pure.
+"""Decides after each decision whether the episode ends, and for which reason. Pure.
 
-Source: 2-rollout-worker-and-gigpo.md, Task 2.3; DESIGN.md 4.5 has the order.
+Source: 2-rollout-worker-and-gigpo.md, Task 2.3. DESIGN.md 4.5 defines the order of the reasons.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,29 +15,29 @@ from shared_schemas.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFacts:
-    """The facts after the last decision or attempt."""
+    """What is known about an episode after a decision, even if this decision could not be completed."""
 
     decisions_done: int
     invalid_decisions: int = 0
-    """Decisions that were refused (no call, unknown tool, bad arguments)."""
+    """Number of decisions that were refused (no call, unknown tool, bad arguments)."""
     elapsed_s: float = 0.0
-    """Time since the episode began, including the generation of the world."""
+    """Seconds since the episode began, including the generation of the world."""
     critical_error: bool = False
     """The environment raised an unexpected error."""
     environment_done: bool = False
-    """The environment ended by itself, or by a limit of its own."""
+    """The environment ended the episode, by the rules of the task or by a limit of its own."""
     interaction_done: bool = False
     """The simulated user ended the conversation."""
     terminate_action: bool = False
-    """The policy chose to stop."""
+    """The policy chose the action `terminate`."""
     signal: bool = False
     """The policy's output matches limits.termination_regex."""
     context_exceeded: bool = False
-    """The next prompt did not fit the model."""
+    """The next prompt is too long for the model."""
     sampled_tokens: int = 0
-    """Tokens of all decisions, as far as the server counts them."""
+    """Number of sampled tokens of all decisions, as far as the server reports it."""
     user_is_silent: bool = False
-    """The user could not answer, because the limit of answers was reached."""
+    """The simulated user could not answer, because its limit of answers was reached."""
 
 
 def stop_reason(
@@ -62,9 +62,11 @@ def stop_reason(
 
 
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
-    """Make the function that tells whether a raw policy output, or its action's text, matches the regex.
+    """Return a function that says whether a decision matches `limits.termination_regex`.
 
-    `limits.termination_target` says which of the two. A policy without a model has no raw output (None).
+    The function gets the policy's raw output and its action. If `limits.termination_target` is "raw", the raw
+    output is matched, otherwise the action's text. A policy without a model has no raw output: None never
+    matches.
     """
     if limits.termination_regex is None:
         return lambda raw_output, action: False
@@ -78,9 +80,11 @@ def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[s
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """Return whether the reason truncates the episode; False for ENVIRONMENT_DONE: the environment decides.
+    """Return whether an episode with this stop reason was truncated by a limit outside of its environment.
 
-    An episode that the policy ends, by an action or by matching the regex, is terminated instead.
+    An episode that the policy ended, by an action or by a text that matches the regex, is terminated and not
+    truncated. For ENVIRONMENT_DONE this function returns False, because the environment itself says whether
+    it reached a limit of its own.
     """
     return reason in {
         StopReason.INVALID_ACTION,

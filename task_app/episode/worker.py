@@ -63,28 +63,31 @@ from task_app.threads import Threads, in_thread
 
 log = structlog.get_logger("task_app")
 
-# Takes a snapshot before the next decision, if it was requested (task_app.rollouts.assembly).
+# Returns a snapshot from before the next decision if the request asks for it, otherwise None.
+# `SnapshotTaker` in task_app.rollouts.assembly is such a function.
 Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
 
 
 class RLRolloutWorker:
-    """Plays one episode. `run_episode` collects the steps; afterwards `trajectory()` returns them.
+    """Plays one episode. `run_episode` plays it; afterwards `trajectory()` returns its record.
 
     Args:
         task_definition: the environment and its config, the opening messages, the limits, and the ground
-            truth, which the worker only returns.
-        max_episode_steps: limit of decisions; None: the task's own.
-        environment: replaces the environment of the task; it must not be shared.
-        seed: of the world; workers with the same task and seed are siblings.
-        start: brings the environment to its start; by default to the world of `seed`.
-        step_rewards: decides whether the steps' metadata has decision_rewards.
+            truth. The worker does not read the ground truth; `run_episode` returns it.
+        max_episode_steps: limit of decisions; None: the limit in `task_definition`.
+        environment: used in place of the environment that the task names; no other worker may use it.
+        seed: seed of the world; workers with the same task and seed are siblings.
+        start: brings the environment to the start of the episode; by default to the world of `seed`.
+        step_rewards: decides whether the metadata of steps contains decision_rewards.
         prompts: by default `Conversation` for a conversational environment, otherwise `FreshPrompts`.
         multi_turn: limits of a conversation.
-        keep: called before every decision, and once more when a limit ends the episode; its snapshot goes
-            into the step, or into the trajectory.
-        final_view: whether to ask the policy for one more token if a limit cuts the episode.
-        spans: traces of model calls and environment calls.
-        threads: run resets and slow steps; by default the event loop's own threads.
+        keep: takes snapshots. It is called in each decision before the action is executed; the step stores
+            the snapshot. If the limit of decisions or tokens ended the episode, it is called once more, and
+            the trajectory stores the snapshot.
+        final_view: whether to send the next prompt to the policy after the episode was cut short, and to
+            request one token, in order to record the exact tokens of this prompt.
+        spans: records traces of model calls and environment calls.
+        threads: run resets and slow steps; by default each of these calls gets a new thread.
     """
 
     def __init__(
@@ -156,10 +159,10 @@ class RLRolloutWorker:
 
     @property
     def current_messages_history(self) -> list[Message]:
-        """A new list of the messages up to the last complete decision.
+        """The messages up to the end of the last complete decision, as a new list.
 
-        Before the first decision it is the first prompt, and before the environment's start the task's
-        messages.
+        Until the first decision is complete, these are the messages of the first prompt. Until the first
+        prompt is made, they are the messages of the task.
         """
         return self._steps[-1].resulting_messages_history if self._steps else list(self._first_prompt)
 
@@ -170,7 +173,7 @@ class RLRolloutWorker:
 
     @property
     def steps(self) -> tuple[StepData, ...]:
-        """The decisions so far, also of an episode that failed or was cancelled."""
+        """The complete decisions so far; they stay available if the episode fails or is cancelled."""
         return tuple(self._steps)
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
@@ -178,6 +181,7 @@ class RLRolloutWorker:
 
         Raises:
             Conflict: `run_episode` was called before.
+            TaskAppError: the episode failed; the attribute `failure` stores the error.
         """
         if self._has_begun:
             raise Conflict(
@@ -204,7 +208,7 @@ class RLRolloutWorker:
         facts = self._facts()
         while (reason := self._check_termination(facts)) is None:
             facts = await self._decide()
-            # A scripted policy never awaits: let cancellations and other rollouts run.
+            # A scripted policy never awaits, so let cancellations and other rollouts run here.
             await asyncio.sleep(0)
         truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
         if is_cut_short(reason, truncated=truncated):
@@ -215,7 +219,7 @@ class RLRolloutWorker:
         self._finish(reason)
 
     def trajectory(self) -> Trajectory:
-        """Return the finished episode; call it after `run_episode`."""
+        """Return the record of the finished episode. Raises Conflict if `run_episode` has not finished it."""
         if self.stop_reason is None:
             raise Conflict("the episode has not finished, so it has no trajectory", hint="Await run_episode.")
         outcome_reward, outcome_definition = self._outcome()
@@ -244,7 +248,10 @@ class RLRolloutWorker:
         )
 
     def _outcome(self) -> tuple[float, str]:
-        """Return the outcome of the environment, or of the interaction if the environment defines none."""
+        """Return the outcome reward and its definition.
+
+        If the environment defines no outcome, `Prompts.outcome` does, for example by the interaction's score.
+        """
         definition = self._environment.outcome_definition
         if not definition:
             return self._prompts.outcome()
@@ -263,7 +270,7 @@ class RLRolloutWorker:
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
 
     async def _decide(self) -> EpisodeFacts:
-        """Try to complete one decision; return the facts after it."""
+        """Try to complete one decision; return the facts that decide whether the episode ends."""
         prompt = self._prompts.prompt(self._observation)
         if not self._steps:
             self._first_prompt = tuple(prompt.messages)
@@ -310,9 +317,10 @@ class RLRolloutWorker:
         return await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
 
     async def _fetch_final_view(self) -> PolicyLogprobs | None:
-        """Return the exact tokens of the next decision's prompt and one more, from the policy's server.
+        """Ask the policy for one more token; return the exact tokens of the next prompt and this token.
 
-        None if the prompt is too long (no decision could follow), the time is over, or there are no tokens.
+        Return None if the prompt is too long (so that no decision could follow), if the time limit passes, or
+        if the policy does not return exact tokens.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
@@ -324,7 +332,7 @@ class RLRolloutWorker:
         return None if reply is None else policy_logprobs(reply[0].log_probs)
 
     def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
-        """Make the policy's observation from the prompt's messages and the rest of the token budget."""
+        """Return the policy's observation: the prompt's messages, and how many tokens it may still sample."""
         limit = self._multi_turn.max_episode_tokens
         max_tokens = None if limit is None else limit - self._tokens.sampled
         return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
@@ -347,7 +355,13 @@ class RLRolloutWorker:
         return await self._prompts.carry_out(choice, action, before, execute, budget)
 
     async def _step(self, action: Action) -> DecisionOutcome:
-        """Step the environment; a quick step, of tens of microseconds, runs inline."""
+        """Let the environment carry out the action.
+
+        The call runs in a thread, unless the environment has `quick_step`: then it runs on the event loop.
+
+        Raises:
+            DeadlineExceeded: the call in the thread took longer than `limits.timeout_s`.
+        """
         environment = self._environment
         if action.terminate:
             # No env step runs, so the last reward must not count again.
@@ -360,15 +374,15 @@ class RLRolloutWorker:
         if steps_quickly(environment):
             return step()
         try:
-            # Each step may take the time limit of the whole episode, so that a slow policy does not shorten
-            # the environment's time.
+            # Each step by itself may take as long as the time limit of the whole episode, so that a slow
+            # policy does not shorten the environment's time.
             async with asyncio.timeout(self._limits.timeout_s):
                 return await in_thread(self._threads, "environment.step", step)
         except TimeoutError as exc:
             raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
     def _record(self, decision: Decision) -> EpisodeFacts:
-        """Add the decision to the steps, the prompts and the counters; return the facts after it."""
+        """Store the decision as a step and update the counters; return the facts after the decision."""
         with boundary(f"the record of decision {decision.turn}"):
             step = step_data(
                 decision,
@@ -404,7 +418,12 @@ class RLRolloutWorker:
         return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
-        """Mark the last step with the reason. Raises if the environment failed or no decision is complete."""
+        """Mark the last step with the stop reason.
+
+        Raises:
+            CriticalError: the environment raised an unexpected error.
+            DeadlineExceeded: no decision is complete.
+        """
         if self._critical is not None:
             raise self._critical
         if not self._steps:
@@ -424,7 +443,10 @@ class RLRolloutWorker:
 
 
 def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """Create the environment of a task; also return the opening messages that it does not show itself."""
+    """Create the environment of a task; also return the task's messages that the environment does not show.
+
+    If the environment's config has the key `prompt`, it gets the messages there, and none are returned.
+    """
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
     try:
@@ -439,14 +461,18 @@ def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[M
                 where="messages",
             )
         config, opening = {**config, "prompt": opening}, ()
-    # The path in an error is "base_resource_" + "config".
+    # An error then names the path "base_resource_config": `boards.environment` appends "config" to `where`.
     return boards.environment(task.resource_type, config, where="base_resource_"), opening
 
 
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, Action] | None:
-    """Ask the policy for an action; None if it is too slow, which ends the episode."""
+    """Ask the policy for an action; return None if the answer takes longer than `timeout_s`.
+
+    Raises:
+        PolicyUnavailable: the time passed while the policy was repeating failed requests to its server.
+    """
     try:
         return await decide(policy, observation, tools, timeout_s=timeout_s)
     except TimeoutError as exc:
@@ -459,7 +485,7 @@ async def ask(
 async def decide(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, Action]:
-    """Ask the policy for an action. Raises TimeoutError if it is too slow."""
+    """Ask the policy for an action. Raises TimeoutError if the answer takes longer than `timeout_s`."""
     async with asyncio.timeout(max(0.0, timeout_s)):
         with boundary(f"policy {policy_name(policy)}", policy.get_action):
             action, raw, log_probs, value = await policy.get_action(observation, tools)

@@ -4,8 +4,8 @@
       - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
         config: {}
 
-The file is read once, when the task app starts. Its classes are imported from installed packages and from the
-file's folder; requests name entries, never classes.
+The file is read once, when the task app starts. The classes that it names are imported from installed
+packages and from the file's folder. A request can name an entry of the file, but it cannot name a class.
 """
 
 import importlib
@@ -52,7 +52,11 @@ class _File(Body):
 
 
 def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEntry]:
-    """Read the entries of the file by name, and check that each class can be built."""
+    """Return the entries of the file by name, after checking that each class can be built.
+
+    Raises:
+        SettingsError: the file or one of its entries is invalid.
+    """
     rows = _read_rows(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -74,7 +78,10 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
 
 
 def package_interactions(settings: Settings) -> dict[str, InteractionEntry]:
-    """Load the entry points of installed packages, by name; entries of the operator's file override them."""
+    """Return the interactions that installed packages offer as entry points, by name.
+
+    An entry of the operator's file with the same name has priority.
+    """
     offer_stand_ins()
     entries: dict[str, InteractionEntry] = {}
     for point in package_plugs("turnwise.interactions"):
@@ -127,7 +134,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _refuse_repeated_keys(node: Any) -> None:
-    """Refuse a key that is given twice: YAML would silently drop its first value."""
+    """Raise ValueError if a key is given twice, because YAML would silently drop the first value."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -143,7 +150,7 @@ def _refuse_repeated_keys(node: Any) -> None:
 
 
 def _find_texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield place and value of every string."""
+    """Yield the path and the text of every string in a parsed file."""
     if isinstance(value, str):
         yield place.removeprefix("."), value
     elif isinstance(value, Mapping | list):
@@ -179,7 +186,10 @@ def _check_class(kind: Any, *, place: str) -> type[Any]:
 
 
 def _import_module(module_name: str, place: str) -> ModuleType:
-    """Import the module of a class. A missing module is a SettingsError; other errors are not caught."""
+    """Import the module of a class.
+
+    Raises SettingsError if the module does not exist. Errors inside the module are not caught.
+    """
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -228,11 +238,11 @@ STAND_INS = _StandIns()
 
 
 def offer_stand_ins() -> None:
-    """Let published interaction classes import modules of `verl` if verl is not installed.
+    """Make stand-ins importable for the modules of `verl` that published interaction classes import.
 
-    The stand-ins are never removed, because a class may import inside a method at any time. A second call
-    changes nothing.
+    A module of an installed verl has priority over its stand-in. The stand-ins stay until the process ends,
+    because a class may import a module inside a method at any time. A second call changes nothing.
     """
     if STAND_INS not in sys.meta_path:
-        # Last in the list, so that an installed verl has priority, even if it lacks some of these modules.
+        # Last in the list, so that a stand-in is imported only if no installed verl contains the module.
         sys.meta_path.append(STAND_INS)

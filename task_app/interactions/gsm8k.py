@@ -1,4 +1,4 @@
-"""The interaction for grade-school maths: a right answer ends the episode, a wrong one may be corrected."""
+"""The interaction for grade-school maths: a right answer ends the episode; wrong answers may be corrected."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,12 +14,15 @@ Method = Literal["strict", "flexible"]
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """Return a text's final answer without commas, dollar signs and final full stop; None if there is none.
+    """Return the final answer in a text, or None if the text contains no answer.
+
+    Commas, dollar signs and a full stop at the end of the answer are removed.
 
     Args:
         solution_str: the assistant's text. The published function reads only its last 300 characters, which
-            may begin inside a number; this one reads the whole text.
-        method: "strict" finds the last `#### 42`, "flexible" the last number.
+            may begin inside a number; this function reads the last 100,000.
+        method: "strict" returns the last number after a mark, as in `#### 42`; "flexible" returns the last
+            number.
 
     Raises:
         ValueError: the method is unknown.
@@ -37,11 +40,12 @@ def compute_score(
 ) -> float:
     """Return `score` for the right answer, `format_score` for a wrong answer, 0 for no answer.
 
-    Equal numbers are equal answers: "42.0" and "42", "1,000" and "1000". The published function compares
-    text, so `#### 42.` at the end of a sentence is wrong there; it also returns the int 0 for no answer.
+    Answers are compared as numbers: "42.0" equals "42", and "1,000" equals "1000". The published function
+    compares texts, so it counts `#### 42.` at the end of a sentence as wrong. For no answer it returns the
+    int 0, where this function returns the float 0.0.
 
     Raises:
-        ValueError: the method is unknown, or no answer can equal the ground truth.
+        ValueError: the method is unknown, or the ground truth is not a number.
 
     Source: 5-interactions.md, and the function that it imports.
     """
@@ -52,11 +56,11 @@ def compute_score(
 
 
 def read_truth(ground_truth: Any) -> Number:
-    """Read the number that an answer must equal.
+    """Parse the ground truth: the number that a right answer equals.
 
     Raises:
-        ValueError: it is not a number. The message contains only its type, because the value is the secret
-            answer, and errors reach logs and replies.
+        ValueError: the ground truth is not a number. The message states only the type of the value, because
+            the value is the secret answer, and errors reach logs and replies.
     """
     truth = read_number(ground_truth)
     if truth is None:
@@ -86,12 +90,12 @@ class Gsm8kConfig(Body):
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Scores the last assistant message by `ground_truth` of the data row.
+    """Scores the last assistant message by comparing its answer with `ground_truth` of the data row.
 
-    As published, `#### ` is put before a response that lacks it. The method `strict` requires this mark from
-    the model, so it scores the response unchanged.
+    As in the published class, the mark `#### ` is put before a message that does not begin with it. The
+    method `strict` leaves the message unchanged, because the model itself must write this mark.
 
-    Source: 5-interactions.md, whose example reads the last *user* message, and so never scores an answer
+    Source: 5-interactions.md. Its example reads the last *user* message, and so never scores an answer
     (DESIGN.md 4.11).
     """
 
@@ -120,7 +124,7 @@ class Gsm8kInteraction(BaseInteraction):
         has_mark = self._settings.method == "strict" or answer.startswith(MARK)
         self._instance_dict[instance_id]["response"] = answer if has_mark else MARK + answer
         score = await self.calculate_score(instance_id)
-        # The configured score cannot decide, because it may be any number, or equal to format_score.
+        # Compare again with the scores 0 and 1, because the configured scores may be equal to each other.
         right = self._score(instance_id, format_score=0.0, score=1.0) == 1.0
         return right, RIGHT if right else WRONG, score, {}
 

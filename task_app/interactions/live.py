@@ -27,10 +27,10 @@ class ConnectedInteraction(Protocol):
     """An interaction that uses parts of the service, such as its HTTP client."""
 
     def check(self, settings: Settings) -> None:
-        """Check the config at the service's start. Raises TaskAppError if it cannot work here."""
+        """Check the config when the service starts. Raises TaskAppError if it cannot work in this service."""
 
     def connect(self, context: PolicyContext) -> None:
-        """Receive the service's `context`; called before all other calls of an episode."""
+        """Take parts of the service from `context`; `connect` is the first call of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class InteractionReply:
     """The user's answer to the model."""
 
     should_terminate: bool
-    """Whether the episode ends; `response` is then not shown to the model."""
+    """Whether the episode ends. If it ends, the model does not see `response`."""
     response: str
     score: float | None
     """Reward of the answered decision; None if the interaction gives none."""
     metadata: dict[str, Any]
-    """JSON-able data for the record."""
+    """JSON-able data that the step's record stores."""
 
 
 class Calls:
-    """Calls the published methods of one interaction object, one at a time.
+    """Builds one interaction object and calls its published methods, one call at a time.
 
-    Everything, including the object's construction, runs on the interaction's loop, because it may block. The
-    class may return another instance_id than the given one.
+    All methods here run on the interaction's event loop, because every call may block, even the constructor.
+    If `start_interaction` returns an id, it replaces the given `instance_id`.
     """
 
     def __init__(
@@ -95,9 +95,12 @@ class Calls:
             return read_score(answer, where=f"interaction {self._entry.name!r}: calculate_score")
 
     async def finalise(self, within_s: float) -> None:
-        """Wait at most `within_s` seconds for a running call, then finalise the object, if it was built.
+        """Wait at most `within_s` seconds for a running call, then finalise the object if it was built.
 
-        Queued and later calls are refused.
+        Calls that still wait for their turn, and later calls, are refused.
+
+        Raises:
+            TimeoutError: finalize_interaction took longer than `within_s` seconds.
         """
         self._closed = True
         with suppress(TimeoutError):
@@ -145,11 +148,11 @@ DEADLINE = "interaction_deadline"
 
 
 class LiveInteraction:
-    """A running interaction, for the episode loop and the routes. The caller that starts it must close it.
+    """Runs an interaction for the episode loop and the HTTP routes. The caller that starts it must close it.
 
-    The calls run on the `loop`: the service's, or a loop of `loop_in_thread`, which stops at the end.
-    `on_end` is called when the interaction is finalised, or when it is abandoned because a call hangs. In
-    the second case `on_end` is called again if that call returns.
+    The calls run on `loop`: the service's own event loop, or a loop that `loop_in_thread` started and that
+    stops when the interaction is finalised. `on_end` is called when the interaction is finalised, or when it
+    is given up because a call hangs. If this call returns later, `on_end` is called a second time.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class LiveInteraction:
         self.terminated = self.hangs = False
 
     async def start(self) -> None:
-        """Build the object and begin the episode."""
+        """Build the interaction object and call its start_interaction."""
         await self._call("start_interaction", self._calls.start())
         self._log("interaction_started")
 
@@ -193,25 +196,25 @@ class LiveInteraction:
     async def close(self) -> None:
         """Finalise the interaction, even if the caller is cancelled.
 
-        An error of the class is only logged, because the episode is complete.
+        An error of the interaction's class is logged and not raised, because the episode is complete.
         """
         await asyncio.shield(self.begin_close())
 
     def begin_close(self) -> "asyncio.Task[None]":
-        """Start `close` without waiting for it; the service waits when it stops."""
+        """Start to finalise the interaction, and return the task. Later calls return the same task."""
         if self._end_task is None:
             self._end_task = asyncio.get_running_loop().create_task(self._end())
         return self._end_task
 
     def _log(self, event: str, **facts: Any) -> None:
-        """Log an event for tracing; log lines never contain the conversation."""
+        """Log an event at level debug. Log lines never contain the conversation."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
     def _submit(self, where: str, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
         """Start a call on the interaction's loop; cancelling the returned future cancels the call."""
 
         async def guarded() -> T:
-            # The boundary is on the loop's side, because a SystemExit would end the loop and its thread.
+            # `boundary` is inside the coroutine, because a SystemExit would end the loop and its thread.
             with boundary(where):
                 return await work
 
@@ -230,7 +233,7 @@ class LiveInteraction:
             detail = f"{where} gave no answer within {self._deadline_s:g} s"
             raise InteractionFailed(detail, code=DEADLINE) from exc
         except EpisodeFailed as exc:
-            # Any error is an infrastructure failure, not the policy's: a simulated user's model may be down.
+            # Any error counts as a failure of the infrastructure, for example of the simulated user's server.
             has_name = exc.detail.startswith(f"interaction {self.name!r}")
             raise InteractionFailed(exc.detail if has_name else f"{where}: {exc.detail}") from exc
 
@@ -248,7 +251,7 @@ class LiveInteraction:
         await asyncio.wait({task}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not task.done()
         if self.hangs:
-            # The call blocks its thread. If it returns, `finalise` runs next.
+            # A call blocks its thread. If this call returns later, `finalise` runs after it.
             log.error("interaction_hangs", interaction=self.name, after_s=self._deadline_s)
             task.add_done_callback(end_late)
         else:
@@ -261,8 +264,8 @@ class LiveInteraction:
 def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     """Start an event loop in its own daemon thread; the thread ends when the loop stops.
 
-    An interaction uses one loop for all calls, because a client session, lock or task that a class creates
-    is bound to the loop of that call.
+    All calls of an interaction must use the same loop, because a client session, a lock or a task is bound to
+    the loop on which the class created it.
     """
     loop = asyncio.new_event_loop()
 
@@ -287,7 +290,11 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
 
 
 def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply:
-    """Check the return value of generate_response; `at_most_bytes` limits text and metadata together."""
+    """Convert the return value of generate_response.
+
+    Raises:
+        InteractionFailed: the value is invalid, or text and metadata together exceed `at_most_bytes`.
+    """
     where = f"interaction {name!r}: generate_response"
     if not isinstance(value, tuple | list) or len(value) != 4:
         needed = "(should_terminate, response, score, metadata)"
@@ -306,9 +313,10 @@ def read_reply(value: Any, *, name: str, at_most_bytes: int) -> InteractionReply
 
 
 def read_score(value: Any, *, where: str) -> float:
-    """Convert a returned score to a float: classes return 0, True, or numbers of numpy and torch.
+    """Convert a score that a class returned to a float. Scalars of Python, numpy and torch are allowed.
 
-    NaN and infinity are refused, because they would reach the gradient.
+    Raises:
+        InteractionFailed: the score is no number, or it is NaN or infinite (it would reach the gradient).
     """
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
@@ -322,7 +330,7 @@ def read_score(value: Any, *, where: str) -> float:
 
 
 def read_instance_id(value: Any, default: str, *, name: str) -> str:
-    """Check the id that start_interaction returned; `default` replaces None."""
+    """Check and return the id that start_interaction returned; return `default` if it returned None."""
     if value is None:
         return default
     if not isinstance(value, str) or not value:
@@ -333,7 +341,7 @@ def read_instance_id(value: Any, default: str, *, name: str) -> str:
 
 
 def _read_flag(value: Any, *, where: str) -> bool:
-    """Convert a returned flag, which may be numpy's, to a bool; others, such as "False", are refused."""
+    """Convert a bool of Python or numpy to a bool; refuse any other value, such as the text "False"."""
     scalar = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
     if not isinstance(scalar, bool):
         raise InteractionFailed(f"{where} returned {_describe(value)} as should_terminate; a bool is needed")
@@ -349,7 +357,7 @@ def _read_response(value: Any, *, where: str, at_the_end: bool) -> str:
 
 
 def _read_metadata(value: Any, *, where: str) -> dict[str, Any]:
-    """Convert metadata to JSON: arrays become lists, and values that JSON cannot hold become text."""
+    """Convert metadata to JSON-able values: arrays become lists, values without a JSON form become text."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -366,7 +374,7 @@ def _read_metadata(value: Any, *, where: str) -> dict[str, Any]:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in an error: a scalar by its value, anything else by its type."""
+    """Describe a value for an error message: a scalar by its value, anything else by its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r:.80}"
     if isinstance(value, tuple | list):

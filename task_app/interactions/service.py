@@ -1,4 +1,4 @@
-"""The interactions of a service, for episodes (`open`) and for sessions over HTTP."""
+"""Starts and finalises the interactions of a service: those of episodes, and those of sessions over HTTP."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ _CLOSE_S = 5.0
 
 
 class Interactions:
-    """The entries of the operator's file, and the running interactions."""
+    """Starts interactions by the names of their entries, and keeps track of those that run."""
 
     def __init__(
         self,
@@ -34,7 +34,11 @@ class Interactions:
         return len(self._open)
 
     def entry(self, name: str | None, *, where: str = "") -> InteractionEntry:
-        """Return the entry with this name; if the name is None, the only entry."""
+        """Return the entry with this name; None stands for the only entry.
+
+        Raises:
+            InvalidRequest: no entry has the name, or the name is None and there are several entries.
+        """
         place = where + "name"
         if not self._entries:
             raise InvalidRequest(
@@ -57,10 +61,10 @@ class Interactions:
     async def open(
         self, name: str | None, kwargs: Mapping[str, Any], *, rollout_id: str, ground_truth: Any = None
     ) -> AsyncIterator[LiveInteraction]:
-        """Start an interaction, and finalise it at the end of the context.
+        """Start an interaction, and finalise it when the context ends.
 
-        `kwargs` are the interaction_kwargs of the data row. Without a ground truth in them, the request's
-        `ground_truth` is used. The instance_id begins with `rollout_id`.
+        `kwargs` are the interaction_kwargs of the data row. If they contain no ground truth, the interaction
+        gets `ground_truth`, which is the request's. The interaction's instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:
@@ -72,7 +76,13 @@ class Interactions:
     def live(
         self, name: str | None, kwargs: Mapping[str, Any], *, rollout_id: str, ground_truth: Any = None
     ) -> LiveInteraction:
-        """Build an interaction without starting it, for callers that cannot use `open`."""
+        """Return an interaction that is not started yet, for callers that cannot use `open`.
+
+        The caller must start and close it; the arguments are those of `open`.
+
+        Raises:
+            CapacityReached: too many interactions hang in this task app.
+        """
         entry = self.entry(name)
         hung = sum(live.hangs for live in self._open)
         if hung >= self._settings.max_plugin_threads:
@@ -101,7 +111,7 @@ class Interactions:
         return live
 
     async def close(self) -> None:
-        """Finalise open interactions, within a short time limit."""
+        """Finalise all running interactions, but wait for them only a few seconds."""
         tasks = [live.begin_close() for live in self._open]
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_S)
@@ -111,7 +121,8 @@ class Interactions:
 class InteractionSession:
     """An interaction that a client calls over HTTP.
 
-    `turn` counts its answers. It is not in the journal, because the state of the class cannot be stored.
+    `turn` is the number of its answers so far. The journal of sessions leaves such a session out, because the
+    state of the interaction object cannot be stored.
     """
 
     live: LiveInteraction

@@ -25,7 +25,7 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
 class UserSimulatorConfig(OpenAIConfig):
-    """The keys of the policy `openai`, and further keys of the user."""
+    """The config of a simulated user: the keys of the policy `openai`, and the keys that are defined here."""
 
     max_tokens: TokenLimit = 256
     ask_token_ids: Literal[False] = False
@@ -48,10 +48,11 @@ class UserSimulatorConfig(OpenAIConfig):
 
 
 class UserSimulatorInteraction(BaseInteraction):
-    """Lets a language model answer as the user. It gets the conversation as one text, because chat templates
-    may require that the user speaks first.
+    """Lets a language model answer as the user.
 
-    Hosts, keys, retries and their limits are those of the policy `openai`.
+    This language model gets the whole conversation as one message, because its chat template may require that
+    a conversation begins with the user. Allowed hosts and retries are the same as for the policy `openai`.
+    The server's API key is read from the environment variable that `api_key_env` names.
     """
 
     never_blocks = True
@@ -68,12 +69,15 @@ class UserSimulatorInteraction(BaseInteraction):
         self._score = 0.0
 
     def check(self, settings: Settings) -> None:
-        """Raise HostNotAllowed or InvalidRequest if the server may not be called or its key is missing."""
+        """Raise HostNotAllowed if the server may not be called, or InvalidRequest if its key is missing."""
         chat_completions_url(self._settings.inference_url, allowed_hosts=settings.inference_hosts)
         self._read_key()
 
     def connect(self, context: PolicyContext) -> None:
-        """Use the service's HTTP client without the rollout's id: these calls are not part of the rollout."""
+        """Create the client of the user's language model from the parts of the service in `context`.
+
+        The client does not get the rollout's id, because its calls are not decisions of the rollout.
+        """
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
         context = replace(context, rollout_id=None, inference_key=self._read_key())
         self._user = POLICIES["openai"].build(own, context)
@@ -122,7 +126,11 @@ class UserSimulatorInteraction(BaseInteraction):
 
 
 def _fill_instructions(settings: UserSimulatorConfig, kwargs: Mapping[str, Any]) -> str:
-    """Insert the row's values into the instructions. Raises InteractionFailed for a missing value."""
+    """Replace each `{name}` in the instructions by the row's value.
+
+    Raises:
+        InteractionFailed: the row has no value with this name.
+    """
     values = {**kwargs, "end_marker": settings.end_marker}
 
     def value(match: re.Match[str]) -> str:

@@ -1,1 +1,1 @@
-"""Counts, pictures and replays of episodes."""
+"""Observes episodes: counters, traces, and replays that give pictures and snapshots."""

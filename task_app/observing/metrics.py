@@ -1,8 +1,8 @@
 """Counters of the service for Prometheus.
 
-Each service has its own registry, because tests run several in a process. HTTP requests are counted in plain
-numbers (service_kit.observed): the library's counters would take 3 us more per request, and write the edge
-`1` of a bucket as `1.0`.
+Each service has its own registry, because tests run several services in one process. HTTP requests are
+counted by `service_kit.observed` in plain numbers. The counters of prometheus_client would take 3 us more per
+request, and would write the upper edge of a histogram bucket as `1.0`, not as `1`.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class Metrics:
         )
         decisions = counter("turnwise_decisions", "Decisions taken.", ["source"])
         env_steps = counter("turnwise_env_steps", "Env steps that ran.", ["source"])
-        # Looked up once, because a look-up for each step of a session would be slow.
+        # `labels` is called once here, because calling it in each step of a session would be slow.
         self._of_rollouts, self._of_sessions = (
             (decisions.labels(source), env_steps.labels(source)) for source in ("rollout", "session")
         )
@@ -38,13 +38,16 @@ class Metrics:
         )
 
     def count_rollout(self, record: Record) -> None:
-        """Count a rollout by its stop reason, or by the code of its failure."""
+        """Count a rollout by its stop reason or by the code of its failure.
+
+        Also count its decisions and its env steps.
+        """
         self._rollouts_ended.labels(record.status, record.reason).inc()
         for counter, number in zip(self._of_rollouts, (record.decisions, record.env_steps), strict=True):
             counter.inc(number)
 
     def count_decision(self, env_steps: int) -> None:
-        """Count a decision of a session with its env steps."""
+        """Count one decision of a session, and the env steps of this decision."""
         decided, stepped = self._of_sessions
         decided.inc()
         stepped.inc(env_steps)

@@ -1,7 +1,7 @@
-"""Plays recorded episodes again for pictures and snapshots.
+"""Plays recorded episodes again, in order to draw pictures or to take snapshots.
 
-Environments are reproducible, so a replay needs only the seed and the decisions. A replay that differs from
-the record is refused.
+Environments are reproducible, so a replay needs only the start of the episode and its decisions. If a result
+differs from the recorded result, the replay ends with the error `ReplayDeparts`.
 """
 
 import io
@@ -40,11 +40,11 @@ from task_app.sessions.switches import take_step_rewards
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import require_reseedable, require_restorable, reseed, restore
 
-if TYPE_CHECKING:  # the import takes a tenth of a start, and only pictures need it
+if TYPE_CHECKING:  # importing numpy takes a tenth of the start-up, and only pictures need it
     import numpy as np
     import numpy.typing as npt
 
-_PALETTE_FROM = 8  # number of pictures that make the palette, from dawn to night of a long episode
+_PALETTE_FROM = 8  # number of pictures for the palette, spread over an episode with day and night
 Picture: TypeAlias = "npt.NDArray[np.uint8]"
 
 
@@ -66,10 +66,10 @@ def png(picture: Picture) -> bytes:
 
 
 def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
-    """Convert pictures of equal size to a GIF file, which repeats them with `frame_s` seconds each.
+    """Convert pictures of equal size to a GIF file that shows each picture for `frame_s` seconds and repeats.
 
-    All frames share a palette, which is made from a few pictures: a palette per frame would triple the file,
-    and make static objects flicker.
+    All frames share one palette, which is made from a few of the pictures. A palette for each frame would
+    triple the size of the file, and static objects would flicker.
     """
     if not pictures:
         raise ValueError("an animated GIF needs at least one picture")
@@ -87,7 +87,7 @@ def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
 
 
 class ReplayDeparts(Conflict, code="replay_departs"):
-    """The replay differs from the recorded episode."""
+    """A result of the replay differs from the recorded result."""
 
 
 class NoPictures(TaskAppError, code="no_pictures", status=404):
@@ -96,20 +96,23 @@ class NoPictures(TaskAppError, code="no_pictures", status=404):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A fresh environment, and the recorded episode to play in it."""
+    """Plays a recorded episode in a fresh environment. `moments` may be called once."""
 
     environment: Environment
     spec: EnvSpec
-    """The environment with all settings."""
+    """The name and the config of the environment, with every setting written out."""
     record: Sequence[ReplayTurn]
     seed: int
     snapshot_of_start: EnvironmentSnapshot | None = None
-    """The episode's start; None: the seed's world."""
+    """The snapshot at which the episode began; None if it began in the world of `seed`."""
     draws_seed: int | None = None
-    """Seed of random draws after the snapshot; None: they come from the snapshot's own generator."""
+    """Seed of the random numbers after the snapshot; None: the generator of the snapshot continues."""
 
     def every(self, at_most: int) -> int:
-        """Return the smallest n for which the start, every n-th decision and the last are `at_most` turns."""
+        """Return the smallest n for which `turns(n)` has at most `at_most` turns, but never fewer than two.
+
+        `turns(n)` are the start, every n-th decision, and the last decision.
+        """
         return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:
@@ -117,7 +120,7 @@ class Replay:
         return sorted({*range(0, last + 1, every), last})
 
     def only(self, turn: int) -> list[int]:
-        """Return the turn as a list. Raises InvalidRequest if the episode does not have it."""
+        """Return a list with this one turn. Raises InvalidRequest if the episode has no such turn."""
         last = len(self.record)
         if turn > last:
             raise InvalidRequest(f"turn is {turn}; the episode has 0 (its start) to {last}", where="turn")
@@ -126,13 +129,15 @@ class Replay:
     def moments(
         self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[EnvironmentFacts]:
-        """Play the record, and yield the facts after each of the `turns` (at least one is needed).
+        """Play the recorded decisions, and yield the facts after each of the `turns`; turn 0 is the start.
 
-        A decision takes milliseconds, so use a thread. The replay ends with an error after `until_s` on
-        `clock`.
+        `turns` must not be empty. While the caller handles the yielded facts, `picture` and `snapshot` show
+        the same moment. A decision takes milliseconds, so iterate in a thread.
 
         Raises:
-            ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last turn.
+            ReplayDeparts: a result differs from the recorded result.
+            RequestDeadline: `clock()` exceeds `until_s` before the last of the turns.
+            CriticalError: the environment failed.
         """
         try:
             moment = self._begin()
@@ -151,7 +156,7 @@ class Replay:
             close(self.environment)
 
     def _begin(self) -> EnvironmentFacts:
-        """Bring the environment to the start, from which turns are counted."""
+        """Bring the environment to the start of the episode, which is turn 0, and return its facts."""
         snapshot = self.snapshot_of_start
         if snapshot is None:
             reset_environment(self.environment, self.seed)
@@ -162,13 +167,13 @@ class Replay:
         return snapshot.facts.model_copy(update={"turn": 0, "step_rewards": None})
 
     def picture(self, side: int) -> Picture:
-        """Draw the environment as a square with sides of `side` pixels."""
+        """Draw the current state of the environment as a square with sides of `side` pixels."""
         assert isinstance(self.environment, Pictured), "build_replay and replay_in check it"
         with boundary("environment.frame"):
             return self.environment.frame(side, side)
 
     def snapshot(self, moment: EnvironmentFacts, *, at_most_bytes: int) -> str:
-        """Take a snapshot from which rollouts can start; it holds no reward switches."""
+        """Take a snapshot from which rollouts can start. It does not contain the settings of step rewards."""
         assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
         with boundary("environment.snapshot"):
             state = self.environment.snapshot()
@@ -205,8 +210,9 @@ def build_replay(record: Record, boards: PlugBoards) -> Replay:
     """Prepare the replay of a rollout of this service.
 
     Raises:
-        Conflict: the rollout has not finished, or began at a snapshot, which is not stored.
-        UnknownId: its environment draws no pictures.
+        Conflict: the rollout has not finished, or it began at a snapshot (the service does not store these
+            snapshots).
+        UnknownId: the rollout's environment draws no pictures.
     """
     rollout_id = record.rollout_id
     if record.status != "finished":
@@ -228,14 +234,17 @@ def build_replay(record: Record, boards: PlugBoards) -> Replay:
 
 
 def replay_in(request: ReplayRequest, boards: PlugBoards, *, at_most_bytes: int) -> Replay:
-    """Prepare the replay of an episode that a request records.
+    """Prepare the replay of an episode whose record is in the request.
 
-    `at_most_bytes` limits the snapshot at which the episode began.
+    `at_most_bytes` limits the size of the snapshot at which the episode began.
 
     Raises:
-        InvalidRequest: the environment or its config is invalid.
+        InvalidRequest: the environment or its config is invalid, or the request asks for snapshots of a
+            conversation.
         SnapshotRefused: the snapshot is of another environment or config.
-        NoPictures, NotRestorable: the environment has no pictures or snapshots, and they are requested.
+        NoPictures: pictures are requested, and the environment draws none.
+        NotRestorable: the request contains or asks for snapshots, and the environment has none.
+        NotReseedable: the request contains `draws_seed`, and the environment cannot use it.
     """
     config, _ = take_step_rewards(request.config, where="config")
     environment = boards.environment(request.env_name, config)

@@ -4,8 +4,8 @@
       chat MODEL               a model call (`decide POLICY` for a policy without a model)
       execute_tool TOOL        the environment's call
 
-Spans contain no prompts and answers, which are in the rollout. If spans are off, OpenTelemetry is not
-imported.
+Spans contain no prompts and no answers, because the rollout stores both. If spans are off, OpenTelemetry is
+not imported.
 
 Source: semantic conventions for generative AI, https://opentelemetry.io/docs/specs/semconv/gen-ai/ (v1.41).
 """
@@ -37,18 +37,22 @@ _IDS = ("run_id", "iteration", "group_id", "seed")
 _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 
-# Sampling options that the conventions name.
+# Sampling options for which the conventions define attributes.
 _REQUEST = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Adds facts to a span; without a span it does nothing."""
+    """Adds attributes to a span. If `span` is None, the methods do nothing."""
 
     span: Span | None = None
 
     def answer(self, reply: tuple[Choice, Action] | None, *, turn: int | None = None) -> None:
-        """Add a policy's answer, or None for a timeout, and the turn if it was not known before."""
+        """Add the model, the token counts and the sampling options of a policy's reply.
+
+        A `reply` of None means a timeout, which marks the span as failed. `turn` is given if it was not known
+        when the span was opened.
+        """
         if self.span is None:
             return
         if reply is None:
@@ -69,14 +73,14 @@ class Notes:
         _set_attributes(self.span, attributes)
 
     def outcome(self, outcome: DecisionOutcome) -> None:
-        """Add the outcome of an environment's call."""
+        """Add the number of env steps and the reward of an environment's call, and whether it was refused."""
         if self.span is not None:
             facts = {"env_steps": len(outcome.env_rewards), "reward": float(sum(outcome.env_rewards))}
             facts["is_invalid"] = outcome.invalid_reason is not None
             _set_attributes(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
 
     def end(self, trajectory: Trajectory) -> None:
-        """Add the policy and the end of an episode."""
+        """Add the policy's name, the stop reason and the totals of an episode."""
         if self.span is not None:
             self.span.update_name(f"invoke_agent {trajectory.policy_name}")
             self.span.set_attribute("gen_ai.agent.name", trajectory.policy_name)
@@ -90,14 +94,17 @@ _NOTHING = nullcontext(Notes())
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Opens the spans of a task app; without a tracer, spans do nothing."""
+    """Opens the spans of a task app. Without a tracer, nothing is recorded."""
 
     tracer: Tracer | None = None
     parent: Context | None = None
-    """Context of the parent span; None: the current span when a span is opened."""
+    """Context of the parent span; None: the parent is the span that is current when a new span is opened."""
 
     def here(self) -> Spans:
-        """Return spans with the current span as parent, for model calls that arrive in other requests."""
+        """Return a copy that opens its spans as children of the span that is current now.
+
+        A captured agent's model calls arrive in other HTTP requests, where this span is not current.
+        """
         if self.tracer is None:
             return self
         from opentelemetry.context import get_current
@@ -118,9 +125,10 @@ class Spans:
     def decision(
         self, policy: AgentPolicy, turn: int | None, *, conversation: str | None = None
     ) -> AbstractContextManager[Notes]:
-        """Open the span of a policy's answer; the turn is None if it is not known yet.
+        """Open the span of one call of a policy; `turn` is None if it is not known yet.
 
-        `conversation` is added only without the parent span of an episode, because that span names it.
+        The id `conversation` is added only if `parent` is None: otherwise the parent span, which is an
+        episode's, already contains the id.
         """
         if self.tracer is None:
             return _NOTHING
@@ -166,7 +174,7 @@ def _open_span(
     # The exception's text is not recorded, because it may quote a policy or a server.
     with tracer.start_as_current_span(
         name,
-        # An episode is its own trace, because it outlives the request that posted it with others.
+        # An episode has its own trace, because one request may post several episodes and ends before they do.
         context=Context() if is_root else context,
         links=[Link(outer)] if is_root and outer.is_valid else None,
         kind=kind,
@@ -195,11 +203,12 @@ def _fail(span: Span, code: str) -> None:
 
 
 def configure_spans(environ: Mapping[str, str]) -> Spans:
-    """Configure spans by the standard variables.
+    """Return the spans that OpenTelemetry's environment variables ask for.
 
-    Spans are on with OTEL_TRACES_EXPORTER = otlp or console, or with an OTLP endpoint, and off with
-    OTEL_SDK_DISABLED = true. A tracer provider of the process is used if it was set, for example by
-    `opentelemetry-instrument`; otherwise one is made, and the SDK reads its other variables.
+    Spans are on if OTEL_TRACES_EXPORTER is `otlp` or `console`, or if it is not set and an OTLP endpoint is.
+    OTEL_SDK_DISABLED = true switches them off. If the process already has a tracer provider, for example from
+    `opentelemetry-instrument`, this provider is used. Otherwise a new provider is made, for which the SDK
+    reads further OTEL_* variables.
     """
     endpoint = next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
     exporter = environ.get(_SWITCH) or ("otlp" if endpoint else "none")

@@ -1,4 +1,4 @@
-"""The task apps of a job: their addresses, which may change during a run, and whether they answer."""
+"""Finds the task apps of a job, whose addresses may change during a run, and records which of them answer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,27 +15,28 @@ from trainer_backend.job.addresses import DNS, Address, Resolve, look_up_host, r
 
 log = structlog.get_logger("trainer")
 
-# Attempts to reach a task app at the start of a run, when the task app may still be starting.
+# Attempts to reach a task app at the start of a run, because the task app may still be starting then.
 _AT_THE_START = 6
 
 Tell = Callable[[str], None]
 
 
 def log_sentence(sentence: str) -> None:
-    """Log a sentence about task apps; the default of `tell`, for processes that no user watches."""
+    """Write a sentence about task apps to the log. This is the default of `TaskApps(tell=...)`."""
     log.warning("task_apps", told=sentence)
 
 
 class TaskApps:
-    """The task apps of a job, as an async context manager.
+    """Holds one client per task app of a job. Used as an async context manager.
 
     Args:
-        urls: entries of services.task_url.
+        urls: entries of `services.task_url`; an entry can be a DNS name that stands for several task apps.
         timeout_s: deadline of one request.
-        lost_wait_s: how long a batch waits when no task app answers.
-        label: name of an app in metrics, with a number if there are several apps; empty: host and port.
-        tell: receives a sentence when an app is lost or answers again.
-        look_up_every_s: maximum age of a resolved name while a batch is collected.
+        lost_wait_s: how long a batch of rollouts waits while no task app answers.
+        label: name of the apps in metrics; with several URLs, the URL's index is appended. If empty, each
+            app is named by its host and port.
+        tell: called with a sentence for the user, for example when an app stops answering or answers again.
+        look_up_every_s: interval at which DNS names are resolved again while a batch is collected.
     """
 
     def __init__(
@@ -52,7 +53,11 @@ class TaskApps:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Resolve all names, and ask each task app for GET /info."""
+        """Resolve all DNS names, and send GET /info to each task app.
+
+        Raises:
+            TaskAppLost: no task app answers.
+        """
         try:
             await self._look_up()
             await asyncio.gather(*(self._meet(app) for app in self.members))
@@ -68,18 +73,21 @@ class TaskApps:
 
     @property
     def serving(self) -> tuple[TaskAppClient, ...]:
-        """The task apps that answer."""
+        """The task apps that currently answer requests."""
         return tuple(app for app in self.members if app.fault is None)
 
     def watch(self, show: Show) -> None:
-        """Call `show` with each app now, and later with each app whose state changes."""
+        """Call `show` with each app and its state now, and again whenever an app's state or fault changes."""
         self._show = show
         for app in self.members:
             app.show = show
             show(app, app.state)
 
     async def refresh_names(self, join: Callable[[TaskAppClient], None]) -> None:
-        """Resolve the names again at intervals, until cancelled, and call `join` for each new app."""
+        """Resolve the DNS names repeatedly, and call `join` with each task app at a new address.
+
+        Runs until the task is cancelled. Returns at once if no entry of `urls` is a DNS name.
+        """
         while any(url.startswith(DNS) for url in self._urls):
             await asyncio.sleep(
                 self._last_lookup_s + self._look_up_every_s - asyncio.get_running_loop().time()
@@ -88,28 +96,29 @@ class TaskApps:
                 join(app)
 
     def lose(self, app: TaskAppClient, error: BaseException, note: str = "") -> None:
-        """Record and report that an app does not answer."""
+        """Record that an app does not answer, and report the error, followed by `note`, through `tell`."""
         app.fault = str(error)
         self.tell(f"task app lost: {error}{note}")
 
     def drop(self, app: TaskAppClient) -> None:
-        """Drop an app whose name no longer leads to it."""
+        """Remove an app from `members`, and show its state as "gone"."""
         self.members = tuple(member for member in self.members if member is not app)
         self._show(app, "gone")
 
     def answers(self) -> str:
-        """Return the last errors of the apps that take no work, as one text."""
+        """Return the last errors of all apps that do not answer, joined into one text."""
         return "; ".join(app.fault for app in self.members if app.fault is not None)
 
     def refuse_if_none_answers(self) -> None:
-        """Raise TaskAppLost with the last error of each task app if none answers."""
+        """Raise TaskAppLost if no task app answers; the message contains the last error of each app."""
         if not self.serving:
             raise TaskAppLost(f"no task app answers: {self.answers() or ', '.join(self._urls)}")
 
     async def _look_up(self) -> list[TaskAppClient]:
-        """Resolve all names, update `members`, and return the new apps, which have not answered yet.
+        """Resolve all DNS names, add a client for each new address, and return these new clients.
 
-        A name that cannot be resolved keeps its addresses.
+        No request is sent to a new app yet. An app whose address is no longer found is marked as `retired`.
+        If a name cannot be resolved, its previous addresses stay in use.
         """
         self._last_lookup_s = asyncio.get_running_loop().time()
         for url in self._urls:

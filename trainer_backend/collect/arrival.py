@@ -1,4 +1,7 @@
-"""Reads pages of results, and checks that a rollout answers its request with finite numbers. Pure."""
+"""Parses pages of rollout results, and checks each rollout against its request.
+
+A rollout must belong to its request and contain only finite numbers. All functions are pure.
+"""
 
 import json
 import re
@@ -16,19 +19,23 @@ from shared_schemas.trajectory import StepData, Trajectory
 WRONG_ROLLOUT = "wrong_rollout"
 # Squares and sums of larger numbers leave the range of float32, in which the loss is computed.
 _LARGEST = 1e15
-# Fields that place a rollout in its run.
+# Fields that together identify a planned rollout within all runs; retries differ in `attempt`.
 PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
 _NO_JSON = object()
-# Limits of the path to an invalid field in an error: number of names, and characters of each.
+# An error message names the path to an invalid field: at most this many names of this many characters each.
 _MOST_NAMES, _LONGEST_NAME = 20, 80
 _CLOSED_BY = {b"{": b"}", b"[": b"]"}
-# A string, a list of plain values (most of a page), or a separator; a lone quote begins an unfinished string.
+# Matches a string, a list without strings or nested values (most of a page consists of such lists), or a
+# separator. If a quote matches alone, its string has no end.
 _MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\[[^"\[\]{}]*+\]|["\[\]{},]', re.DOTALL)
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]++|\\.)*+")\s*:(.*)', re.DOTALL)
 
 
 def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
-    """Return the rollout, or a failed one if it cannot be the answer to the request."""
+    """Return the rollout unchanged if it answers the request, and otherwise a failed copy of it.
+
+    The failed copy has no trajectory; its failure has the code WRONG_ROLLOUT and names the fault.
+    """
     fault = _find_fault(request, rollout)
     if fault is None:
         return rollout
@@ -38,12 +45,17 @@ def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
 
 
 def read_page(content: bytes, part: str) -> RolloutPage:
-    """Read a page of results; an invalid rollout becomes a failed one, whose error names the field and value.
+    """Parse a page of results, the body of a reply from GET /rollouts.
 
-    A rollout without a readable id gets the id "", and its place in the plan if the place is readable.
+    A rollout that cannot be parsed is returned as a failed rollout, whose failure names the invalid field and
+    its value. If its id cannot be parsed either, its `rollout_id` is "". The fields of PLACE are copied only
+    if all of them can be parsed.
+
+    Args:
+        part: name of the reply in error messages.
 
     Raises:
-        ReplyInvalid: the page itself is wrong, or its rollouts cannot be separated.
+        ReplyInvalid: a field outside the rollouts is invalid, or it is unclear where each rollout ends.
     """
     try:
         page = read_reply(RolloutPage, content, part)
@@ -86,12 +98,16 @@ def _no_id(part: str) -> ReplyInvalid:
 
 
 def _read_place(text: bytes) -> dict[str, Any]:
-    """Read a rollout's id and place (PLACE); either identifies its request. Unreadable: the defaults."""
+    """Return `rollout_id` and the fields of PLACE from the JSON text of an invalid rollout.
+
+    The id alone or the fields of PLACE together identify the request. An id that cannot be parsed is
+    returned as "". If any field of PLACE cannot be parsed, all fields of PLACE get defaults.
+    """
     place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
     members, found = _parts(text) or [], {}
     for name, default in place.items():
         values = [_read_json(value) for key, value in members if key == name]
-        # A key that occurs twice counts if the values are equal.
+        # A key that occurs several times is accepted if all its values are equal.
         if values and type(values[0]) is type(default) and values.count(values[0]) == len(values):
             found[name] = values[0]
     is_whole = found.keys() >= {*PLACE}
@@ -99,7 +115,7 @@ def _read_place(text: bytes) -> dict[str, Any]:
 
 
 def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
-    """Return the fault with the path of the innermost field that is not valid JSON, if there is one."""
+    """Return a copy of the fault that names the path of the innermost field that is not valid JSON."""
     names: list[str] = []
     while len(names) < _MOST_NAMES:
         members = _parts(text) or ()
@@ -115,13 +131,16 @@ def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
 def _read_json(text: bytes) -> Any:
     try:
         from_json(text)
-        return json.loads(text)  # which refuses numbers of too many digits
+        return json.loads(text)  # unlike from_json, it refuses integers with too many digits
     except ValueError:
         return _NO_JSON
 
 
 def _parts(text: bytes) -> list[tuple[str, bytes]] | None:
-    """Split a JSON object into members, or a list into elements by index; None for any other text."""
+    """Split the text of a JSON object or list into pairs of a key or index and the text of the value.
+
+    Return None for any other text.
+    """
     texts = _split(text)
     if texts is None or text.lstrip().startswith(b"["):
         return None if texts is None else [(str(place), one) for place, one in enumerate(texts)]
@@ -135,9 +154,9 @@ def _name(text: bytes) -> str:
 
 
 def _split(text: bytes) -> list[bytes] | None:
-    """Split a JSON object or list at its commas; the parts need not be valid JSON.
+    """Split the text of a JSON object or list at its top-level commas; the parts need not be valid JSON.
 
-    None if the text is neither, or its brackets and quotes do not match.
+    Return None if the text is neither an object nor a list, or if its brackets or quotes do not match.
     """
     text, parts, first = text.strip(), [], 1
     if text[:1] not in _CLOSED_BY:
@@ -177,13 +196,13 @@ def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
     turns = [step.turn for step in episode.steps]
     if turns != list(range(1, len(turns) + 1)):
         return f"the turns of its steps are {turns!r:.80}; they count from 1"
-    # `not <=`, because NaN is neither larger nor smaller.
+    # `not <=` instead of `>`, because every comparison with NaN is false.
     found = next((item for item in _numbers(episode) if not abs(item[1]) <= _LARGEST), None)
     return None if found is None else f"its {found[0]} is {found[1]}, beyond +-{_LARGEST:g}"
 
 
 def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
-    """Yield every number that rewards, metrics or losses use, with its place."""
+    """Yield the name and the value of every number from which rewards, metrics or losses are computed."""
     yield "outcome_reward", episode.outcome_reward
     yield "wall_s", episode.wall_s
     if episode.user_reward is not None:

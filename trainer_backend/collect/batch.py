@@ -1,4 +1,4 @@
-"""The results of requested rollouts: finished ones, failed ones, and the work of each task app."""
+"""The results of a batch of requested rollouts, and the check whether too many of the rollouts failed."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -11,28 +11,29 @@ from shared_schemas.trajectory import StopReason, Trajectory
 from trainer_backend.collect.losses import Losses
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
-# The failure code of finished rollouts that cannot be learned from.
+# The failure code of rollouts that finished, but cannot be used for training.
 REJECTED = "rollout_rejected"
-# A batch of fewer rollouts may lose a large share by accident.
+# The limit on the lost share applies from this many rollouts on, because a small batch may lose a large share
+# by chance.
 LEAST_ROLLOUTS = 8
-# A stage reports missing or cut episodes from this share on.
+# A stage reports episodes that were cut short if their share is at least this large.
 NOTABLE_SHARE = 0.1
 
 
 @dataclass(slots=True)
 class AppFigures:
-    """The work of a task app in a batch."""
+    """Counts of what one task app did for a batch."""
 
     finished: int = 0
     losses: int = 0
-    """Rollouts that were lost with the app and requested again."""
+    """How many rollouts the app lost before they ended. A lost rollout is requested again, up to a limit."""
     outages: int = 0
-    """How often the app stopped answering."""
+    """How many times the app stopped answering."""
     decisions: int = 0
     wall_s: float = 0.0
-    """Total time of the app's finished rollouts, which overlap."""
+    """Sum of the durations of the app's finished rollouts. It exceeds the elapsed time if they overlap."""
     answers: bool = False
-    """Whether the app answered at the end."""
+    """Whether the app answered when the batch ended."""
 
     def __add__(self, later: "AppFigures") -> "AppFigures":
         names = ("finished", "losses", "outages", "decisions", "wall_s")
@@ -42,19 +43,19 @@ class AppFigures:
 @dataclass(frozen=True, slots=True)
 class Batch:
     rollouts: tuple[Rollout, ...] = ()
-    """The finished rollouts, by group and sibling, so that the order of arrival has no effect."""
+    """The finished rollouts, sorted by group and sibling, so that the order of arrival has no effect."""
     failed: tuple[Rollout, ...] = ()
-    """The rollouts that failed for good."""
+    """The rollouts that failed and are not retried any more."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Counts of failure codes, including retried rollouts."""
+    """Number of failures by failure code. Attempts that were retried, and rejected rollouts, are included."""
     apps: Mapping[str, AppFigures] = field(default_factory=dict)
-    """The work of each task app, by its label."""
+    """Figures of each task app, by the label of the app."""
     reused: frozenset[str] = frozenset()
-    """Ids of rollouts that an earlier start of the run collected."""
+    """Ids of rollouts that were collected before the run was resumed."""
 
     @property
     def all(self) -> tuple[Rollout, ...]:
-        """Finished rollouts, then failed ones: everything to store and acknowledge."""
+        """The finished rollouts, followed by the failed ones; all of them are stored and acknowledged."""
         return (*self.rollouts, *self.failed)
 
     @property
@@ -63,7 +64,7 @@ class Batch:
 
     @classmethod
     def join(cls, batches: Iterable["Batch"]) -> "Batch":
-        """Join the batches of one iteration, in the order of the iteration's rounds."""
+        """Concatenate the batches of one iteration, given in the order in which they were requested."""
         joined = cls()
         for batch in batches:
             apps = {name: joined.apps.get(name, AppFigures()) + work for name, work in batch.apps.items()}
@@ -77,12 +78,15 @@ class Batch:
         return joined
 
     def merge(self, other: "Batch") -> "Batch":
-        """Join another batch, and sort the rollouts by group and sibling."""
+        """Return the union of this and another batch, with finished rollouts sorted by group and sibling."""
         joined = Batch.join([self, other])
         return replace(joined, rollouts=in_order(joined.rollouts))
 
     def without(self, ids: Container[str]) -> Self:
-        """Remove these finished rollouts. They count as REJECTED, not as lost, since others replace them."""
+        """Return a copy without the finished rollouts that have these ids.
+
+        `failures` counts each removed rollout under the code REJECTED. `losses` does not count it.
+        """
         rest = tuple(rollout for rollout in self.rollouts if rollout.rollout_id not in ids)
         count = len(self.rollouts) - len(rest)
         failures = self.failures + Counter({REJECTED: count} if count else {})
@@ -90,33 +94,35 @@ class Batch:
 
 
 def in_order(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
-    """Sort by group and sibling in numeric order: group 2 is before group 10."""
+    """Sort rollouts by group and sibling. Numbers in group ids are compared as numbers: 2 comes before 10."""
     return tuple(sorted(rollouts, key=_place))
 
 
 def _place(rollout: Rollout) -> tuple[list[tuple[int, str]], int, str]:
     parts = rollout.group_id.split("/")
-    # A number with fewer digits is lower; words come first, in alphabetical order.
+    # Numbers are compared by the count of digits first, which gives numeric order. Words count as having no
+    # digits, so that they come before numbers, in alphabetical order.
     group = [(len(part) if part.isdecimal() else 0, part) for part in parts]
     return group, rollout.sibling, rollout.rollout_id
 
 
 def count_cut_short(episodes: Iterable[Trajectory]) -> int:
-    """Count the episodes that their time limit cut short."""
+    """Count the episodes that ended because their time limit was reached."""
     return sum(episode.stop_reason is StopReason.DEADLINE for episode in episodes)
 
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """Reports the lost rollouts of stages, and ends a run that loses too many."""
+    """Reports how many rollouts a stage of a run lost, and raises an error if it lost too many."""
 
     log: Path | None = None
-    """The log of the job's own task app; None if the job has no task app of its own."""
+    """Log file of the task app that the job started itself; None if the job did not start one."""
     most: float = 1.0
-    """The largest share that may be lost (`training.max_lost_share`), in stages of LEAST_ROLLOUTS or more."""
+    """The largest share of rollouts that a stage may lose (`training.max_lost_share`). The limit applies only
+    to stages of at least LEAST_ROLLOUTS rollouts."""
     say: Callable[[str], None] = lambda _: None
     record: Callable[[dict[str, Any]], None] = lambda _: None
-    """Stores the metrics row of a stage that ends the run."""
+    """Called by `refuse` with a row of metrics, before `refuse` raises an error."""
 
     def report(self, batch: Batch, stage: str) -> None:
         if batch.losses.lost:
@@ -130,9 +136,9 @@ class LossCheck:
         """Raise an error if a stage lost all or too many of its rollouts.
 
         Raises:
-            JobTeachesNothing: every rollout failed in a way that recurs.
-            NothingToLearnFrom: no rollout was finished.
-            TooManyLost: a larger share than `most` failed.
+            JobTeachesNothing: every rollout failed, and each failure would occur again in a new attempt.
+            NothingToLearnFrom: no rollout finished, but a new attempt may succeed.
+            TooManyLost: some rollouts finished, but a larger share than `most` failed.
         """
         losses = batch.losses
         too_many = losses.total >= LEAST_ROLLOUTS and losses.share > self.most

@@ -1,4 +1,4 @@
-"""The client of one task app: its routes, whether it answers, and the rollouts that it has.
+"""HTTP client of one task app. It also records whether the app answers, and which rollouts the app runs.
 
 Every call has a deadline; retries are limited in number and time.
 """
@@ -50,39 +50,42 @@ from trainer_backend.collect.wire import (
 )
 from trainer_backend.errors import TaskAppError
 
-# A hook would print a line for each try; `TaskApps` tells once that a task app is lost.
+# stamina's default hooks report every retry; `TaskApps` reports once that a task app is lost.
 set_on_retry_hooks(())
 
-# Few attempts, because another task app can play the rollout, and lost apps are tried again later.
+# Attempts of one request. Few, because another task app can run the rollout, and a lost app is asked again
+# until it answers.
 _ATTEMPTS = 4
 _POLL_S = 20.0
-# Interval of attempts to reach a lost task app.
+# First and longest interval between attempts to reach a lost task app.
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
 _ACK_AT_ONCE = 1024
-# Concurrent cancellations: fewer than a client's connections, so that requests and polls find a free one.
+# Concurrent cancellations. They are fewer than the connections of a client, so that requests and polls find a
+# free connection.
 _CANCELS_AT_ONCE = 8
-# The capacity of a task app that has not reported it.
+# The assumed number of concurrent rollouts of a task app that has not reported its limit.
 _MANY = 1_000_000
 _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
-# Limit of a reply on other routes than _LONG.
+# Limit of a reply's bytes on routes that are not in _LONG.
 _MOST_SHORT_BYTES = 16 << 20
-# Limits of a reply on _LONG: 1.5 times TURNWISE_MAX_PAGE_BYTES, which a page may exceed by one rollout; at
-# least 48 MiB, and at most 1 GiB, the default of TURNWISE_MAX_HELD_BYTES.
+# A reply on a route in _LONG may have 1.5 times the task app's TURNWISE_MAX_PAGE_BYTES, because a page may
+# exceed that setting by one rollout. The limit is never below 48 MiB. It is at most 1 GiB, which is the
+# default of TURNWISE_MAX_HELD_BYTES.
 _MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 48 << 20, 1 << 30
 _LONG = ("/rollouts", "/replay")
 
 State = Literal["starting", "serving", "lost", "gone"]
-# Receives an app whose state or fault has changed.
+# Called with an app whose state or fault has changed.
 Show = Callable[["TaskAppClient", State], None]
 
 
 def show_nothing(app: "TaskAppClient", state: State) -> None:
-    """Ignore a change of state, the default."""
+    """Ignore a change of state. This is the default of `TaskAppClient.show`."""
 
 
 class _Unreachable(Exception):
-    """No answer came, or the answer asks to try later; the request may be repeated."""
+    """The task app did not answer, or asked to try again later; the request may be repeated."""
 
 
 class _Limits(StrictReply):
@@ -103,31 +106,31 @@ class _Capabilities(StrictReply):
 
 
 class About(StrictReply):
-    """The part of GET /info that a trainer uses."""
+    """The part of the reply to GET /info that a trainer uses."""
 
     service: _Service
-    """`instance_id` names the process, and changes with a restart."""
+    """`instance_id` identifies the process of the task app, and changes when the app restarts."""
     limits: _Limits
-    """The most rollouts that run at a time, bytes of a request's body, pictures that one replay draws
-    (`max_frames`), and bytes of a page of results."""
+    """The maximum of concurrent rollouts, of a request's bytes, of the frames that one replay request can
+    draw, and of the bytes of a page of results."""
     capabilities: _Capabilities = _Capabilities()
-    """The `reward_functions` (with their modes) and `interactions` that a rollout can name;
-    `number_interactions` need a number as ground truth."""
+    """The plug-ins that a rollout can name: `reward_functions` with their modes, and `interactions`.
+    `number_interactions` are those interactions whose ground truth must be a number."""
 
 
 class InstanceInfo(StrictReply):
     """A task app's description of an environment."""
 
     conversation: bool = False
-    """Whether the task app keeps the messages of an episode."""
+    """Whether the task app stores the messages of an episode as a conversation."""
     takes_answers: bool = True
-    """Whether words without a call are accepted."""
+    """Whether the environment accepts a text without a tool call as an action."""
     restorable: bool | None = None
-    """Whether it has snapshots; None: the task app is too old to report this."""
+    """Whether the environment supports snapshots; None: the task app is too old to report this."""
     reseedable: bool = False
-    """Whether it can draw other random numbers after a snapshot."""
+    """Whether the environment can continue from a snapshot with a new random seed."""
     rewards_calls: bool = False
-    """Whether it is an agent. Each of an agent's model calls may have a reward."""
+    """Whether the environment is an agent, an external program that may get a reward for each model call."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -136,11 +139,12 @@ class _FirstObservation(StrictReply):
 
 
 class Instance(StrictReply):
-    """An environment or policy that `create` made."""
+    """The reply to `TaskAppClient.create`: the id and description of a new environment or policy."""
 
     id: Id = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
-    """The first observation of an environment; `achievements_counts` has a counter of every achievement."""
+    """The first observation of an environment. `achievements_counts` maps every achievement of the
+    environment to its counter."""
     info: InstanceInfo = InstanceInfo()
 
 
@@ -160,14 +164,15 @@ def _as_task_app_error() -> Iterator[None]:
 
 
 class TaskAppClient:
-    """One task app, as an async context manager.
+    """Client of one task app. Used as an async context manager.
 
     Args:
-        timeout_s: deadline of one request; a long poll has this time after its own waiting time.
-        name: the name that was resolved to this address (`addresses.Address.name`), or empty.
-        label: name in metrics; empty: host and port.
-        fault: the reason why the app takes no work yet; None: it takes work.
-        most_reply_bytes: limit of a reply; pages may be as long as the app's own limit.
+        timeout_s: deadline of one request. The deadline of a long poll is its waiting time plus `timeout_s`.
+        name: the host name that was resolved to this address (`addresses.Address.name`), or empty.
+        label: name of the app in metrics; empty: its host and port.
+        fault: the reason why the app cannot be given rollouts yet; None: it can.
+        most_reply_bytes: limit of a reply's bytes. Pages of results may be longer, if the app's own limit is
+            higher.
     """
 
     def __init__(
@@ -181,38 +186,44 @@ class TaskAppClient:
         self._session: aiohttp.ClientSession | None = None
         self._fault, self._has_answered = fault, fault is None
         self.show: Show = show_nothing  # called when `fault` has changed
-        self.retired = False  # whether its name no longer leads to it; once it fails, it is dropped
-        self.instance_id = ""  # the process that answered `about` last
-        self.at_most = _MANY  # concurrent rollouts
-        self.weight = 1.0  # share of unfinished rollouts relative to the other apps
+        self.retired = False  # whether DNS no longer returns its address; it is dropped when a request fails
+        self.instance_id = ""  # identifies the process that answered the last `about`
+        self.at_most = _MANY  # maximum of concurrent rollouts
+        self.weight = 1.0  # its share of the unfinished rollouts, relative to the weights of the other apps
         self.begin_run("", asyncio.Event())
 
     def begin_run(self, run_id: str, change: asyncio.Event) -> None:
-        """Forget all rollouts, for a new run; `change` is set whenever the app starts or stops answering."""
+        """Reset the state for a new run, which removes all rollouts from this client.
+
+        Args:
+            change: an event that the client sets whenever the app starts or stops answering.
+        """
         self._run_id, self._change = run_id, change
         self.answers = self.fault is None
-        # All rollouts of this app; those whose requests are not sent yet; and the other ones, each with the
-        # instance_id of the process that accepted it ("" before the answer).
+        # `requests` contains all unfinished rollouts of this app. Each is either in `unsent`, or in
+        # `accepted` with the instance_id of the process that accepted it ("" until the app has answered).
         self.requests: dict[str, RolloutRequest] = {}
         self.unsent: dict[str, RolloutRequest] = {}
         self.accepted: dict[str, str] = {}
-        # The rollouts requested since the last poll began, and the processes that accepted rollouts.
+        # Ids of the rollouts that were requested since the last poll began, and the instance_ids of all
+        # processes that accepted rollouts.
         self._fresh: set[str] = set()
         self._instances: set[str] = set()
-        # Rollouts that the app may still run or hold, but that other apps have now or no batch needs.
+        # Ids of rollouts that the app may still run or store, although another app runs them now or no batch
+        # needs them.
         self.stale: set[str] = set()
-        self.discard: list[str] = []  # results that the app may forget at once
-        self.unacked: list[str] = []  # results that count, which the app holds until they are stored
+        self.discard: list[str] = []  # ids of results that the app may delete at once
+        self.unacked: list[str] = []  # ids of results that the app keeps until they are stored
         self.wake = asyncio.Event()  # set when there is something to send
         self._sending = asyncio.Lock()
         self.cursor: str | None = None
-        self._last_instance = self.instance_id  # the process that may have accepted the last request
-        self.strikes = 0  # how often in a row the app had lost accepted rollouts
+        self._last_instance = self.instance_id  # instance_id of the process that accepted the last request
+        self.strikes = 0  # how many times in a row the app was found to have lost accepted rollouts
         self._look_s = 0.0
 
     @property
     def fault(self) -> str | None:
-        """The last error; None: the app takes work."""
+        """The error that made the app unavailable; None: the app can be given rollouts."""
         return self._fault
 
     @fault.setter
@@ -236,10 +247,10 @@ class TaskAppClient:
         return self.is_open and len(self.requests) < self.at_most
 
     def judge(self, *, finished: bool) -> None:
-        """Update the weight after a rollout ended here while the other apps had work too.
+        """Update `weight` after a rollout of this app has ended. Call it only if all other apps had work too.
 
-        Each finished rollout adds one, so the weight follows the app's speed. Each failure halves the weight:
-        an app that fails at once always has room, and would otherwise take all rollouts.
+        Each finished rollout adds 1, so that faster apps get a larger weight. Each failure halves the weight,
+        because an app that fails every rollout immediately would otherwise be given all rollouts.
         """
         self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
 
@@ -248,19 +259,25 @@ class TaskAppClient:
         self.wake.set()
 
     def take_back(self, rollout_id: str) -> bool:
-        """Take a rollout from this app; return whether the app may have received its request."""
+        """Remove a rollout from this client, and return whether the app may have received the request."""
         del self.requests[rollout_id]
         self.unsent.pop(rollout_id, None)
         return self.accepted.pop(rollout_id, None) is not None
 
     def stop(self, rollout_id: str) -> None:
-        """Take an unneeded rollout from this app, and cancel it there if it may be running."""
+        """Remove a rollout that is not needed any more.
+
+        If the app may be running it, the next call of `_send` cancels it there.
+        """
         if self.take_back(rollout_id):
             self.stale.add(rollout_id)
             self.wake.set()
 
     def discard_results(self) -> None:
-        """Tell the app to forget valid results, which are on disk now."""
+        """Move all results in `unacked` to `discard`; the next call of `_send` lets the app delete them.
+
+        The finished rollouts must be stored on disk before this call.
+        """
         self.discard += self.unacked
         self.unacked = []
         self.wake.set()
@@ -271,8 +288,11 @@ class TaskAppClient:
             await self._send()
 
     async def next_page(self) -> RolloutPage:
-        """Wait until the app has rollouts, and return the next page of results. Raises as `poll` does."""
-        await self._send()  # first, so that the app is not idle; during the poll more may be sent
+        """Wait until this app has been given rollouts, request them, and return the next page of results.
+
+        Raises the same errors as `poll`.
+        """
+        await self._send()  # before the poll, so that the app is not idle; `keep_sending` may send more later
         while self.unsent or not self.requests:
             if not self.requests:
                 await self.wake.wait()
@@ -292,7 +312,7 @@ class TaskAppClient:
         return [name for name in self.accepted if name not in self._fresh]
 
     def find_restarted(self, instance_id: str) -> list[str]:
-        """Return those of `find_missing` that an earlier process of the app had accepted."""
+        """Return the ids from `find_missing` whose requests another process than `instance_id` accepted."""
         if self._instances <= {instance_id}:
             return []  # the usual case, which must stay fast with many unfinished rollouts
         restarted = [name for name in self.find_missing() if self.accepted[name] != instance_id]
@@ -307,9 +327,10 @@ class TaskAppClient:
             self._change.set()
 
     async def look(self) -> bool:
-        """Ask a lost app until it answers; return False if its name leads elsewhere.
+        """Ask a lost app for GET /info at growing intervals, and return True once it answers.
 
-        If a new process answers, forget the cursor and stale rollouts: that process has none of this run.
+        Return False if DNS no longer returns this address. If a restarted process answers, the cursor and
+        `stale` are cleared, because the new process has no rollouts of this run.
         """
         while True:
             await asyncio.sleep(self._look_s)
@@ -319,7 +340,7 @@ class TaskAppClient:
             try:
                 await self.about(attempts=1)
                 break
-            except TaskAppError as error:  # also a refusal: another service may have its address now
+            except TaskAppError as error:  # a refusal too, because another service may have this address now
                 self.fault = str(error)
         if not self.is_same_process:
             self.cursor = None
@@ -332,7 +353,7 @@ class TaskAppClient:
         return self.instance_id == self._last_instance
 
     async def let_go(self) -> None:
-        """Cancel unneeded rollouts at the app, and let it forget results."""
+        """Cancel the rollouts in `stale` at the app, and let the app delete the results in `discard`."""
         names = sorted(self.stale)
         for first in range(0, len(names), _CANCELS_AT_ONCE):
             async with asyncio.TaskGroup() as group:
@@ -342,16 +363,17 @@ class TaskAppClient:
         try:
             await self.ack(self._run_id, [*names, *results])
         except BaseException:
-            self.discard += results  # it may still hold them
+            self.discard += results  # the app may not have deleted them
             raise
         self.stale.difference_update(names)
 
     async def _send(self) -> None:
-        """Send the pending cancellations, acknowledgements and requests."""
+        """Send all pending cancellations, acknowledgements and rollout requests."""
         async with self._sending:
             self.wake.clear()
             await self.let_go()
-            # Rollouts that the app may still hold are requested in the next call, once it has forgotten them.
+            # If the app may still store an earlier result under the same id, the request waits for the next
+            # call. By then the app has deleted that result.
             held = self.stale.union(self.discard)
             batch = {name: request for name, request in self.unsent.items() if name not in held}
             self.unsent = {name: request for name, request in self.unsent.items() if name in held}
@@ -359,7 +381,8 @@ class TaskAppClient:
                 await self._submit(batch)
 
     async def _submit(self, batch: Mapping[str, RolloutRequest]) -> None:
-        # Recorded first: a submission that is cut short may have been accepted.
+        # Recorded before the call, because the app may accept requests even if the call fails or is
+        # cancelled.
         self.accepted |= dict.fromkeys(batch, "")
         self._fresh |= batch.keys()
         self._last_instance = await self.submit([*batch.values()])
@@ -371,7 +394,7 @@ class TaskAppClient:
     async def _cancel(self, name: str) -> None:
         try:
             await self.cancel(name)
-        except TaskAppError as error:  # any other error: the app does not know the rollout, which is fine
+        except TaskAppError as error:  # any error except TaskAppLost means that the rollout is unknown there
             if isinstance(error, TaskAppLost):
                 raise
 
@@ -388,22 +411,25 @@ class TaskAppClient:
             await self._session.close()
 
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
-        """Return the app's process and limits; success also proves that the app is up and accepts the key."""
+        """Fetch GET /info, and store the app's limits and instance_id.
+
+        If the call succeeds, the app is running and accepts the API key.
+        """
         about = await self._answer(About, "GET", "/info", attempts=attempts)
         self._limits, self.instance_id = about.limits, about.service.instance_id
         self.at_most = about.limits.max_concurrent_rollouts
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
-        """Refuse a request above the limits that the task app reported in the last `about`."""
+        """Raise JobError if a request exceeds the size limit that the app reported in the last `about`."""
         for _ in slices([request], max_body_bytes=self._limits.max_body_bytes, url=self.url):
             pass
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
-        """Request rollouts, in slices. Sending the same requests twice is harmless.
+        """Request rollouts with one or several POST calls. Sending the same requests twice is harmless.
 
         Returns:
-            The instance_id of the process that accepted the last slice.
+            The instance_id of the process that accepted the last of these calls.
         """
         instance_id = ""
         for part in slices(requests, max_body_bytes=self._limits.max_body_bytes, url=self.url):
@@ -412,12 +438,12 @@ class TaskAppClient:
         return instance_id
 
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
-        """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
+        """Return all rollouts that ended since `cursor`. If there are none, wait at most `wait_s` for one.
 
-        An invalid rollout is returned as a failed one (`read_page`).
+        An invalid rollout is returned as a failed rollout (`read_page`).
 
         Raises:
-            CursorExpired: the process that gave the cursor has ended; poll without a cursor.
+            CursorExpired: the process that issued the cursor has ended; poll again without a cursor.
             TaskAppLost: the app does not answer in time.
             TaskAppError: any other error.
         """
@@ -427,7 +453,7 @@ class TaskAppClient:
             return read_page(content, f"{self.url}: GET /rollouts")
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
-        """Let the task app forget these rollouts; unknown ids are ignored."""
+        """Let the task app delete the results of these rollouts. Unknown ids are ignored."""
         for first in range(0, len(rollout_ids), _ACK_AT_ONCE):
             ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids[first : first + _ACK_AT_ONCE]))
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
@@ -436,41 +462,43 @@ class TaskAppClient:
         await self._answer(_Done, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
-        """End a run's unfinished rollouts and refuse further ones; an unknown run is ignored."""
+        """Let the app end all unfinished rollouts of a run and refuse new ones. Ignores an unknown run."""
         await self._answer(_Done, "POST", "/run/abort", body={"run_id": run_id})
 
     async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Instance:
-        """Create an environment or a policy outside any rollout, until `terminate`.
+        """Create an environment or a policy outside any rollout; it exists until `terminate` is called.
 
         Raises:
-            Refused: the task app does not offer it, or not with this config.
+            Refused: the task app does not provide this environment or policy, or refuses the config.
             TaskAppError: any other error.
         """
         return await self._answer(Instance, "POST", f"/{kind}/create", body=body)
 
     async def step_idly(self, env_id: str) -> None:
-        """Take a decision without a call in an environment from `create`: most environments run a no-op.
+        """Take a decision without tool calls in an environment from `create`. Most environments run a no-op.
 
         Raises:
             PluginFailed, BackendFailed: the environment failed.
-            TaskAppError: any other error, also if such a decision is impossible.
+            TaskAppError: any other error, for example because a decision without tool calls is impossible.
         """
         await self._answer(_Done, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
 
     async def snapshot(self, env_id: str) -> None:
-        """Take a snapshot of an environment from `create` and leave it at the task app.
+        """Let the task app take a snapshot of an environment from `create`; the snapshot is not used.
 
         Raises:
-            Refused: the environment has no snapshots.
+            Refused: the environment does not support snapshots.
             TaskAppError: any other error.
         """
         await self._answer(_Done, "POST", "/env/snapshot", body={"env_id": env_id})
 
     async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
-        """Return the frames of an episode; each request asks for at most `max_frames` of them.
+        """Replay an episode, and return its pictures at the turns in `record.frames`.
+
+        Several requests are sent if `record.frames` has more turns than the app's `max_frames`.
 
         Raises:
-            NoPictures: the environment draws none, or the replay differs from the record.
+            NoPictures: the environment draws no pictures, or the replay differs from the record.
             TaskAppError: any other error.
         """
         body, turns = record.model_dump(mode="json", exclude_defaults=True), sorted({*record.frames})
@@ -482,18 +510,18 @@ class TaskAppClient:
         return frames
 
     async def snapshots(self, record: ReplayRequest) -> dict[int, str]:
-        """Return the snapshots of an episode after the turns that `record.snapshots` names.
+        """Replay an episode, and return its snapshots after the turns in `record.snapshots`, keyed by turn.
 
         Raises:
-            ReplayDeparts: the replay differs from the record, as in an environment of another version.
-            Refused: the environment has no snapshots.
+            ReplayDeparts: the replay differs from the record; the environment may have another version.
+            Refused: the environment does not support snapshots.
             TaskAppError: any other error.
         """
         reply = await self._replay(record.model_dump(mode="json", exclude_defaults=True), "snapshots")
         return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def _replay(self, body: Mapping[str, Any], name: Literal["frames", "snapshots"]) -> ReplayReply:
-        """Replay an episode in a single attempt, and check that the reply has the turns of the body."""
+        """Send POST /replay without retries, and check that the reply has exactly the requested turns."""
         reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
         turns = sorted(item.turn for item in getattr(reply, name))
         if turns != sorted({*body[name]}):
@@ -537,7 +565,7 @@ class TaskAppClient:
         assert self._session is not None, "use TaskAppClient as an async context manager"
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
         data = None
-        if body is not None:  # written in pieces: a large row as one string would block the event loop
+        if body is not None:  # sent in chunks: a large body as one string would block the event loop
             content = BytesIO(json.dumps(body).encode("ascii"))
             data = BytesIOPayload(content, content_type="application/json")
         try:
@@ -564,7 +592,8 @@ class TaskAppClient:
             )
         if status < 400:
             return answer
-        # The status first: while the task app starts, a proxy may answer with a page of HTML.
+        # The status is checked before the body is parsed, because a proxy may answer with HTML while the task
+        # app starts.
         text = answer.decode(errors="replace")
         problem = json_in(text)
         if status in _LATER and not is_final(status, problem):
@@ -579,5 +608,5 @@ class TaskAppClient:
 
     @property
     def _certificate_host(self) -> str | None:
-        """The host of the certificate, if it is not the host of the URL."""
+        """The host name in the TLS certificate, if the URL contains an IP address in its place; else None."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None

@@ -1,12 +1,14 @@
-"""Collects planned rollouts from one or several task apps until each has ended: a queue with retries.
+"""Distributes planned rollouts to one or several task apps, collects the results, and retries failures.
 
-Each task app takes one group after the other; once no group waits, it takes rollouts of another app's group.
-A faster app has room again sooner, so it takes more. Several batches share the task apps: the batch of the
-lowest rank (the earliest iteration) takes free places first.
+A task app is given the rollouts of one group after the other. Once every group has been given to an app, an
+app with room gets waiting rollouts from the group of another app. A faster app has room more often, so it
+gets more rollouts. Several batches share the task apps: free slots go first to the batch of the lowest rank,
+which is the earliest iteration.
 
-A policy's own mistakes are training data. Only infrastructure fails a rollout: it is planned once more under
-a new id with the same seeds; if it fails again, it is omitted and counted. A rollout lost with its task app
-is requested again under the same id and seeds, from any app. Each rollout counts once, by its first result.
+Mistakes of the policy are training data and never fail a rollout; only infrastructure does. A failed rollout
+is retried once, under a new id with the same seeds. If it fails again, it is left out of the batch and
+counted. If a task app is lost, its unfinished rollouts are requested again from any app, under the same ids
+and seeds. If a rollout has several results, only the first one counts.
 """
 
 import asyncio
@@ -27,26 +29,32 @@ from trainer_backend.collect.wire import CursorExpired, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 from trainer_backend.garbage import while_a_batch_grows
 
-# Receives the number of ended rollouts, and the total.
+# Called with the number of ended rollouts, and the number of all rollouts of the batch.
 Progress = Callable[[int, int], None]
-# Receives each finished rollout, before its task app may forget it.
+# Called with each finished rollout, before its task app may delete the result.
 Keep = Callable[[Rollout], None]
 
 _MAX_ATTEMPTS = 2
-# After this many losses a rollout has failed, so that a rollout which crashes task apps cannot crash all.
+# A rollout fails once it was lost this many times. Otherwise a rollout that crashes task apps would crash all
+# of them, one after the other.
 _MAX_LOSSES = 3
-# The most results that a task app holds, even in a large batch. Dispatcher._serve says why dropping more is
-# safe.
+# Beyond this number of unacknowledged results, a task app may delete them before the batch ends.
+# `Dispatcher._serve` explains why that is safe.
 _MOST_UNACKED = 256
 _PAUSE_S = 0.1
-# Time to cancel running rollouts when the last batch ends. A task app that does not answer drops them itself
-# after its expiry time.
+# Time limit for cancelling running rollouts when the last batch ends. A task app that does not answer in time
+# deletes the rollouts itself after its expiry time.
 _LAST_WORD_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An unfinished rollout. `app` plays it (None: it waits); `failed_at` is the app where it failed last."""
+    """An unfinished rollout of a queue.
+
+    `app` is the task app that runs the rollout, or None while the rollout waits. `failed_at` is the app where
+    the rollout failed last. `turn` is 0 until the rollout is put back into its queue. A rollout that is put
+    back later has a higher `turn`.
+    """
 
     request: RolloutRequest
     queue: "Queue"
@@ -62,19 +70,23 @@ class Entry:
 
     @property
     def is_new(self) -> bool:
-        """Whether no task app has had the rollout; a result is then of an earlier batch with equal ids."""
+        """Whether the rollout was never given to a task app.
+
+        If a result arrives all the same, it comes from an earlier batch with the same ids.
+        """
         return self.app is None and not self.turn
 
 
 class Queue:
-    """The waiting and ended rollouts of one batch. The queue of the lowest rank is served first."""
+    """The unfinished and the ended rollouts of one batch. The queue of the lowest rank is served first."""
 
     def __init__(
         self, requests: Sequence[RolloutRequest], progress: Progress | None = None, keep: Keep | None = None
     ) -> None:
         self.rank, self.total = requests[0].iteration, len(requests)
         self._progress, self._keep = progress, keep
-        # Set when every rollout has ended, or when the batch was withdrawn, perhaps with an `error`.
+        # Set when every rollout has ended, or when the batch was withdrawn. `error` is the reason for
+        # withdrawing, if there was one.
         self.done = asyncio.Event()
         self.error: BaseException | None = None
         self.clock: asyncio.Timeout | None = None
@@ -86,9 +98,10 @@ class Queue:
         for entry in self.unfinished.values():
             groups.setdefault(entry.request.group_id, deque()).append(entry)
         self._groups = deque(groups.values())
-        # The rollouts of each app's current group that no app has yet.
+        # For each app, the rollouts of its current group that have not been given to an app yet.
         self._current: dict[TaskAppClient, deque[Entry]] = {}
-        # Lost and failed rollouts by the app where they failed last; served before new ones, latest first.
+        # Rollouts that were put back, by the app where they failed last (None: only lost). They are served
+        # before new rollouts, the one that was put back last first.
         self.again: dict[TaskAppClient | None, dict[str, Entry]] = {}
         self._turns = 0
 
@@ -105,9 +118,10 @@ class Queue:
         self.again.setdefault(entry.failed_at, {})[entry.rollout_id] = entry
 
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
-        """Take the next rollout for an app; siblings stay together while other groups wait.
+        """Remove and return the next waiting rollout for an app, or None if there is none for this app.
 
-        An app that is `alone` (no other is open) also gets rollouts that failed at this app.
+        While there are groups that no app has started, an app gets all siblings of its group. A rollout that
+        failed at this app is returned only if `alone`, which means that no other app is available.
         """
         again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
@@ -118,7 +132,7 @@ class Queue:
         return group.popleft() if group else None
 
     def end(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> None:
-        """Record the final end of a rollout at an app; errors of `keep` and `progress` are raised."""
+        """Record that a rollout has ended and is not retried. Errors from `keep` and `progress` propagate."""
         if rollout.status == "finished" and self._keep is not None:
             self._keep(rollout)
         if (played := rollout.trajectory) is not None:
@@ -129,7 +143,7 @@ class Queue:
             self._progress(len(self.ended), self.total)
 
     def batch(self) -> Batch:
-        """Return the results so far."""
+        """Return the results that have arrived until now."""
         return Batch(
             in_order(item for item in self.ended if item.status == "finished"),
             in_order(item for item in self.ended if item.status != "finished"),
@@ -144,8 +158,8 @@ class Dispatcher:
     Several batches of one run may be collected at the same time, in one event loop.
 
     Args:
-        timeout_s: time limit of one batch; `collect` says when its time starts.
-        max_running: the most unfinished rollouts at all task apps together; None: no limit.
+        timeout_s: time limit of one batch; `collect` describes when the time starts.
+        max_running: maximum number of rollouts that run at all task apps together; None: no limit.
     """
 
     def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
@@ -155,7 +169,7 @@ class Dispatcher:
         # Queues with unfinished rollouts, in the order in which they are served.
         self.queues: list[Queue] = []
         self._run_id = ""  # of the current batches
-        # Serves the task apps from the start of the first current batch to the end of the last.
+        # The background task that serves the task apps. It runs while at least one batch is being collected.
         self._service: asyncio.Task[None] | None = None
         self._is_closing, self._has_withdrawn = False, False
         self._change, self._is_idle = asyncio.Event(), asyncio.Event()
@@ -163,16 +177,20 @@ class Dispatcher:
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: Progress | None = None, keep: Keep | None = None
     ) -> Batch:
-        """Run all requests, which belong to one run, to their end.
+        """Request all rollouts of a batch, wait until each has ended, and return the results.
 
-        An error or a cancellation cancels the batch's running rollouts at the task apps; other batches
-        continue unless the task apps caused the error. Earlier iterations are served first, and evaluations,
-        whose iteration is 0, before all iterations. The time of a batch starts once no earlier iteration is
-        being collected.
+        All requests must belong to one run. An error or a cancellation cancels the batch's running rollouts
+        at the task apps. Other batches continue, unless the error came from the task apps. Batches of earlier
+        iterations are served first. An evaluation has iteration 0, so it is served before all iterations. The
+        time limit of a batch starts once no earlier iteration is being collected.
 
         Args:
-            progress: receives the number of ended rollouts.
-            keep: receives each finished rollout before a task app may forget it; its error ends the batch.
+            progress: called with the number of ended rollouts and the total, whenever a rollout has ended.
+            keep: called with each finished rollout, before the task app may delete it. If `keep` raises an
+                error, the batch ends with this error.
+
+        Raises:
+            TaskAppError: the time limit was exceeded, or the task apps failed.
         """
         if not requests:
             return Batch()
@@ -199,22 +217,22 @@ class Dispatcher:
         return queue.batch()
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
-        """Tell the task apps to forget stored rollouts. Each app ignores unknown ids."""
+        """Tell all task apps to delete these rollouts, which are stored now. Each app ignores unknown ids."""
         ids = [rollout.rollout_id for rollout in rollouts]
         if ids:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self.task_apps.serving))
 
     async def abort(self, run_id: str) -> None:
-        """End the rollouts that a killed process of the run left at the task apps.
+        """End the rollouts that a killed earlier process of the run left running at the task apps.
 
-        Errors are ignored: a rollout whose gateway is gone ends by itself later.
+        Errors are ignored, because a rollout ends by itself once its gateway does not answer.
         """
         await _say_goodbye(app.abort(run_id) for app in self.task_apps.serving)
 
-    # The queue: none of the functions before `_leave` awaits anything.
+    # Functions on the queues. They contain no `await`, so each of them runs without interruption.
 
     def add(self, queue: Queue) -> None:
-        """Begin to collect a batch, after batches of the same rank."""
+        """Start to collect a batch. Batches of the same rank that were added earlier are served first."""
         run_id = next(iter(queue.unfinished.values())).request.run_id
         if not self._run_id:
             self._run_id, self._has_withdrawn = run_id, False
@@ -229,16 +247,17 @@ class Dispatcher:
         self.queues.append(queue)
         self.queues.sort(key=lambda queue: queue.rank)
         for app in self.task_apps.members:
-            # New results get more weight than those of earlier batches.
+            # Moves the weight towards 1, so that results of this batch count more than those of earlier
+            # batches.
             app.weight = (app.weight + 1) / 2
             queue.join(app)
         self.deal()
 
     def withdraw(self, queue: Queue, error: BaseException | None = None) -> None:
-        """End a batch before its last rollout: cancel the rest and drop the results.
+        """End a batch early: cancel its running rollouts, and let the task apps delete its results.
 
         Args:
-            error: what the caller that waits for the batch gets as an exception.
+            error: the exception that the waiting call of `collect` raises.
         """
         if queue not in self.queues:
             return
@@ -248,24 +267,28 @@ class Dispatcher:
                 entry.app.stop(entry.rollout_id)
                 entry.app = None
         for app in self.task_apps.members:
-            # Also results of other batches, which are on disk by now (`_serve`).
+            # This also deletes results of other batches, which are on disk by now (`_serve`).
             app.discard_results()
         queue.error = error
         self._remove(queue)
         self.deal()
 
     def deal(self) -> None:
-        """Let task apps with room take rollouts, until no app can or all places are taken.
+        """Give waiting rollouts to task apps, until no app has room or `max_running` is reached.
 
-        The app with the fewest unfinished rollouts for its weight is next. An app without rollouts is always
-        next: otherwise it could never show that it has become fast or works again.
+        Each rollout goes to the app with the lowest ratio of unfinished rollouts to `weight`. An app without
+        rollouts has the ratio 0 at any weight, so a slow or failing app is tried again and can recover.
         """
         free = self._places - sum(len(app.requests) for app in self.task_apps.members)
         while free > 0 and self._take_one():
             free -= 1
 
     def end(self, app: TaskAppClient, rollout: Rollout) -> None:
-        """Record the end of a rollout, unless it has counted before, or failed while another app has it."""
+        """Process one result from a task app.
+
+        The result is ignored if its rollout has ended already. A failure is also ignored if the rollout was
+        taken from this app since.
+        """
         entry = self._find(rollout.rollout_id) if rollout.rollout_id else self._find_at_place(app, rollout)
         is_wrong = rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT
         if entry is None and is_wrong and rollout.rollout_id not in {*app.stale, *app.discard, *app.unacked}:
@@ -281,7 +304,8 @@ class Dispatcher:
         if entry is None or entry.is_new or (entry.app is not app and not is_finished):
             app.discard.append(rollout.rollout_id)
             return
-        # While an idle app waits for work, slower ones overtake it, which says nothing about its speed.
+        # Apps are compared only while all of them have work: while a fast app is idle, slower apps finish
+        # more.
         if entry.app is app and all(other.requests for other in self.task_apps.members if other.is_open):
             app.judge(finished=is_finished)
         self._take_back(entry, but_from=app)
@@ -292,11 +316,15 @@ class Dispatcher:
             self._close(entry, app, rollout)
 
     def lose(self, app: TaskAppClient, rollout_ids: Iterable[str], *, why: str) -> None:
-        """Put rollouts that a task app has lost back into their queues; `why` is the reason in records."""
+        """Put rollouts that a task app has lost back into their queues; fail them after _MAX_LOSSES losses.
+
+        Args:
+            why: the reason that the record of a failed rollout contains.
+        """
         for rollout_id in reversed(list(rollout_ids)):
             entry = self._find(rollout_id)
             if entry is None or entry.app is not app:
-                continue  # the loss of another rollout has ended its batch
+                continue  # its batch was withdrawn when another rollout in this loop was closed
             entry.app = None
             if app.take_back(rollout_id):
                 entry.losses += 1
@@ -309,7 +337,7 @@ class Dispatcher:
         self.deal()
 
     def lose_all(self, app: TaskAppClient, *, why: str) -> None:
-        """Put all rollouts of a task app that stopped answering back into their queues."""
+        """Call `lose` for all rollouts of a task app that stopped answering, and count an outage."""
         for queue in self.queues:
             queue.apps[app].outages += 1
         app.stale |= set(app.accepted)
@@ -322,7 +350,10 @@ class Dispatcher:
         return None
 
     def _find_at_place(self, app: TaskAppClient, rollout: Rollout) -> Entry | None:
-        """Return the app's unfinished rollout with a result's place in the plan (PLACE), if there is one."""
+        """Return the app's unfinished rollout that has the same fields PLACE as a result without an id.
+
+        Return None unless exactly one rollout matches.
+        """
         place = rollout.model_dump(include={*PLACE})
         entries = (entry for queue in self.queues for entry in queue.unfinished.values())
         same = [
@@ -331,14 +362,17 @@ class Dispatcher:
         return same[0] if len(same) == 1 else None
 
     def _note_unknown(self, rollout: Rollout) -> None:
-        """Count and report an invalid result of an unknown request, which `find_missing` finds later."""
+        """Count and report an invalid result that cannot be matched to a request.
+
+        Its rollout stays unfinished until `TaskAppClient.find_missing` reports it as lost.
+        """
         assert rollout.failure is not None, "read_page makes it a failure"
         if self.queues:
             self.queues[0].failures[rollout.failure.code] += 1
         self.task_apps.tell(f"{rollout.failure.detail}; no request can be found for this result")
 
     def _take_one(self) -> bool:
-        """Let one task app take a rollout; return False if no app can."""
+        """Give one waiting rollout to a task app; return False if none waits or no app has room."""
         takers = sorted(
             (app for app in self.task_apps.members if app.has_room),
             key=lambda app: len(app.requests) / app.weight,
@@ -354,7 +388,7 @@ class Dispatcher:
         return False
 
     def _take_back(self, entry: Entry, *, but_from: TaskAppClient) -> None:
-        """Take a rollout from its app. Unless that is `but_from`, also cancel the rollout there."""
+        """Remove a rollout from the app that runs it, and cancel it there unless that app is `but_from`."""
         if entry.app is None:
             del entry.queue.again[entry.failed_at][entry.rollout_id]
         elif entry.app is but_from:
@@ -364,9 +398,9 @@ class Dispatcher:
         entry.app = None
 
     def _retries(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> bool:
-        """Count a failure; return whether the rollout is planned once more."""
+        """Count a failure. If attempts are left, queue a retry under a new id and return True."""
         queue = entry.queue
-        # A cancelled rollout means that its task app is stopping, which is no fault of the rollout.
+        # A task app cancels its rollouts when it stops, so this counts as a loss and not as a failure.
         if rollout.status == "cancelled":
             entry.losses += 1
         else:
@@ -382,7 +416,7 @@ class Dispatcher:
         return True
 
     def _close(self, entry: Entry, app: TaskAppClient, rollout: Rollout) -> None:
-        """End a rollout for good. An error of `keep` or `progress` ends its batch."""
+        """End a rollout without a retry. If `keep` or `progress` raises an error, withdraw the batch."""
         try:
             entry.queue.end(entry, app, rollout)
         except Exception as error:
@@ -396,7 +430,7 @@ class Dispatcher:
         queue.done.set()
 
     async def _leave(self, queue: Queue) -> None:
-        """Withdraw a batch if it is unfinished; end the service with the last batch."""
+        """Withdraw a batch if it is unfinished. If it was the last batch, stop serving the task apps."""
         if any(other is not queue for other in self.queues):
             self.withdraw(queue)
             self._set_clocks()
@@ -406,7 +440,7 @@ class Dispatcher:
             await asyncio.shield(self._service)
 
     def _set_clocks(self) -> None:
-        """Set deadlines for the batches of the lowest rank; batches that wait for them have no deadline."""
+        """Start the time limits of the batches of the lowest rank, and remove the deadlines of all others."""
         now = asyncio.get_running_loop().time()
         for queue in self.queues:
             is_first = queue.rank == self.queues[0].rank
@@ -419,12 +453,12 @@ class Dispatcher:
         try:
             await app.ack(run_id, ids)
         except TaskAppLost as error:
-            # The app forgets results after its expiry time. During a batch, `_serve` finds out whether the
-            # app is lost; otherwise the next batch tries the app again.
+            # The app deletes the results itself after its expiry time. While a batch is collected, `_serve`
+            # notices a lost app. Otherwise the loss is recorded here, and the next batch tries the app again.
             if self._service is None:
                 self.task_apps.lose(app, error)
 
-    # The service: a loop for each task app.
+    # The service: one loop per task app.
 
     async def _run(self) -> None:
         error = None
@@ -437,14 +471,15 @@ class Dispatcher:
             for queue in [*self.queues]:
                 self.withdraw(queue, error)
             try:
-                # Other apps drop unneeded rollouts themselves.
+                # An app that does not answer is asked only after a batch was withdrawn; it deletes its
+                # results itself.
                 apps = [app for app in self.task_apps.members if app.fault is None or self._has_withdrawn]
                 await _say_goodbye(app.let_go() for app in apps)
             finally:
                 self._service, self._run_id, self._is_closing = None, "", False
 
     async def _serve_all(self) -> None:
-        """Serve the task apps until no caller waits for a batch, or no task app answers for too long."""
+        """Run one loop per task app until no batch is left, or until no app has answered for too long."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._serve(app)) for app in self.task_apps.members]
 
@@ -461,7 +496,7 @@ class Dispatcher:
                 task.cancel()
 
     async def _refuse_to_wait_for_ever(self) -> None:
-        """Raise TaskAppLost if no task app answers for too long."""
+        """Wait until no task app has answered for `lost_wait_s`, and then raise TaskAppLost."""
         apps = self.task_apps
         while True:
             self._change.clear()
@@ -476,12 +511,13 @@ class Dispatcher:
                 ) from error
 
     async def _serve(self, app: TaskAppClient) -> None:
-        """Serve one task app until cancelled, or until it is lost and its name leads elsewhere.
+        """Exchange requests and results with one task app.
 
-        The caller acknowledges the last results after storing them. Earlier results are acknowledged here, so
-        that a task app holds at most its running rollouts and _MOST_UNACKED results. This is safe: finished
-        rollouts are on disk already (`keep`), and a restarted trainer has another run id (start.run_job) and
-        never requests them again.
+        Ends when the task is cancelled, or when the app is lost and DNS no longer returns its address. The
+        caller of `collect` acknowledges the last results after it has stored them. Earlier results are
+        acknowledged here, so that a task app stores only about _MOST_UNACKED results. This is safe, because
+        `keep` has written the finished rollouts to disk, and a restarted trainer has another run id
+        (start.run_job) and never requests these rollouts again.
         """
         while not (app.retired and app.fault):
             try:
@@ -523,8 +559,12 @@ class Dispatcher:
             app.discard_results()
 
     async def _look_for_losses(self, app: TaskAppClient, missing: Sequence[str], page: RolloutPage) -> None:
-        """Find out whether a task app whose page has no results still runs its accepted rollouts."""
-        if page.unfinished:  # a task app that is stopping answers long polls at once
+        """Check whether a task app that returned a page without results still runs its rollouts.
+
+        Raises:
+            TaskAppLost: the app had lost rollouts in two successive checks.
+        """
+        if page.unfinished:  # pause, because a task app that is stopping answers long polls immediately
             await asyncio.sleep(_PAUSE_S)
             return
         app.strikes += 1
@@ -539,9 +579,11 @@ class Dispatcher:
         self.lose(app, names, why=why)
 
     async def _is_back(self, app: TaskAppClient) -> bool:
-        """Wait until the app answers; return False if its name leads elsewhere, or to an app that we have.
+        """Wait until a lost app answers, and make it available again.
 
-        Its results count unless another app was faster; rollouts that others have now are cancelled here.
+        If the app was not restarted, its results are fetched first, and the rollouts that were given to
+        other apps are cancelled at this app. Return False if DNS no longer returns its address, or if the
+        address leads to a task app that another client serves already.
         """
         if not await app.look():
             return False
@@ -562,7 +604,7 @@ class Dispatcher:
             try:
                 page = await app.poll_run(wait_s=0.0)
             except CursorExpired as error:
-                raise TaskAppLost(str(error)) from error  # the app has just restarted: look again
+                raise TaskAppLost(str(error)) from error  # the app has restarted; wait for it again
             self._take(app, page)
         await app.let_go()
 
@@ -572,7 +614,7 @@ def _copy_place(request: RolloutRequest) -> dict[str, Any]:
 
 
 def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout:
-    """Return the record of a rollout that no task app could finish."""
+    """Return a failed rollout, for a request that was lost with task apps _MAX_LOSSES times."""
     detail = f"{_MAX_LOSSES} times a task app was lost with it; the last one: {why}"
     return Rollout(
         **_copy_place(request),
@@ -583,13 +625,13 @@ def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout
 
 
 def _missing(queues: Sequence[Queue]) -> str:
-    """Describe how many rollouts of these batches have not ended."""
+    """Return a sentence with the number of rollouts of these batches that have not ended."""
     total, ended = sum(queue.total for queue in queues), sum(len(queue.ended) for queue in queues)
     return f"{total - ended} of {total} rollouts were not finished"
 
 
 async def _say_goodbye(calls: Iterable[Coroutine[None, None, None]]) -> None:
-    """Await calls to task apps for at most `_LAST_WORD_S`, and ignore their errors."""
+    """Await all calls to task apps for at most _LAST_WORD_S seconds, and ignore their errors."""
 
     async def tolerantly(call: Coroutine[None, None, None]) -> None:
         try:

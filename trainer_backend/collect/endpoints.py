@@ -1,4 +1,4 @@
-"""Addresses of remote OpenAI-compatible servers, and their keys, which come from environment variables."""
+"""Reads the addresses of remote OpenAI-compatible servers, and their API keys from environment variables."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,17 @@ def endpoint(
     key_variable: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Inference:
-    """Return the server of `turnwise eval --model --inference-url --api-key-env`.
+    """Return the model server that these flags of `turnwise eval` name.
 
-    Without a `key_variable`, only api.openai.com gets OPENAI_API_KEY, over https.
+    If `key_variable` is None, OPENAI_API_KEY is used for https://api.openai.com; other servers get no key.
+
+    Args:
+        model: value of --model.
+        url: value of --inference-url.
+        key_variable: value of --api-key-env.
+
+    Raises:
+        JobError: a flag is missing or invalid.
     """
     if not model or not url:
         flag, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
@@ -43,7 +51,14 @@ def endpoint(
 
 
 def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.environ) -> SecretStr:
-    """Read a key from an environment variable; `where` is the flag or TOML key that names it, for errors."""
+    """Read an API key from an environment variable.
+
+    Args:
+        where: the flag or TOML key that names the variable, for error messages.
+
+    Raises:
+        JobError: `variable` is not the name of a variable, or the variable contains no valid key.
+    """
     if not VARIABLE_NAME.fullmatch(variable):
         raise JobError(
             f"{where} takes the name of an environment variable, in capitals, such as {OPENAI_KEY_VARIABLE}; "
@@ -61,14 +76,14 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
 
 
 def warmup_key(table: WarmupTable | None) -> SecretStr | None:
-    """Return the key of the warm-up teacher's server, if the job names a variable for it."""
+    """Return the API key of the warm-up teacher's server, or None if `warmup.api_key_env` is not set."""
     if table is None or table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where="warmup.api_key_env")
 
 
 def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
-    """List the hosts of the teacher's and the `player`'s servers, which the job's own task app may call."""
+    """List the model servers that the job's own task app may call: those of the teacher and of `player`."""
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
     if isinstance(url, str):
@@ -77,7 +92,7 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
 
 
 def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
-    """List the hosts of fixed policies at remote servers, which the job's own gateway calls."""
+    """List the remote model servers of fixed policies, which the job's own gateway calls."""
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
         for table in tables
@@ -86,7 +101,7 @@ def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
 
 
 def inference_host(url: str, *, where: str) -> str:
-    """Return `host:port` of an inference URL, as a task app's allow-list has it."""
+    """Return an inference URL as `host:port`, the form of the entries of a task app's allow-list."""
     parts = _split(url, where=where)
     host = parts.hostname or ""
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"

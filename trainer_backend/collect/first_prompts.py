@@ -1,7 +1,8 @@
-"""Measures the first prompts of rows before a run, and reports the rows that do not fit the model.
+"""Counts the tokens of data set rows before a run, and reports rows whose first prompt is too long.
 
-The trainer knows first prompts only in `dialogue`: the messages of the row, without tools. In other
-environments the task app makes them, and a rollout whose first prompt does not fit is lost.
+This is possible only in the environment `dialogue`, where the first prompt consists of the messages of the
+row, without tools. In other environments the task app makes the first prompt. There, a rollout whose first
+prompt is too long is lost during the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from trainer_backend.core.prompt_lengths import FindLong, LongPrompt
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError
 
-# Bounds of a batch that is measured at once: its tokens are in memory, and a stop waits for its end.
+# Limits of a batch of rows that is tokenized at once. They bound the memory, and the time until `tell` can
+# stop the check.
 _BATCH_ROWS, _BATCH_CHARACTERS = 1_000, 2_000_000
 _MOST_NAMED = 10
 
@@ -24,9 +26,10 @@ Messages = Sequence[dict[str, Any]]
 
 
 class Room(NamedTuple):
-    """The tokens that a first prompt may have: prompt and answer share a limit.
+    """The number of tokens that a first prompt may have.
 
-    `limit_key` and `answer_key` name the job's keys that set `limit` and `answer`.
+    It is `limit`, which applies to prompt and answer together, minus `answer`, the longest allowed answer.
+    `limit_key` and `answer_key` are the job's TOML keys that set these two numbers.
     """
 
     limit: int
@@ -36,7 +39,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, players: Players) -> Self:
-        """Read the lowest limit of prompt and answer together, and the longest answer, like the gateway."""
+        """Read `limit` and `answer` from the job, each as the lowest of the settings that apply."""
         table, rollout = players.multi_turn, players.rollout
         limits = [(table.max_model_length, "multi_turn.max_model_length")] if table.enable else []
         if (length := players.servers[ACTOR].max_model_len) is not None:
@@ -61,7 +64,7 @@ def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
 
 
 class _Part(NamedTuple):
-    """The training or the held-out rows, and their names in messages."""
+    """The training or the held-out rows, with the TOML key and the word that messages use for them."""
 
     rows: Sequence[Row]
     key: str
@@ -72,12 +75,12 @@ class _Part(NamedTuple):
 class FirstPrompts:
     parts: tuple[_Part, ...]
     system: str
-    """The system message before a prompt that is only a text."""
+    """The system message that precedes the prompt of a row, if the prompt is a plain text."""
     room: Room
 
     @classmethod
     def of(cls, planner: Planner) -> Self | None:
-        """Collect the prompts; None without rows, or if the trainer does not know the prompts exactly."""
+        """Return the rows of a job, or None if there are none or if their first prompts cannot be known."""
         source, players = planner.source, planner.players
         rollout, system = players.rollout, players.rollout.env_config.get("system", "")
         is_known = rollout.env_name == "dialogue" and rollout.policy_name == "openai"
@@ -92,13 +95,17 @@ class FirstPrompts:
     def report(
         self, find_long: FindLong, tell: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Measure all rows, and return a line about each part with rows that do not fit.
+        """Count the tokens of all first prompts, and return a line of text about the rows that do not fit.
+
+        Training rows and held-out rows have a line each; it is omitted if all of these rows fit.
 
         Args:
-            tell: receives the number of measured rows and the total between two batches; may raise.
+            find_long: finds the prompts of a list that have more than a number of tokens.
+            tell: called before each batch of rows, with the number of measured rows and the total. It may
+                raise an exception to stop.
 
         Raises:
-            DataError: no row of a part fits, so that all of its rollouts would be lost.
+            DataError: none of the training rows, or none of the held-out rows, fits.
         """
         lines, done, total = [], 0, sum(len(part.rows) for part in self.parts)
         for part in self.parts:

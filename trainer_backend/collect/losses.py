@@ -1,4 +1,4 @@
-"""Counts the lost rollouts of a stage and their causes, for log, metrics, pages and report."""
+"""Counts the rollouts that a stage of a run lost, by cause, for the log, metrics, web pages and report."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,15 +9,16 @@ from typing import Any, Self
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.metric import Metric, Row
 
-# Keys of a metrics row that count failed and finished rollouts: first planned rollouts, then branches.
+# Keys of a metrics row that count failed and finished rollouts. In each pair, the second key is for branches.
 FAILED = ("rollout/failed", "branch/failed")
 FINISHED = ("rollout/finished", "branch/rollouts")
 _CAUSES = ("rollout/lost_causes", "branch/lost_causes")
-# Names of the stages before the first iteration, by the kind of their rows.
+# Names of the stages before the first iteration, by the kind of their metrics rows.
 NAMES_BEFORE_RL = {"teacher": "warm-up", "prompts": "prompts"}
 _MOST_CAUSES = 3
 _MOST_CHARS = 600
-# Parts of a message that differ between rollouts with one cause: numbers and quotations, not file and line.
+# Messages of the same cause may differ in numbers and quoted texts. The pattern also matches `file.py:line`,
+# which `_keep_place` leaves in the message.
 _DIFFERS = re.compile(r"\S+\.py:\d+|'[^']*'|\"[^\"]*\"|\d+")
 
 
@@ -50,14 +51,21 @@ BRANCH_METRICS = (
 @dataclass(frozen=True, slots=True)
 class Losses:
     lost: int
-    """Rollouts that failed for good."""
+    """The number of rollouts that failed and were not retried any more."""
     total: int
     causes: Sequence[tuple[int, str]] = ()
-    """The number of rollouts that each cause lost, and its message; the most common one first."""
+    """Pairs of a number of lost rollouts and the message of their cause, the most common cause first."""
 
     @classmethod
     def of(cls, failed: Sequence[Rollout], total: int) -> Self:
-        """Count lost rollouts by their causes."""
+        """Count failed rollouts by cause.
+
+        Failures have the same cause if their messages differ only in numbers and quoted texts.
+
+        Args:
+            failed: the rollouts that failed and are not retried.
+            total: the number of all rollouts, including these.
+        """
         words: dict[str, Counter[str]] = defaultdict(Counter)
         for rollout in failed:
             text = _text(rollout)
@@ -72,7 +80,7 @@ class Losses:
 
     @property
     def count(self) -> str:
-        """The lost rollouts and the total, as in `180 of 200`."""
+        """The number of lost rollouts and the total as a text, such as `180 of 200`."""
         return f"{self.lost:,} of {self.total:,}"
 
     def describe(self, stage: str) -> str:
@@ -80,7 +88,7 @@ class Losses:
         return f"{stage}: {self.count} rollouts lost: {self.explain()}"
 
     def explain(self) -> str:
-        """Describe the causes; if there are several, each with its number of lost rollouts."""
+        """Describe the most common causes. If there are several, give the number of rollouts of each."""
         if len(self.causes) == 1:
             return self.causes[0][1]
         shown = "; ".join(f"{count} x {cause}" for count, cause in self.causes[:_MOST_CAUSES])
@@ -88,23 +96,26 @@ class Losses:
         return f"{shown}; and {more} other causes" if more > 0 else shown or "no cause is known"
 
     def row(self, *, branches: bool = False) -> dict[str, Any]:
-        """Return the counts for a row of metrics, and the causes of losses.
+        """Return the counts and the causes of the losses, to be stored in a row of metrics.
 
-        The causes are a list, because sinks and the store make a curve of every number in a dict.
+        The causes are stored as a list, because every number in a dict would be drawn as a curve.
+
+        Args:
+            branches: whether to use the keys for branches.
         """
         counts = {FINISHED[branches]: float(self.total - self.lost), FAILED[branches]: float(self.lost)}
         return counts | ({_CAUSES[branches]: [list(cause) for cause in self.causes]} if self.lost else {})
 
 
 def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
-    """Read the losses from a row of metrics; rows of earlier versions have no causes."""
+    """Read the losses from a row of metrics. Rows that an earlier version wrote contain no causes."""
     causes = tuple((int(count), str(cause)) for count, cause in row.get(_CAUSES[branches], ()))
     lost, finished = (int(row.get(names[branches], 0)) for names in (FAILED, FINISHED))
     return Losses(lost, lost + finished, causes)
 
 
 def sum_losses(sums: Mapping[str, float]) -> Losses:
-    """Return the losses of a whole run from the sums of FAILED and FINISHED over its rows."""
+    """Return the losses of a whole run, given the sums over its rows of the keys in FAILED and FINISHED."""
     lost, finished = (int(sum(sums.get(name, 0.0) for name in names)) for names in (FAILED, FINISHED))
     return Losses(lost, lost + finished)
 

@@ -1,4 +1,4 @@
-"""The figures of played episodes for `metrics.jsonl`, `turnwise eval` and the report."""
+"""Computes the metrics of finished episodes for `metrics.jsonl`, `turnwise eval` and the report."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -65,7 +65,13 @@ EVALUATION_METRICS = (
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Compute mean outcome with its 95 % interval, and figures of achievements and conversations if any."""
+    """Compute the metrics of an evaluation, such as the mean outcome with its 95 % interval.
+
+    Metrics of achievements and conversations are included if the episodes have any.
+
+    Raises:
+        NothingToLearnFrom: no rollout finished.
+    """
     trajectories = finished_trajectories(rollouts, "evaluation")
     worlds = [rollout.group_id for rollout in rollouts if rollout.trajectory is not None]
     outcome = outcome_over_worlds(trajectories, worlds)
@@ -88,7 +94,11 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def count_worlds(row: Mapping[str, Any]) -> str:
-    """Return `32 worlds`, or `16 of 32 worlds, 3 cut short by the time limit` for a faulty evaluation."""
+    """Describe how many worlds or rows an evaluation played, given its row of metrics.
+
+    The text is `32 worlds` if the evaluation is complete, and otherwise, for example, `16 of 32 worlds, 3 cut
+    short by the time limit`.
+    """
     losses, unit, cut = losses_in(row), row.get("eval/unit", "episode"), row.get("eval/cut_short", 0)
     total = f" of {losses.total}" if losses.lost else ""
     limited = f", {cut} cut short by the time limit" if cut else ""
@@ -96,9 +106,10 @@ def count_worlds(row: Mapping[str, Any]) -> str:
 
 
 def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Return the mean outcome with its interval over worlds.
+    """Return the mean outcome, with a 95 % interval that treats the worlds as independent samples.
 
-    Successes (0 or 1) have Wilson's interval. The interval of a number of achievements ends at its bounds.
+    If all outcomes are 0 or 1, it is Wilson's interval. If outcomes are numbers of achievements, it is
+    clipped to the possible range.
 
     Args:
         worlds: the world of each episode; episodes of one world are not independent.
@@ -112,19 +123,19 @@ def outcome_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -
 
 
 def unique_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Return the mean number of unlocked achievements with its interval over worlds."""
+    """Return the mean number of achievements that an episode unlocked, with its 95 % interval over worlds."""
     total = len({name for item in episodes for name in item.achievements_counts})
     interval = over_worlds([float(unique_achievements(item)) for item in episodes], worlds)
     return bounded(interval, 0.0, float(total))
 
 
 def are_successes(episodes: Sequence[Trajectory]) -> bool:
-    """Return whether outcomes are successes (0 or 1), and not numbers of achievements."""
+    """Return whether all outcomes are 0 or 1 and stand for success, and not for numbers of achievements."""
     return {item.outcome_reward for item in episodes} <= {0.0, 1.0} and not _counts_achievements(episodes)
 
 
 def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
-    """Return whether outcomes are numbers of achievements; if all are 0, their definition decides."""
+    """Return whether outcomes are numbers of achievements. If all are 0, their definition decides."""
     return (
         have_achievements(episodes)
         and all(item.outcome_reward == unique_achievements(item) for item in episodes)
@@ -136,13 +147,16 @@ def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
 
 
 def rates_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> dict[str, Interval]:
-    """Return by achievement the share of a world's episodes that unlocked it, averaged over worlds."""
+    """Return a success rate with its 95 % interval for each achievement.
+
+    The rate is the share of a world's episodes that unlocked the achievement, averaged over worlds.
+    """
     shares = achievement_shares([item.achievements_counts for item in episodes], worlds)
     return {name: nested_rate_interval(shares_W, len(episodes)) for name, shares_W in shares.items()}
 
 
 def score_over_worlds(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> Interval | None:
-    """Return the Crafter score with its interval; None outside Crafter."""
+    """Return the Crafter score with its 95 % interval, or None if the environment is not Crafter."""
     if any(item.env_name != CRAFTER or not item.achievements_counts for item in episodes):
         return None
     return crafter_score_interval([item.achievements_counts for item in episodes], worlds)
@@ -181,7 +195,7 @@ APP_METRICS = (
 
 
 def batch_metrics(batch: Batch) -> dict[str, Any]:
-    """Return counts of finished and failed rollouts, of failure codes, and of each task app's work."""
+    """Return the numbers of finished, failed and reused rollouts, and figures by failure code and app."""
     return {
         **batch.losses.row(),
         "recovery/rollouts_reused": float(len(batch.reused)),
@@ -191,7 +205,7 @@ def batch_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
-    """Return figures by task app; a stage stored by an earlier start has none."""
+    """Return the metrics by task app; empty if the stage was read from disk after the run was resumed."""
     if not apps:
         return {}
     return {
@@ -206,30 +220,33 @@ def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
 
 
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
-    """Return the trajectories of the finished rollouts; refuse if there are none."""
+    """Return the trajectories of the finished rollouts. Raise NothingToLearnFrom if there are none."""
     trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
     if not trajectories:
         raise NothingToLearnFrom(f"{stage}: no rollout was finished")
     return trajectories
 
 
-# A definition may explain itself after a colon; the part before it is the outcome's name. Rows without a
-# definition were written by older versions, and come from Crafter.
+# A definition of an outcome is its name, optionally followed by a colon and an explanation. Rows without a
+# definition were written by older versions, which supported only Crafter; its outcome has this name.
 UNIQUE_ACHIEVEMENTS = "unique achievements"
 
 
 def outcome_name(row: Mapping[str, Any] | None) -> str:
-    """Return the name of a row's outcome; without a row, `outcome`."""
+    """Return the name of the outcome in a row of metrics, or "outcome" if there is no row."""
     return "outcome" if row is None else _definition(row).partition(":")[0]
 
 
 def outcome_meaning(row: Mapping[str, Any] | None) -> str:
-    """Return the explanation in the definition; often empty."""
+    """Return the explanation of the outcome in a row of metrics; empty if its definition contains none."""
     return "" if row is None else _definition(row).partition(":")[2].strip()
 
 
 def outcome_interval(row: Mapping[str, Any]) -> Interval:
-    """Return the outcome of an evaluation's or teacher's episodes; a single episode has no bounds."""
+    """Return the mean outcome with its 95 % interval from a row of metrics of an evaluation or a teacher.
+
+    The bounds are None for a single episode.
+    """
     name = "eval/outcome_reward" if "eval/outcome_reward_low" in row else "eval/unique_achievements"
     return Interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high"), row["eval/episodes"])
 

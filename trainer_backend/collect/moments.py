@@ -1,4 +1,4 @@
-"""Takes snapshots of finished rollouts for continuations: task apps replay the episodes."""
+"""Lets task apps replay finished rollouts and take snapshots, from which other rollouts can continue."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -12,22 +12,22 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 
-_ATTEMPTS = 2  # of a replay, at different task apps if possible
+_ATTEMPTS = 2  # to replay an episode; at different task apps if there are several
 
 
 class Wanted(NamedTuple):
-    """A finished rollout, and the decisions after which snapshots are needed."""
+    """A request for snapshots of a finished rollout after the decisions `turns`."""
 
     rollout: Rollout
     turns: Sequence[int]
     start: Start | None = None
-    """The snapshot where the rollout began, if it did not begin in its world."""
+    """The snapshot from which the rollout started; None: it started from the seed of its world."""
 
 
 async def replay_all(
     apps: TaskApps, planner: Planner, wanted: Sequence[Wanted]
 ) -> list[dict[int, str] | None]:
-    """Return the result of `snapshots_at` for each rollout. Each task app replays one at a time."""
+    """Return the result of `snapshots_at` for each item, with as many concurrent replays as task apps."""
     places = count()
     found: dict[int, dict[int, str] | None] = {}
 
@@ -53,13 +53,13 @@ async def snapshots_at(
     *,
     first_app: int = 0,
 ) -> dict[int, str] | None:
-    """Return by turn the snapshot of a finished rollout after that turn; turn 0 is the start.
+    """Replay a finished rollout at a task app, and return its snapshots after `turns`, keyed by turn.
 
-    None if no task app can be reached in two attempts.
+    Turn 0 is the start of the episode. Return None if no task app answered in two attempts.
 
     Args:
         start: see `Wanted`.
-        first_app: the index of the task app that is asked first.
+        first_app: the index of the task app that is tried first.
 
     Raises:
         TaskAppError: the replayed episode differs from the stored one.
@@ -103,7 +103,11 @@ async def _replayed(
 
 
 def played_elsewhere(rollout_id: str, told: str) -> TaskAppError:
-    """Return the error for an episode whose replay differs at the current task app."""
+    """Return an error which explains that the replay of a rollout differs from the stored episode.
+
+    Args:
+        told: the task app's description of the difference.
+    """
     return TaskAppError(
         f"{told}: rollout {rollout_id!r} was played in another environment than the task app has, or in "
         "another version of it",

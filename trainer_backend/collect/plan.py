@@ -1,4 +1,7 @@
-"""Plans the rollout requests of iterations, warm-ups and evaluations. Pure: same job, same requests."""
+"""Plans the rollout requests of iterations, warm-ups and evaluations.
+
+All functions are pure: the same job and arguments give the same requests.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,9 +43,9 @@ from trainer_backend.plugins import estimator, fork_rule
 
 __all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
-# The least time limit of a branch, since a limit of 0 s would mean no limit.
+# The shortest time limit of a branch. A limit of 0 s would mean that there is no limit.
 _LEAST_TIMEOUT_S = 1.0
-# The fields of a request that define its task, without the player.
+# The fields of a request that define its task, without the policy that plays it.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
     "limits": RolloutLimits.model_fields.keys() - {"timeout_s"} - CostKeys.model_fields.keys(),
@@ -53,7 +56,7 @@ NO_STEP_REWARDS = StepRewards()
 
 
 class Slot(NamedTuple):
-    """The place of a rollout in the plan, which determines its id and its seeds."""
+    """The position of a rollout in the plan. It determines the rollout's id and its seeds."""
 
     stage: str
     iteration: int
@@ -63,14 +66,14 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """The settings of a job's episodes: the environment, the limits, and the policies."""
+    """Builds the environment, the policy and the limits of a rollout request from a job's settings."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable
     held_out: EvaluationTable
     fixed: tuple[RolloutOnlyTable, ...]
     servers: Mapping[str, Inference]
-    """The model server of each policy; empty if the plan has no language model."""
+    """The model server of each policy, by the policy's name; empty if no policy is a language model."""
     seed: int
 
     @property
@@ -78,7 +81,12 @@ class Players:
         return self.multi_turn.max_decisions(self.rollout.max_turns)
 
     def sampled_by(self, policy: str, rollout_id: str, *seed_parts: int | str) -> PolicySpec:
-        """Return the policy of a training rollout: the actor or a fixed policy."""
+        """Return the specification of the policy that samples a training rollout.
+
+        Args:
+            policy: the name of the actor or of a fixed policy.
+            seed_parts: determine the sampling seed, together with the job's seed.
+        """
         server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
@@ -86,13 +94,13 @@ class Players:
         return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
-        """Return a policy of the task app, whose config may name the actor's server."""
+        """Return the specification of a policy of the task app; its config may name the actor's server."""
         return _spec(name, config, self.servers.get(ACTOR), derived_seed(self.seed, purpose, group))
 
     def evaluated(
         self, rollout_id: str, group: int, config: Mapping[str, Any], *, repeat: int = 0
     ) -> PolicySpec:
-        """Return the actor of an evaluation, with the same sampling seeds in every evaluation."""
+        """Return the specification of the actor in an evaluation, with the same seeds in every evaluation."""
         rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
         temperature = self.held_out.evaluation_temperature(rollout)
@@ -105,7 +113,13 @@ class Players:
         return EnvSpec(env_name=rollout.env_name, config={**rollout.env_config, **origin.env_config})
 
     def limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
-        """Return the limits that are left after a part of an episode."""
+        """Return the limits for the rest of an episode.
+
+        Args:
+            decisions_done: the number of decisions that the episode had before.
+            invalid: the number of these decisions that were invalid.
+            used_s: the seconds that the episode took before.
+        """
         rollout = self.rollout
         rest = {
             "max_decisions": self.max_decisions - decisions_done,
@@ -125,8 +139,12 @@ class Players:
 def inferences(
     job_name: str, rollout: RolloutTable, fixed: Sequence[RolloutOnlyTable], actor: Inference
 ) -> dict[str, Inference]:
-    """Return by policy the actor's gateway, and the model name that selects the policy there."""
-    # A token that was sampled under truncation is weighed by its probability within the truncated vocabulary.
+    """Return the model server of the actor and of each fixed policy, by the name of the policy.
+
+    All of them are the actor's gateway; the model name in a request selects the policy there.
+    """
+    # If sampling is truncated (top-p, top-k), the behaviour log-probs are those within the truncated
+    # vocabulary.
     asks = {"processed_logprobs": True}
     return {ACTOR: actor} | {
         table.name: replace(
@@ -140,27 +158,27 @@ def inferences(
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Turns the tables of a job into rollout requests."""
+    """Plans rollout requests from the tables of a job."""
 
     run_id: str
-    """The run's name at task apps, with which rollout ids begin."""
+    """The name of the run at task apps. Every rollout id begins with this name."""
     players: Players
     source: Source
     allocation: Allocation
     table: TrainingTable
-    """[training]."""
+    """The job's table [training]."""
     algorithm: AlgorithmTable
     teacher: WarmupTable | None = None
-    """[warmup]; None: the job has no such table."""
+    """The job's table [warmup]; None: the job has no such table."""
     curriculum: CurriculumKeys | None = None
-    """[curriculum]; None: the job has no such table."""
+    """The job's table [curriculum]; None: the job has no such table."""
     starts: Starts | None = None
-    """The snapshots that groups of the planned iteration may start at; None: all begin in their worlds."""
+    """Chooses snapshots from which groups of an iteration start; None: no group starts from a snapshot."""
 
     def training(self, iteration: int) -> list[RolloutRequest]:
-        """Plan the groups of an iteration: siblings share an origin, and have their own sampling seeds."""
+        """Plan the groups of an iteration. Siblings have the same origin and different sampling seeds."""
         origins = self._origins(iteration)
-        if self.starts is not None:  # snapshots replace the last origins
+        if self.starts is not None:  # the last groups start from snapshots
             moments = self.starts.choose(iteration, len(origins))
             first = len(origins) - len(moments)
             draws = [self.starts.draws_seed(iteration, group) for group in range(first, len(origins))]
@@ -168,19 +186,21 @@ class Planner:
         return self._groups("train", iteration, origins)
 
     def first_training(self) -> RolloutRequest:
-        """Plan only the first request of the first iteration, which is fast for a job of any size."""
+        """Plan only the first request of the first iteration, without the cost of planning all requests."""
         return self._groups("train", 1, self.source.training("train", range(1), 1), siblings=1)[0]
 
     def refill(
         self, iteration: int, round_number: int, groups: int, *, refilled: int = 0
     ) -> list[RolloutRequest]:
-        """Plan further groups of an iteration, on origins that it has not played; rounds count from 1.
+        """Plan further groups of an iteration, on origins that the iteration has not played yet.
 
-        An origin of a fixed set is repeated only after all others: its group was flat, and probably would be
-        flat again.
+        If the origins are a fixed set, played origins follow after all others. Their groups may have been
+        flat (all advantages 0), and would probably be flat again.
 
         Args:
-            refilled: groups that earlier rounds of the iteration have requested.
+            round_number: the number of the refill in this iteration, from 1.
+            groups: the number of groups to plan.
+            refilled: the number of groups that earlier refills of the iteration have requested.
         """
         stage, numbers = f"refill-{round_number}", range(refilled, refilled + groups)
         played = self._origins(iteration)
@@ -188,9 +208,10 @@ class Planner:
         return self._groups(stage, iteration, origins)
 
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
-        """Plan branches that only measure, from snapshots of finished rollouts: same policy, other seeds.
+        """Plan branches from the snapshots of finished rollouts, to estimate values and not to be trained.
 
-        They get the rest of the parent's limits, also of its time. `forks` plans branches that are trained.
+        A branch is played by the actor with other seeds than its parent. Its limits, including the time
+        limit, are what the parent had left at the snapshot. `forks` plans branches that are trained.
         """
         return [
             request
@@ -202,13 +223,16 @@ class Planner:
 
     @property
     def fork_rule(self) -> ForkPlug | None:
-        """The rule that chooses decisions to fork for training; None if branches are not trained."""
+        """The rule that chooses the turns where trained branches start; None: branches are not trained."""
         return fork_rule(self.algorithm.fork_rule) if self.algorithm.train_branches else None
 
     def fork_turns(self, parent: Rollout, td_errors_T: Sequence[float] = ()) -> tuple[int, ...]:
-        """Choose the turns of a finished episode to fork by the job's rule.
+        """Choose the turns of a finished episode before which trained branches start, by `fork_rule`.
 
-        Empty for an episode that began at a snapshot, which cannot be replayed from its seed.
+        The result is empty if the episode started from a snapshot, because it cannot be replayed from a seed.
+
+        Args:
+            td_errors_T: the critic's TD error of each decision; may be empty if the rule needs no values.
         """
         rule, episode = self.fork_rule, parent.trajectory
         if rule is None or episode is None or episode.is_continued:
@@ -231,11 +255,12 @@ class Planner:
     def forks(
         self, parent: Rollout, snapshots: Mapping[int, str], *, fresh_draws: bool
     ) -> list[RolloutRequest]:
-        """Plan trained branches of a finished rollout.
+        """Plan the trained branches of a finished rollout.
 
         Args:
-            snapshots: each by the number of decisions before it.
-            fresh_draws: whether the world's random numbers differ from the parent's; siblings get equal ones.
+            snapshots: the snapshots where branches start, by the number of decisions before the snapshot.
+            fresh_draws: whether the environment draws other random numbers than in the parent. Siblings then
+                have the same random numbers.
         """
         return [
             request.model_copy(
@@ -251,7 +276,7 @@ class Planner:
     def _branches_from(
         self, parent: Rollout, turn: int, snapshot: str, *, fresh_draws: bool = False
     ) -> list[RolloutRequest]:
-        """Plan a group that continues from before a decision."""
+        """Plan a group of branches that start from the snapshot before turn `turn` of a rollout."""
         name, origin = parent.rollout_id, (parent.group_id, parent.sibling, turn)
         draws = derived_seed(self.players.seed, "fork draws", *origin) if fresh_draws else None
         start = Start(snapshot=snapshot, draws_seed=draws, parent_rollout_id=name, parent_turn=turn - 1)
@@ -262,7 +287,12 @@ class Planner:
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
-        """Plan the teacher's episodes, or the first `most`; `key` is for the server of a model as teacher."""
+        """Plan the teacher's episodes for the warm-up. The result is empty if the job has no warm-up.
+
+        Args:
+            key: API key of the teacher's model server, if the teacher is a language model.
+            most: plan only this many of the first episodes.
+        """
         table = self.teacher
         if table is None:
             return []
@@ -279,7 +309,10 @@ class Planner:
         return requests
 
     def prompts(self, episodes: int) -> list[RolloutRequest]:
-        """Plan random play, whose prompts train a preset's tokenizer if there is no warm-up."""
+        """Plan episodes of a random policy.
+
+        If there is no warm-up, the tokenizer of a preset is trained on the prompts of these episodes.
+        """
         return [
             self._request(
                 Slot("prompts", 0, group), origin, self.players.scripted("random", "prompts", group, {})
@@ -296,12 +329,14 @@ class Planner:
         most: int | None = None,
         repeats: int = 1,
     ) -> list[RolloutRequest]:
-        """Plan episodes on each held-out origin, with the same sampling seeds in every evaluation.
+        """Plan episodes on each held-out origin. Every evaluation has the same sampling seeds.
 
         Args:
-            policy_name: a policy of the task app; None: the actor plays.
+            label: becomes a part of the rollout ids.
+            policy_name: a policy of the task app that plays; None: the actor plays.
+            policy_config: overrides settings of the actor's config, or is the whole config of `policy_name`.
             most: the number of origins; None: all.
-            repeats: siblings on each origin; the first is the same as with `repeats = 1`.
+            repeats: the number of episodes on each origin. The first is the same as with `repeats = 1`.
         """
         config, requests = policy_config or {}, []
         for group, origin in enumerate(self.source.evaluation(most)):
@@ -316,13 +351,13 @@ class Planner:
         return requests
 
     def largest(self) -> RolloutRequest:
-        """Plan the request of the largest training or held-out row."""
+        """Plan a request with the training or held-out row that needs the most bytes."""
         return self._groups("train", 1, [self.source.largest()], siblings=1)[0]
 
     def _groups(
         self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
     ) -> list[RolloutRequest]:
-        """Plan a group on each origin, or only its first `siblings`."""
+        """Plan a group of `siblings` rollouts on each origin; None: a group has `training.group_size`."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
         requests = []
@@ -344,14 +379,16 @@ class Planner:
         seed_parts: Sequence[int | str], max_decisions: int | None = None,
         snapshot_turns: tuple[int, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
-        """Plan a rollout in which the actor plays on from a snapshot of a finished rollout, with its limits.
+        """Plan a rollout in which the actor continues from a snapshot of a finished rollout, the parent.
+
+        The limits are what the parent had left at the snapshot.
 
         Args:
-            start: `parent_turn` is the number of the parent's decisions before the snapshot.
-            group_id: the group of continuations; the rollout's id follows from it and from `sibling`.
-            seed_parts: determine the sampling seed.
-            max_decisions: the most decisions, if the episode has more left.
-            snapshot_turns: as in a request, counted from the snapshot.
+            start: the snapshot. `parent_turn` is the number of the parent's decisions before the snapshot.
+            group_id: id of the group of continuations; together with `sibling` it is the rollout's id.
+            seed_parts: determine the sampling seed, together with the job's seed.
+            max_decisions: a further limit on the decisions after the snapshot.
+            snapshot_turns: turns before which the task app takes snapshots, counted from the start snapshot.
         """
         episode, done = parent.trajectory, start.parent_turn
         assert episode is not None and done is not None, "it continues from a decision of a finished rollout"
@@ -384,7 +421,7 @@ class Planner:
 
     @property
     def _state_keys(self) -> tuple[str, ...]:
-        """The state keys that the job names, and the one by which its estimator compares decisions."""
+        """Names of the job's state keys, including the key by which its estimator compares decisions."""
         algorithm = self.algorithm
         compares = estimator(algorithm.advantage).needs_state_keys
         own = [algorithm.state_hashing_function] if compares else []
@@ -392,11 +429,11 @@ class Planner:
 
     @property
     def _first_branch(self) -> int:
-        """The first turn that may have branches; siblings already are branches of turn 1."""
+        """The first turn that may have branches: turn 2 if there are siblings, which all start at turn 1."""
         return 1 if self.table.group_size == 1 else 2
 
     def _snapshot_turns(self, slot: Slot, origin: Origin) -> tuple[int, ...]:
-        """Choose the turns before which a snapshot is taken, if they are known before the episode."""
+        """Choose the turns before which a snapshot is taken; empty if they are chosen after the episode."""
         rule, most = self.fork_rule, self.players.max_decisions
         if rule is not None:
             if rule.reads_samples or origin.start is not None:
@@ -413,7 +450,7 @@ class Planner:
         )
 
     def _origins(self, iteration: int) -> list[Origin]:
-        """Return the origins of an iteration, from 1: the next places in the sequence of training origins."""
+        """Return the origins of an iteration, which counts from 1: the next ones in the training sequence."""
         count = self.players.rollout.episodes_per_batch // self.table.group_size
         first = max(iteration - 1, 0) * count
         return self.source.training("train", range(first, first + count), iteration)
@@ -446,7 +483,8 @@ class Planner:
             env=players.env(origin),
             policy=policy,
             step_rewards=step_rewards,
-            # The whole time limit, since the time used before a snapshot is not reproducible.
+            # The time limit is the full one even after a snapshot, because the time used before it is not
+            # reproducible.
             limits=players.limits(decisions_done=origin.decisions_done, invalid=origin.invalid),
             multi_turn=players.multi_turn.for_requests(),
             state_keys=state_keys,
@@ -454,27 +492,27 @@ class Planner:
             final_view=final_view,
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            # Random play for a tokenizer earns nothing.
+            # Random play only provides prompts for a tokenizer, so it needs no reward.
             reward_function=None if slot.stage == "prompts" else players.rollout.reward_function,
         )
 
 
 def _spec(name: str, config: Mapping[str, Any], server: Inference | None, seed: int) -> PolicySpec:
-    """Make a policy; it gets the server's key if its config names the server's address."""
+    """Build a policy's specification. It contains the server's API key only if the config names its URL."""
     asks_it = server is not None and config.get("inference_url") == server.url
     key = server.key if server and asks_it else None
     return PolicySpec(policy_name=name, config=dict(config), seed=seed, inference_key=key)
 
 
 def retried(request: RolloutRequest) -> RolloutRequest:
-    """Return the request of a retry after an infrastructure failure: same seeds, new id."""
+    """Return the request for a retry after an infrastructure failure, with the same seeds and a new id."""
     attempt = request.attempt + 1
     base = request.rollout_id.partition(":")[0]
     return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})
 
 
 def digest_tasks(requests: Sequence[RolloutRequest]) -> str:
-    """Return a digest of the requests' tasks that depends on neither player nor order: 16 hex digits."""
+    """Return 16 hex digits that identify the requests' tasks, independent of their policies and order."""
     digest = blake2b(digest_size=8)
     for text in sorted(request.model_dump_json(include=_TASK) for request in requests):
         digest.update(text.encode())

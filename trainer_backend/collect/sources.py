@@ -1,4 +1,4 @@
-"""Chooses the origins of groups (worlds or rows), and the policy that samples each rollout. Pure."""
+"""Chooses the origin of each group, a world or a row of a data set, and the policy of each rollout. Pure."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -34,30 +34,31 @@ from trainer_backend.rundir.spool import plan_id
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The common start of a group's siblings."""
+    """What all siblings of a group have in common: the world, the row of the data set, and the start."""
 
     seed: int
-    """The world's seed."""
+    """Seed of the environment's world."""
     row_id: str | None = None
-    """The id of the group's row; None without a data set."""
+    """Id of the row in the data set; None: the job has no data set."""
     env_config: Mapping[str, Any] = field(default_factory=dict)
-    """The row's part of the environment's config, which overrides rollout.env_config."""
+    """Config of the environment that comes from the row; overrides `rollout.env_config`."""
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
-    """The user in a conversation."""
+    """The simulated user of a conversation."""
     start: Start | None = None
-    """The snapshot at which the siblings start; None: they start in the world."""
+    """The snapshot from which the siblings start; None: they start at the beginning of a world."""
     decisions_done: int = 0
-    """Decisions before the snapshot; the siblings may take as many fewer."""
+    """Number of decisions before the snapshot; the siblings' limit of decisions is lower by this number."""
     invalid: int = 0
-    """Invalid decisions before the snapshot."""
+    """Number of invalid decisions before the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
-    """Groups start in worlds by seed: rollout.seeds in shuffled epochs, or always new seeds.
+    """Chooses world seeds as origins of groups, for jobs without a data set.
 
-    The methods here and in `Rows` are pure functions of the job and their arguments.
+    Training uses `rollout.seeds` in shuffled epochs or, if there are none, a new seed for every group. The
+    methods of this class and of `Rows` are pure functions of the job and the arguments.
     """
 
     job_seed: int
@@ -68,9 +69,9 @@ class Worlds:
         """Return the origins for training.
 
         Args:
-            purpose: the stage; each has its own order.
-            numbers: the places in the endless sequence of the stage, from 0.
-            iteration: the iteration that plays them.
+            purpose: the stage. Each stage has its own endless sequence of origins.
+            numbers: indices in the sequence, from 0.
+            iteration: the iteration that plays these origins.
         """
         if self.seeds:
             return [Origin(seed) for seed in cycled_worlds(self.job_seed, purpose, self.seeds, numbers)]
@@ -78,7 +79,7 @@ class Worlds:
         return [Origin(world(group)) for group in range(len(numbers))]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
-        """Return further origins of an iteration, with as few `played` ones as possible."""
+        """Return further origins for an iteration. Origins in `played` are repeated only after all others."""
         if not self.seeds:
             return self.training(stage, numbers, iteration)
         played_ids = {origin.seed for origin in played}
@@ -86,14 +87,14 @@ class Worlds:
         return [Origin(others[number % len(others)]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
-        """Return the first `most` held-out origins, which are the same for every job."""
+        """Return the first `most` held-out origins; by default they are the same for every job."""
         return [Origin(seed) for seed in self._held_out()[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
         return Origin(seed)
 
     def largest(self) -> Origin:
-        return self.evaluation(most=1)[0]  # all are alike
+        return self.evaluation(most=1)[0]  # all have the same size
 
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
@@ -101,9 +102,11 @@ class Worlds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Groups start with rows of [data], in shuffled epochs: every row is played once before any is repeated.
+    """Chooses rows of the data set in [data] as origins of groups.
 
-    The order depends only on the job's seed, the stage and the ids: a resumed run needs no stored position.
+    Every row is played once before any row is repeated; each such epoch is shuffled, unless `data.shuffle` is
+    false. The order depends only on the job's seed, the stage and the row ids, so a resumed run needs no
+    stored position.
     """
 
     job_seed: int
@@ -139,16 +142,23 @@ class Rows:
         return self.origin(self.data.by_id[row_id])
 
     def largest(self) -> Origin:
-        """Return the training or held-out origin with the longest request."""
+        """Return the origin of the training or held-out row that needs the most bytes in a request."""
         return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=count_bytes)
 
     def interactions(self) -> frozenset[str | None]:
-        """Return the names of all interactions; None stands for rows that let the task app choose."""
+        """Return the names of the interactions that rows use.
+
+        None is in the result if a row has an interaction without a name; the task app then chooses it.
+        """
         origins = map(self.origin, (*self.data.training, *self.data.evaluation))
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Refuse rows without a number as ground truth, if `names` has their interaction (None: unnamed)."""
+        """Raise DataError if an answer cannot equal the ground truth of a row.
+
+        Args:
+            names: the interactions whose ground truth must be a number; None stands for one without a name.
+        """
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
@@ -159,7 +169,7 @@ Source = Worlds | Rows
 
 
 def make_origin(row: Row, *, interaction: str | None = None) -> Origin:
-    """Convert a row to its group's origin; `interaction` is the default for rows that name none."""
+    """Return the origin of a group that plays a row; `interaction` is the default if the row names none."""
     return Origin(
         seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
         row_id=row.id,
@@ -170,13 +180,16 @@ def make_origin(row: Row, *, interaction: str | None = None) -> Origin:
 
 
 def count_bytes(origin: Origin) -> int:
-    """Return the bytes of a row in a request, as JSON in ASCII."""
+    """Return how many bytes the content of a row takes in a request, as ASCII JSON."""
     kwargs = {} if origin.interaction is None else origin.interaction.kwargs
     return len(json.dumps([origin.env_config, origin.ground_truth, kwargs]))
 
 
 def _env_config(row: Row) -> dict[str, Any]:
-    """Return a row as config for `dialogue`, or with a document for an environment that reads documents."""
+    """Return the environment's config that contains the row's content.
+
+    The config is for `dialogue`, or for an environment that reads documents if the row has a document.
+    """
     if row.document is None:
         prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
         return {"prompt": prompt}
@@ -194,37 +207,37 @@ def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
 
 
 def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
-    """Return a group's id, as in `train/3/0`; with a data set the row's id follows: `train/3/0/3f9c...`."""
+    """Return the id of a group, such as `train/3/0`, or `train/3/0/3f9c...` if the group has a row."""
     row = "" if origin.row_id is None else f"/{origin.row_id}"
     return f"{stage}/{iteration}/{group}{row}"
 
 
 def read_row_id(group_id: str) -> str | None:
-    """Return the row's id from a `group_name`, or None."""
+    """Return the row's id that a group's id contains, or None if it contains none."""
     parts = group_id.split("/", 3)
     return parts[3] if len(parts) == 4 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """A model server: its URL, the model's name there, and the key, if it needs one."""
+    """A model server: its URL, the name of the model there, and the API key if the server needs one."""
 
     url: str
     model: str
     key: SecretStr | None
     max_model_len: int | None = None
-    """Tokens of a prompt and its response together; None: unknown."""
+    """Maximum number of tokens of a prompt and its response together; None: unknown."""
     asks: Mapping[str, Any] = field(default_factory=dict)
-    """Further config of the policy for this server; `rollout.policy_config` overrides it."""
+    """Further settings in the config of a policy that calls this server; `policy_config` overrides them."""
     other_urls: tuple[str, ...] = ()
-    """Further equal servers; each rollout uses one server."""
+    """URLs of further servers that are equal to the one at `url`. Each rollout uses one of the servers."""
 
     @property
     def urls(self) -> tuple[str, ...]:
         return (self.url, *self.other_urls)
 
     def for_rollout(self, rollout_id: str) -> Self:
-        """Choose the server of a rollout: the same in every start of the run, and at every attempt."""
+        """Choose the server for a rollout. A resumed run and every retry choose the same server again."""
         if not self.other_urls:
             return self
         return replace(
@@ -233,8 +246,8 @@ class Inference:
 
 
 def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling) -> dict[str, Any]:
-    """Return the config of a policy that calls a model."""
-    # Both keys limit prompt and response together, so the lower one holds.
+    """Return the config of a policy that calls a model at a model server."""
+    # Both keys limit prompt and response together, so the lower limit applies.
     lengths = filter(None, (table.max_model_length, inference.max_model_len))
     return {
         "inference_url": inference.url,
@@ -246,34 +259,34 @@ def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling
 
 
 def name_sampler(request: RolloutRequest) -> str:
-    """Return the name of the policy that samples a request: the actor or a fixed one."""
+    """Return the name of the policy that samples the rollout of a request: the actor or a fixed policy."""
     return parse_policy(request.policy.config.get("model"))
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Chooses who samples the rollouts of an iteration: the actor, or a fixed policy."""
+    """Chooses the policy that samples each rollout of an iteration: the actor or a fixed policy."""
 
     table: AllocationTable | None
-    """None: only the actor samples."""
+    """The job's settings for the choice; None: the actor samples all rollouts."""
     fixed: Sequence[RolloutOnlyTable]
     seed: int
     history: Sequence[Past] = ()
-    """Finished iterations, for a schedule that reads them."""
+    """Metrics of finished iterations. Schedules for which `looks_back` is true read them."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether choices depend on the metrics of earlier iterations."""
+        """Whether the choices depend on the metrics of earlier iterations."""
         table = self.table
         return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
 
     def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """Return a copy whose history is these rows of metrics."""
+        """Return a copy whose `history` is read from these rows of metrics."""
         return replace(self, history=read_past(rows, [table.name for table in self.fixed]))
 
     @property
     def schedule(self) -> DrawnSchedule | None:
-        """The schedule of choices; None without fixed policies."""
+        """The schedule that draws the choices; None: the job has no fixed policies."""
         table = self.table
         if table is None or not self.fixed:
             return None
@@ -285,10 +298,13 @@ class Allocation:
         return plug.schedule(keys, seed=self.seed, selection=selection, history=self.history)
 
     def samplers(self, stage: str, iteration: int, *, groups: int, siblings: int) -> list[list[str]]:
-        """Choose the policy of each rollout of a stage by the job's mixing unit: [groups][siblings] names.
+        """Choose the policy of each rollout of a stage.
 
-        With the unit "iteration", the same policy samples the refills; otherwise each group or rollout of a
-        refill has its own draw.
+        The job's key `unit` says whether a policy is drawn per iteration, per group or per rollout. If it is
+        drawn per iteration, refills of the iteration are sampled by the same policy.
+
+        Returns:
+            The names of the policies, indexed by group and sibling: [groups][siblings].
         """
         schedule = self.schedule
         if schedule is None or self.table is None:

@@ -1,7 +1,7 @@
-"""Opens the task apps of a job: those of [services], or own child processes on the loopback.
+"""Connects to the task apps in the job's table [services], or starts task apps as child processes.
 
-A child ends with this process: it is stopped at the end, and its standard input is a pipe, which closes when
-this process is killed.
+A child listens on the loopback interface and ends with this process. Normally it is stopped on exit; if this
+process is killed, the child notices that the pipe at its standard input is closed.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ Entered = TypeVar("Entered")
 
 _START_S = 60.0
 _STOP_S = 10.0
-# A task app's exit code for a wrong setting or plug-in file (task_app.__main__).
+# The exit code of a task app that refused a setting or a plug-in file (task_app.__main__).
 _REFUSAL = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
-# Limit of a body at the job's own task app. The calls of 10,000 decisions fit (POST /replay).
+# Default limit of a request's bytes at the job's own task app. POST /replay with 10,000 decisions fits.
 OWN_BODY_BYTES = 4 << 20
-# The largest value that this setting may have.
+# The largest value that TURNWISE_MAX_BODY_BYTES may have.
 _MOST_BODY_BYTES = 1 << 30
 
 
@@ -44,11 +44,15 @@ _MOST_BODY_BYTES = 1 << 30
 async def own_task_app(
     log_file: Path, key: SecretStr, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[str, Child]]:
-    """Run a task app on the loopback until the context is left; yield its address and process.
+    """Start a task app on the loopback interface, yield its URL and process, and stop it on exit.
 
     Args:
         arguments: further arguments of its command line.
         variables: further environment variables.
+
+    Raises:
+        JobError: the task app refused its settings or a plug-in file.
+        TaskAppError: the task app did not start for another reason.
     """
     listens = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
     command = (sys.executable, "-m", "task_app", *listens, *arguments)
@@ -60,7 +64,8 @@ async def own_task_app(
             url = await read_address(child, log_file, _START_S)
         except NotReady as error:
             if error.code == _REFUSAL:
-                # Its last line names the fault; the log's folder may be deleted with the run.
+                # The message quotes the last line of the log, because the log may be deleted together with
+                # the run.
                 word = last_line(log_file).removeprefix("error: ")
                 raise JobError(f"the job's own task app did not start: {word}") from error
             raise TaskAppError(f"the embedded task app {error}", hint=f"Its log is {log_file}.") from error
@@ -69,9 +74,10 @@ async def own_task_app(
         await child.end(_STOP_S)
 
 
-# Size of a request without its row: ids, limits, the configs of policy and environment.
+# Assumed bytes of a request without its row: ids, limits, and the configs of policy and environment.
 _WITHOUT_ITS_ROW = 1 << 18
-# Label of the job's own task apps, whose ports differ in every start.
+# Label of the job's own task apps in metrics. Host and port would not do, because the port differs at every
+# start.
 OWN = "own"
 
 
@@ -85,14 +91,16 @@ async def task_apps(
     rows: Rows | None = None,
     tell: Tell = log_sentence,
 ) -> AsyncIterator[TaskApps]:
-    """Yield the task apps of a job. At least one answers, and each that answers accepts the key.
+    """Connect to the task apps in [services], or start the job's own ones, and yield them.
+
+    At least one of them answers, and all that answer accept the API key.
 
     Args:
-        log_file: receives the log of an own task app; the second log has _1 after its name, and so on.
-        hosts_to_call: `host:port` of inference servers that own task apps may call in addition to servers on
-            this machine. Operators of other task apps decide this themselves.
-        rows: the rows of the job, of which the largest must fit a request.
-        tell: receives a sentence when a task app is lost or answers again.
+        log_file: log file of the first task app that the job starts. The next ones append _1, _2 and so on.
+        hosts_to_call: `host:port` of the model servers that the job's own task apps may call, in addition to
+            servers on this machine. The task apps in [services] have their own allow-lists.
+        rows: the rows of the job's data set; the job's own task apps accept requests with the largest row.
+        tell: called with a sentence for the user when a task app stops answering or answers again.
     """
     own: list[tuple[str, Child]] = []
     async with AsyncExitStack() as stack:
@@ -115,7 +123,7 @@ async def task_apps(
                 )
             )
             urls = [url for url, _ in own]
-            # No lost_wait_s, since an own task app is not restarted.
+            # Without lost_wait_s, because the job does not restart its own task apps.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         try:
             yield await stack.enter_async_context(apps)
@@ -143,7 +151,10 @@ def _arguments(
 async def _side_by_side(
     contexts: Sequence[AbstractAsyncContextManager[Entered]],
 ) -> AsyncIterator[list[Entered]]:
-    """Enter contexts concurrently, and leave the entered ones concurrently, also if entering one failed."""
+    """Enter several contexts concurrently, and exit them concurrently.
+
+    If entering one of them fails, those that were entered are exited.
+    """
     starts = [asyncio.ensure_future(context.__aenter__()) for context in contexts]
     try:
         yield await asyncio.gather(*starts)
@@ -157,7 +168,7 @@ async def _side_by_side(
 
 
 def describe(apps: TaskApps) -> str:
-    """Describe the task apps' addresses, and the errors of unreachable ones, in one line."""
+    """Return one line with the addresses of the task apps that answer, and the errors of all others."""
     urls = ", ".join(app.url for app in apps.serving)
     faults = apps.answers()
     return f"task app{'s' if len(apps.serving) > 1 else ''}: {urls}" + (
@@ -166,9 +177,16 @@ def describe(apps: TaskApps) -> str:
 
 
 def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:
-    """Return the key of the task apps in [services]: the job's own, or this process's.
+    """Return the API key for the task apps in [services].
 
-    Empty if no key is set and all task apps are on this machine, where they may need none.
+    The key is `own_key`, or else the key in this process's environment. If neither is set and all task apps
+    are on this machine, the result is empty, because such task apps may need no key.
+
+    Args:
+        own_key: `services.task_api_key` of the job.
+
+    Raises:
+        JobError: no key is set, and a task app is on another machine; or the key cannot be read.
     """
     if own_key is not None:
         return own_key

@@ -1,8 +1,9 @@
-"""Tries a job at its task apps before a run.
+"""Checks before a run that the task apps can run the job.
 
-Each task app creates the job's environment, takes a decision without a call, creates the policy of every
-stage, and releases them; names of reward functions and interactions are only compared. So a wrong name or
-config, or an environment that raises, is reported at once by its TOML key, and not after minutes of warm-up.
+Each task app creates the job's environment, takes one decision without tool calls in it, creates the policy
+of every stage, and releases all of them. Names of reward functions and interactions are only compared with
+the names that the task app lists. This reports a wrong name or config, or an environment that raises, by its
+TOML key before the run starts, and not after minutes of warm-up.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,18 +35,18 @@ _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 @dataclass(frozen=True, slots=True)
 class _StagePolicy:
-    """The policy of a stage's first request, and the TOML keys that set it."""
+    """The policy of a stage's first request, and the TOML keys that set its name and config."""
 
     policy: PolicySpec
     name_key: str
     config_key: str
     config: Mapping[str, Any]
-    """The value of `config_key`."""
+    """The value of the TOML key `config_key`."""
     job_keys: Mapping[str, str]
-    """Further settings from the job, and the key of each."""
+    """Names of further settings in the policy's config, and the TOML key that sets each of them."""
 
     def find_key(self, problem: Problem) -> str:
-        """Return the TOML key that a task app's problem with this policy refers to."""
+        """Return the TOML key that caused a problem which a task app reported for this policy."""
         place, _, path = (problem.where or "").partition(".")
         if place != "config":
             return self.name_key
@@ -58,12 +59,18 @@ class _StagePolicy:
 
 
 async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, preset: bool = False) -> None:
-    """Let every task app that answers create the job's environment and policies.
+    """Let every task app that answers create the job's environment and policies, as a check.
+
+    Advice on the job is reported through `apps.tell`.
 
     Args:
-        planner: plans the requests; the gateway is not called.
-        from_scratch: whether the run has no checkpoint, so that it begins with a warm-up or random play.
-        preset: whether [model] names a preset; without a warm-up its tokenizer is trained on random play.
+        planner: plans the requests. The gateway that they name is not called.
+        from_scratch: whether the run has no checkpoint, so that it begins with a warm-up or with random play.
+        preset: whether [model] names a preset. Without a warm-up, random play then trains its tokenizer.
+
+    Raises:
+        JobError: a task app refuses a part of the job, or a plug-in raised an error.
+        TaskAppError: no task app answers, or a call hangs or fails for another reason.
     """
     policies = _policies(planner, from_scratch=from_scratch, preset=preset)
     first = planner.first_training()
@@ -73,7 +80,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     largest = planner.largest()
     warnings = list[str]()
     environment_key = partial(_environment_key, read_row_id(first.group_id))
-    for app in apps.serving:  # other task apps may answer later
+    for app in apps.serving:  # task apps that do not answer yet are not checked
         try:
             app.refuse_too_large(largest)
             check = partial(_check, planner, app, warnings, has_interactions=bool(interactions))
@@ -92,10 +99,10 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
 
 
 async def describe_environment(planner: Planner, apps: TaskApps) -> tuple[TaskAppClient, InstanceInfo]:
-    """Return a task app, and its description of the job's environment.
+    """Create the job's environment at a task app, and return the app and its description of the environment.
 
     Raises:
-        TaskAppError: no task app answers.
+        TaskAppError: no task app answers, or the environment cannot be created.
     """
     apps.refuse_if_none_answers()
     client, first = apps.serving[0], planner.first_training()
@@ -106,7 +113,7 @@ async def describe_environment(planner: Planner, apps: TaskApps) -> tuple[TaskAp
 
 
 async def _refuse_hanging(app: TaskAppClient, error: TaskAppLost) -> None:
-    """Raise an error if a request timed out although the task app answers other requests."""
+    """Raise TaskAppError if `error` is a timeout although the task app answers other requests."""
     cause = error.__cause__
     if cause is None or not isinstance(cause.__cause__, TimeoutError):
         return
@@ -160,7 +167,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
 
 
 def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
-    """Return by setting in a fixed policy's config the TOML key that sets it."""
+    """Return a dict from the settings in a fixed policy's config to the TOML keys that set them."""
     own = [key for key in SAMPLING_KEYS if getattr(table, key, None) is not None]
     return {
         **SET_BY_THE_JOB,
@@ -170,9 +177,15 @@ def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str
 
 
 async def _refuse_interactions(client: TaskAppClient, rows: Rows, names: frozenset[str | None]) -> None:
-    """Refuse unknown interactions of any row, and rows without a number for an interaction that needs one.
+    """Refuse rows that cannot be played because of their interaction, before the run reaches them.
 
-    Otherwise a run would fail only when such a row is played.
+    Args:
+        names: the interactions of all rows; None stands for an interaction without a name.
+
+    Raises:
+        JobError: the task app does not know one of `names`, or `names` contains None and the task app does
+            not have exactly one interaction.
+        DataError: an interaction needs a number as ground truth, and a row has none.
     """
     capabilities = (await client.about()).capabilities
     known = capabilities.interactions
@@ -212,7 +225,11 @@ async def _try(
     *,
     check: Callable[[Instance], Awaitable[None]] | None = None,
 ) -> Instance:
-    """Create an environment or policy, check it, and release it."""
+    """Create an environment or policy at a task app, call `check` with it, and release it.
+
+    Args:
+        find_key: returns the TOML key that caused a problem reported by the task app.
+    """
     try:
         instance = await client.create(kind, body)
         try:
@@ -236,7 +253,7 @@ async def _check(
     *,
     has_interactions: bool,
 ) -> None:
-    """Refuse an environment that the job cannot use; add advice to `warnings`."""
+    """Raise JobError if the job cannot use this environment, and append advice to `warnings`."""
     rollout, info = planner.players.rollout, instance.info
     is_judged = rollout.reward_function is not None
     played = Played(
@@ -270,13 +287,13 @@ async def _check(
             raise _job_error(refusal, client, where=place) from refusal
     try:
         await client.step_idly(instance.id)
-    except TaskAppError as error:  # any other error: an agent, or no decision is possible
+    except TaskAppError as error:  # agents, for example, refuse a decision without tool calls
         if isinstance(error, PluginFailed | BackendFailed | TaskAppLost):
             raise
 
 
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:
-    """Convert a task app's refusal, or a plug-in's failure, to an error of the TOML key `where`."""
+    """Convert a task app's refusal or a plug-in's failure to a JobError that names the TOML key `where`."""
     problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
     hint = problem.hint or (_ROWS_ARE_PLAYED if where.startswith("data.path") else None)

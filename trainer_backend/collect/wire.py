@@ -1,4 +1,4 @@
-"""Rollout requests as JSON in batches, and the errors of task apps. Pure."""
+"""Converts rollout requests to JSON bodies, and the error replies of task apps to exceptions. Pure."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from trainer_backend.collect.sources import read_row_id
 from trainer_backend.errors import JobError, TaskAppError
 
 _ITS_OWN_FAULT = 500
-# The most characters of each part of a problem in a message.
+# The maximum of characters that a message quotes from each part of a problem.
 _MOST_TOLD = 1_000
 
 
 class CursorExpired(TaskAppError, code="cursor_expired"):
-    """The task app was restarted after it gave the cursor, and has lost its accepted requests."""
+    """The task app was restarted after it issued the cursor, and has lost the requests it had accepted."""
 
 
 class TaskAppLost(TaskAppError, code="task_app_lost"):
-    """The task app does not answer, or fails; it may recover, and others may answer."""
+    """The task app does not answer, or answers with a server error. It may recover; other apps may work."""
 
 
 class Answered(TaskAppError):
-    """The task app works, and explains in `finding` why it cannot serve a request."""
+    """The task app answered that it cannot serve a request; `finding` explains why."""
 
     def __init__(self, detail: str, finding: Problem) -> None:
         super().__init__(detail)
@@ -34,34 +34,34 @@ class Answered(TaskAppError):
 
 
 class Refused(Answered, code="request_refused"):
-    """The task app refused the body of a request."""
+    """The task app refused a request because of the content of its body."""
 
 
 class PluginFailed(Answered, code="plugin_failed", status=422, title="A plug-in failed", recurs=True):
-    """A plug-in of the task app raised; the message has the exception, file and line."""
+    """A plug-in of the task app raised an exception. The message contains the exception, file and line."""
 
 
 class BackendFailed(Answered, code="backend_failed"):
-    """A server or process that the task app calls failed, perhaps temporarily; the message is its own."""
+    """A server or process that the task app calls failed. The failure may be temporary."""
 
 
 class NoPictures(TaskAppError, code="no_pictures"):
-    """An episode has no pictures, and a retry would not change that."""
+    """No pictures of an episode can be drawn, and a retry would fail too."""
 
 
 class ReplayDeparts(NoPictures, code="replay_departs"):
-    """The replay of an episode differs from the record."""
+    """The replay of an episode differs from the recorded episode."""
 
 
 _OF_BACKENDS = (502, 504)
-# A request that took too long may still finish, and a retry gets its answer.
+# A request that exceeded its deadline may still be running; a retry then gets its answer.
 _GOES_ON = "deadline_exceeded"
 _ANSWERS: dict[int, type[Answered]] = {
     422: Refused,
     424: PluginFailed,
     **dict.fromkeys(_OF_BACKENDS, BackendFailed),
 }
-# Errors by the code of a task app's problem.
+# Error classes by the code of the problem that a task app reports.
 _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDeparts)}
 
 
@@ -74,7 +74,10 @@ def json_in(text: str) -> Any:
 
 
 def is_final(status: int, answer: Any) -> bool:
-    """Return whether an error status, which a proxy could also send, is the task app's final answer."""
+    """Return whether a reply with an error status is the task app's final answer, so that a retry is useless.
+
+    The same status may come from a proxy; such a reply is not final.
+    """
     if not isinstance(answer, dict):
         return False
     by_itself = status in _OF_BACKENDS and _kind_of_answer(status, problem_in(answer)) is not None
@@ -82,12 +85,12 @@ def is_final(status: int, answer: Any) -> bool:
 
 
 def _kind_of_answer(status: int, problem: Problem | None) -> type[Answered] | None:
-    """Return the error class of a problem that is a final answer to the request; None for any other."""
+    """Return the error class for a problem that ends a request, or None if a retry may succeed."""
     return None if problem is None or problem.code == _GOES_ON else _ANSWERS.get(status)
 
 
 def problem_in(answer: Any) -> Problem | None:
-    """Read a task app's problem; None for another answer, such as a proxy's."""
+    """Parse the problem in a task app's reply; return None for any other reply, such as that of a proxy."""
     try:
         return Problem.model_validate(answer)
     except ValidationError:
@@ -95,7 +98,15 @@ def problem_in(answer: Any) -> Problem | None:
 
 
 def word_answer(answer: Any, text: str) -> str:
-    """Describe a problem by its detail, place and hint, and another answer by its beginning."""
+    """Return a text that describes an error reply.
+
+    For a task app's problem, the text consists of detail, place and hint. For any other reply, it is the
+    beginning of `text`.
+
+    Args:
+        answer: the reply as parsed JSON, or None.
+        text: the body of the reply.
+    """
     if not isinstance(answer, dict):
         return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
@@ -103,7 +114,12 @@ def word_answer(answer: Any, text: str) -> str:
 
 
 def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
-    """Convert an answer with an error status to an error with the message `sentence`."""
+    """Return the exception for a reply with an error status.
+
+    Args:
+        answer: the reply as parsed JSON, or None.
+        sentence: the message of the exception.
+    """
     kind = _REFUSALS.get(str(answer.get("code"))) if isinstance(answer, dict) else None
     if kind is not None:
         return kind(sentence)
@@ -117,15 +133,16 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
 
 
 def pick_error(error: BaseException) -> BaseException:
-    """Return the first leaf of a group of errors; one is enough for the user."""
+    """Return the first exception inside an exception group, at any depth, or `error` if it is no group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-# The limit of a task app that does not report one.
+# The assumed limit of a request's bytes at a task app that does not report a limit.
 DEFAULT_BODY_BYTES = 1 << 20
-# Bytes of one slice. Requests with a document or snapshot are large, and others wait until the slice is sent.
+# The bytes of one slice are limited because a document or a snapshot makes requests large, and other requests
+# wait until the slice is sent.
 _SLICE_BYTES = 1 << 19
 _SLICE_REQUESTS = 64
 # Bytes of `{"rollouts": [` and `]}`, and of the separator between two requests.
@@ -135,13 +152,14 @@ _AROUND, _BETWEEN = 16, 2
 def slices(
     requests: Sequence[RolloutRequest], *, max_body_bytes: int, url: str
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the requests as JSON, in order, in slices limited by number and by bytes.
+    """Convert requests to JSON, and yield them in order in slices, each of which fits one POST body.
 
     Args:
-        max_body_bytes: limit of one body at the task app at `url`.
+        max_body_bytes: limit of the bytes of one body at the task app.
+        url: address of the task app, for error messages.
 
     Raises:
-        JobError: a single request is larger.
+        JobError: a single request exceeds `max_body_bytes`.
     """
     part: list[dict[str, Any]] = []
     limit = min(_SLICE_BYTES, max_body_bytes) - _AROUND

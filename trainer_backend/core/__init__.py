@@ -1,1 +1,1 @@
-"""The pure core: credit, batches and losses as functions of trajectories. No I/O."""
+"""Pure functions that compute credit, batches and losses from trajectories. No I/O."""

@@ -1,4 +1,4 @@
-"""A schedule of the mixture that adapts to the results of the actor and the fixed policies. Pure."""
+"""A schedule that divides rollouts between the actor and fixed policies by their recent outcomes. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,22 @@ MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # defaults of a job
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSchedule(DrawnSchedule):
-    """Gives the fixed policies more samples while these teach the actor something:
+    """Gives the fixed policies more samples while the actor can still learn from them.
+
+    The actor samples with probability alpha:
 
         alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
         gap_share = clip(gap / largest gap so far, 0, 1);  0 if no gap was ever above 0
 
-    `counted` is the weight of a fixed sample in the update relative to a sample of the actor, in [0, 1]
-    (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is the
-    fixed policies' mean outcome minus the actor's; it falls as the actor catches up. `counted` and each of
-    the two outcomes are means over the last `window` iterations that have them. Fixed policies that are no
-    better than the actor get the least share (alpha = max_alpha), and a larger one when the actor falls
-    behind. Alpha is alpha_0 until actor and fixed policies have outcomes; an unknown `counted` is 1.
+    `counted`, in [0, 1], is how much a fixed policy's sample counts in the update, relative to a sample of
+    the actor (`core.behaviour.counted_share`). It falls as the actor moves away from the fixed policies.
+    `gap` is the mean outcome of the fixed policies minus the mean outcome of the actor. It falls as the actor
+    catches up. `counted` and each mean outcome are taken over the last `window` iterations in which they were
+    measured.
+
+    While the fixed policies are no better than the actor, alpha is max_alpha. If the actor falls behind
+    again, alpha falls again. Alpha is alpha_0 until outcomes of both the actor and the fixed policies are
+    known. While `counted` is unknown, the formula uses 1.
 
     The formula is our own: source 4 lists an adaptive schedule among its extensions, without a formula.
     """
@@ -35,7 +40,7 @@ class AdaptiveSchedule(DrawnSchedule):
     max_alpha: float = MAX_ALPHA
     window: int = WINDOW
     history: Sequence[Past] = ()
-    """Finished iterations; the choice for an iteration reads only earlier ones."""
+    """Finished iterations. The choice for an iteration reads only the iterations before it."""
 
     def __post_init__(self) -> None:
         refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)
@@ -60,7 +65,11 @@ class AdaptiveSchedule(DrawnSchedule):
 
 
 def _gaps(known: Sequence[Past], window: int) -> list[float]:
-    """Return the mean outcome of the fixed policies minus the actor's, per iteration, once both are known."""
+    """Return, per iteration, the mean outcome of the fixed policies minus the mean outcome of the actor.
+
+    Each mean is taken over the last `window` iterations in which that side sampled. The result has no entry
+    for iterations before outcomes of both sides are known.
+    """
     of_actor, of_fixed = deque[Past](maxlen=window), deque[Past](maxlen=window)
     gaps = []
     for past in known:

@@ -1,7 +1,8 @@
-"""Weights of sampled tokens in an optimizer step: loss aggregation, and shared ratios (DESIGN.md 4.8).
+"""Loss aggregation: weights of sampled tokens in an optimizer step, and units that share a ratio.
 
-Weights are computed before segments are packed and cut. So the loss, sum(weight * surrogate), does not depend
-on order, packing or the number of devices.
+Weights are computed before segments are packed into rows and divided into micro-batches. Therefore the loss,
+sum(weight * surrogate), does not depend on the order of segments, on packing or on the number of devices
+(DESIGN.md 4.8).
 """
 
 from collections import Counter
@@ -25,25 +26,27 @@ WeighedOver = Literal["step", "iteration", "plan"]
 
 
 class ConstantKeys(Table):
-    """Keys of aggregations whose denominator is planned, not sampled."""
+    """Keys of aggregations whose denominator is fixed before sampling."""
 
     constant_tokens: int | None = Field(default=None, ge=1)
-    """constant: number of sampled tokens that the denominator counts for each of the planned episodes
-    (rollout.episodes_per_batch); absent: the most that an episode may sample"""
+    """constant: the denominator is this number of tokens times the number of planned episodes
+    (rollout.episodes_per_batch); absent: the largest number of tokens that an episode may sample"""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregationPlug:
-    """An aggregation that a job can name."""
+    """An aggregation that a job can select by name."""
 
     weights: Aggregation
     over: WeighedOver = "step"
-    """The segments that `weights` gets: those of one "step", or of the whole "iteration", where an episode's
-    segments may lie in several steps. Weights over the iteration are multiplied by the number of steps of
-    a pass, so that a step weighs about 1. Over the "plan", a step's weights are divided by the number of
-    planned tokens, which does not depend on samples."""
+    """The segments that `weights` gets, and the scale of its result. "step": the segments of one optimizer
+    step. "iteration": all segments of the iteration, because an episode's segments may lie in several steps;
+    the weights are then multiplied by the number of steps of a pass, so that the weights of a step sum to
+    about 1. "plan": the segments of one step; the weights are then divided by the number of planned tokens,
+    which does not depend on samples."""
     keys: type[Table] = Table
-    """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
+    """Class of the job keys that it reads: from `[training]`, or from `[training.NAME]` if [training] does
+    not define them."""
 
     @property
     def is_biased(self) -> bool:
@@ -52,15 +55,16 @@ class AggregationPlug:
 
 
 def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Weigh all sampled tokens of the step equally.
+    """Give all sampled tokens of the step the same weight.
 
         w = 1 / (sampled tokens of the step)
 
-    Biased: the denominator depends on the sampled lengths, so an answer counts less in a step with long
-    answers. The bias falls as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
+    The gradient is biased, because the denominator depends on the sampled lengths: an answer counts less in a
+    step with long answers. The bias becomes smaller if a step contains more episodes
+    (tests/trainer_backend/core/test_unbiased.py).
 
-    Takes all segments of one optimizer step. Returns for each segment the [N] weights of its sampled tokens;
-    all weights sum to 1. Raises BatchError if no token was sampled.
+    Takes all segments of one optimizer step. Returns, for each segment, the [N] weights of its sampled
+    tokens. The weights of all segments sum to 1. Raises BatchError if no token was sampled.
 
     Source: Yu et al., DAPO, arXiv:2503.14476, section 3.3 (token-level loss); DESIGN.md 4.8.
     """
@@ -68,42 +72,43 @@ def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
 
 def decision_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Weigh all decisions of the step equally, whatever their length.
+    """Give all decisions of the step the same total weight, whatever their length.
 
         w = 1 / (decisions of the step * sampled tokens of the decision)
 
-    Biased at any number of episodes: a token counts less in a long answer than in a short one, which shortens
-    right answers and lengthens wrong ones.
+    The gradient is biased for any number of episodes: a token counts less in a long answer than in a short
+    answer, so training shortens right answers and lengthens wrong answers.
 
-    Arguments, result and errors as in `token_mean`. Source: DESIGN.md 4.8.
+    Arguments, result and errors are those of `token_mean`. Source: DESIGN.md 4.8.
     """
     return _weights(segments, lambda segment, t: (segment.rollout_id, t))
 
 
 def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Weigh all episodes of the iteration equally, whatever their number of segments and steps.
+    """Give all episodes of the iteration the same total weight, whatever their number of segments and steps.
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    Biased like `decision_mean`, by the lengths of episodes. Takes all segments of the iteration: weighed
-    step by step, an episode with segments in S steps would count up to S times.
+    The gradient is biased as in `decision_mean`, here by the lengths of episodes. Takes all segments of the
+    iteration. If each step were weighted separately, an episode with segments in several steps would count
+    several times.
 
-    Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
+    Result and errors are those of `token_mean`. Source: DESIGN.md 4.8.
     """
     return _weights(segments, lambda segment, t: segment.rollout_id)
 
 
 def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
-    """Weigh every sampled token 1; the caller divides by the planned tokens.
+    """Give every sampled token the weight 1, which the caller divides by the number of planned tokens.
 
         w = 1 / (episodes planned for the iteration * training.constant_tokens)
 
-    The denominator does not depend on samples, so an unbiased advantage gives an unbiased gradient, up to
-    scale. Planned episodes that failed or were skipped as flat count in the denominator. Arguments, result
-    and errors as in `token_mean`.
+    The denominator does not depend on samples, so unbiased advantages give an unbiased gradient, up to a
+    constant factor. A planned episode counts in the denominator even if it failed, or if its group was
+    skipped as flat. Arguments, result and errors are those of `token_mean`.
 
-    Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the budget of a generation;
-    DESIGN.md 4.6.
+    Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the token budget of one
+    generation; DESIGN.md 4.6.
     """
     refuse_none(segments)
     return [np.ones(len(segment.logprobs)) for segment in segments]
@@ -116,7 +121,10 @@ def refuse_none(segments: Sequence[Segment]) -> None:
 
 
 def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashable]) -> list[NDArray[Any]]:
-    """Weigh all units equally, and all tokens within a unit."""
+    """Give all units the same total weight, and all tokens within a unit the same weight.
+
+    `unit` maps a segment and the index t of a decision to the unit of that decision's tokens.
+    """
     refuse_none(segments)
     spans = [
         [(unit(segment, span[2]), span[1] - span[0]) for span in segment.spans.tolist()]
@@ -132,10 +140,11 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 
 
 def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
-    """Return for each segment the [N] numbers of its tokens' units, from 0 in order of appearance.
+    """Return, for each segment, the [N] unit numbers of its sampled tokens, from 0 in order of appearance.
 
-    A unit is a token, a decision or an episode: the level of the segment in `levels`. `segments` must contain
-    every unit completely. A decision lies in one segment; an episode may lie in several, all of one level.
+    All tokens of a unit share one probability ratio. A unit is a token, a decision or an episode, as `levels`
+    says for each segment. `segments` must contain every unit completely. A decision lies in one segment. An
+    episode may lie in several segments, which must have the same level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0
@@ -155,7 +164,7 @@ def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> l
 
 
 def without_keys(weights: Callable[[Sequence[Segment]], list[NDArray[Any]]]) -> Aggregation:
-    """Wrap an aggregation that reads no keys."""
+    """Wrap an aggregation that reads no keys, so that it accepts keys and ignores them."""
     return lambda segments, keys: weights(segments)
 
 

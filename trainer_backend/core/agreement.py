@@ -1,4 +1,4 @@
-"""Measures how estimators differ on the same decisions. Pure."""
+"""Measures how much the advantages of two estimators agree on the same decisions. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from shared_schemas.rounding import has_spread, largest
 
 
 def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Compute Pearson's correlation; None if either side is constant, up to rounding."""
+    """Return Pearson's correlation of two sequences, or None if either is constant up to rounding."""
     if not all(has_spread(values, size=largest(values)) for values in (left, right)):
         return None
     first, second = centred(left), centred(right)
@@ -16,12 +16,12 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Compute the share of equal signs among decisions where neither is 0; None without such decisions."""
+    """Return the share of pairs with equal signs, of the pairs without a 0; None if there is no such pair."""
     same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
     return sum(same) / len(same) if same else None
 
 
 def centred(values: Sequence[float]) -> list[float]:
-    """Subtract the mean."""
+    """Subtract the mean of all values from each value."""
     mean = math.fsum(values) / len(values)
     return [value - mean for value in values]

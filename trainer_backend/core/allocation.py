@@ -1,10 +1,10 @@
-"""Chooses which policy samples a rollout, the actor or a fixed policy; pure functions of (seed, step).
+"""Chooses whether the actor or a fixed policy samples a rollout; pure functions of (seed, step).
 
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
-The actor samples if u < alpha. The number u = h(seed, step, unit) in [0, 1) comes from a counter-based
-generator without state, so a resumed run makes the same choices. With the same u, a higher alpha only turns
-samples of fixed policies into samples of the actor.
+The actor samples if u < alpha. The number u in [0, 1) is a hash of the seed, the step, and the name of the
+iteration's part that the choice is for. A resumed run therefore makes the same choices. If alpha is raised
+and u stays the same, some samples of fixed policies become samples of the actor, and no other choice changes.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
 """
@@ -32,19 +32,19 @@ from trainer_backend.errors import JobError
 
 
 class Selection(ABC):
-    """Chooses among several fixed policies if the actor does not sample."""
+    """Chooses one of several fixed policies if the actor does not sample."""
 
     @abstractmethod
     def shares(self, step: int) -> Mapping[str, float]:
-        """Return the probability of each policy that can be drawn, by name; they sum to 1."""
+        """Return the probability of each fixed policy that can be drawn, by name; they sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Selection):
-    """An ensemble: in every iteration, policies sample in proportion to their weights."""
+    """An ensemble: in every iteration, each fixed policy is drawn in proportion to its weight."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: {FIXED: 1.0})
-    """The weight of each policy, by name, above 0; weights need not sum to 1."""
+    """Weight of each policy, by name; above 0. Weights need not sum to 1."""
 
     def __post_init__(self) -> None:
         if not self.weights or not all(0.0 < weight < math.inf for weight in self.weights.values()):
@@ -59,13 +59,17 @@ class Weighted(Selection):
 
 @dataclass(frozen=True, slots=True)
 class ByReward(Selection):
-    """The bandit UCB1: chooses each policy once, then always the policy j with the largest
+    """Chooses among fixed policies with the bandit algorithm UCB1.
+
+    Each policy is chosen once. Afterwards, the choice is always the policy j with the largest
 
         mean_j + spread * sqrt(2 ln n / n_j)
 
-    A pull of j is an iteration in which policy j sampled; its reward is the mean outcome of j's episodes. j
-    has n_j of all n pulls. UCB1 assumes rewards in [0, 1]; `spread`, the largest minus the smallest reward,
-    scales the bound accordingly (1 while all are equal). Ties go to the first of `names`, the fixed policies.
+    A pull of j is an iteration in which policy j sampled. The reward of the pull is the mean outcome of j's
+    episodes in that iteration. mean_j is the mean reward of j's pulls, n_j is the number of j's pulls, and n
+    is the number of pulls of all policies. UCB1 assumes rewards in [0, 1]. `spread`, the largest reward minus
+    the smallest reward, adapts the formula to other ranges; it is 1 while all rewards are equal. Ties go to
+    the policy that comes first in `names`, the names of the fixed policies.
 
     Source: Auer, Cesa-Bianchi & Fischer, Finite-time Analysis of the Multiarmed Bandit Problem, Machine
     Learning 47 (2002), figure 1.
@@ -73,7 +77,7 @@ class ByReward(Selection):
 
     names: Sequence[str]
     history: Sequence[Past] = ()
-    """Finished iterations; the choice for an iteration reads only earlier ones."""
+    """Finished iterations. The choice for an iteration reads only the iterations before it."""
 
     def shares(self, step: int) -> Mapping[str, float]:
         pulls = {
@@ -99,14 +103,15 @@ def _most_promising(pulls: Mapping[str, Sequence[float]]) -> str:
     return max(pulls, key=bound)
 
 
-_LONGEST_VALUE = 100  # characters of a schedule's value in an error
+_LONGEST_VALUE = 100  # characters of a schedule's result that an error message shows
 _DRAWS = 2**53  # a float distinguishes this many numbers below 1
-# Names the part of an iteration that a choice is for: () for the whole, or a group's or rollout's name.
+# Names the part of an iteration that a choice is for: () is the whole iteration, other tuples name a group or
+# a rollout.
 Unit = tuple[int | str, ...]
 
 
 class RolloutAllocationSchedule(ABC):
-    """Chooses the policy that samples in each iteration. A subclass needs only `get_policy_choice`.
+    """Chooses the policy that samples in each iteration. A subclass must define only `get_policy_choice`.
 
     Source: 4-mixture-of-rollout-models.md, "Base Schedule Class".
     """
@@ -120,7 +125,10 @@ class RolloutAllocationSchedule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DrawnSchedule(RolloutAllocationSchedule):
-    """A schedule that draws who samples, the actor with probability alpha, for an iteration or its parts."""
+    """A schedule that draws at random who samples; the actor is drawn with probability alpha.
+
+    It draws once for a whole iteration, or once for each part of the iteration, such as a group or a rollout.
+    """
 
     seed: int = field(default=0, kw_only=True)
     """The job's seed; equal seeds give equal choices."""
@@ -136,7 +144,10 @@ class DrawnSchedule(RolloutAllocationSchedule):
         return self.choices(step, [()])[0]
 
     def choices(self, step: int, units: Iterable[Unit]) -> list[str]:
-        """Draw independently who samples each unit of iteration `step`; units need distinct names."""
+        """Draw the policy that samples each unit of iteration `step`.
+
+        The draws are independent if the units have distinct names.
+        """
         shares = self.shares(step)
         return [
             _draw_policy(shares, derived_seed(self.seed, "allocation", step, *unit, below=_DRAWS) / _DRAWS)
@@ -144,14 +155,17 @@ class DrawnSchedule(RolloutAllocationSchedule):
         ]
 
     def shares(self, step: int) -> dict[str, float]:
-        """Return the probability that each policy samples, the actor's first; they sum to 1."""
+        """Return the probability of each policy to sample in iteration `step`, by name, the actor first."""
         alpha = self.alpha_at(step)
         fixed = self.selection.shares(step)
         return {ACTOR: alpha, **{name: (1.0 - alpha) * share for name, share in fixed.items()}}
 
 
 def _draw_policy(shares: Mapping[str, float], u: float) -> str:
-    """Return the policy whose interval within [0, 1) contains u."""
+    """Return the policy whose interval contains u.
+
+    The shares of the policies divide [0, 1) into one interval per policy.
+    """
     possible = {name: share for name, share in shares.items() if share > 0.0}
     ends = list(accumulate(possible.values()))
     found = bisect_right(ends, u)
@@ -160,7 +174,7 @@ def _draw_policy(shares: Mapping[str, float], u: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConstantSchedule(DrawnSchedule):
-    """The same alpha in every iteration."""
+    """A schedule with the same alpha in every iteration."""
 
     alpha: float
 
@@ -173,7 +187,7 @@ class ConstantSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class LinearSchedule(DrawnSchedule):
-    """alpha = min(alpha_0 + beta * step, max_alpha)."""
+    """A schedule with alpha = min(alpha_0 + beta * step, max_alpha)."""
 
     alpha_0: float
     beta: float
@@ -189,7 +203,7 @@ class LinearSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class ExponentialSchedule(DrawnSchedule):
-    """alpha = 1 - exp(-gamma * step)."""
+    """A schedule with alpha = 1 - exp(-gamma * step)."""
 
     gamma: float
 
@@ -220,9 +234,11 @@ class StepSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class _Checked(DrawnSchedule):
-    """Draws by the schedule `by`, and checks its values; if the actor does not sample, `selection` chooses.
+    """Follows the schedule `by`, and raises JobError if `by` returns an invalid choice or alpha.
 
-    If `by` defines `get_policy_choice` itself, that choice is used, otherwise its alpha.
+    If the class of `by` defines `get_policy_choice` itself, that method decides whether the actor samples.
+    Otherwise the actor is drawn with the alpha of `by`. If the actor does not sample, `selection` chooses a
+    fixed policy.
     """
 
     by: RolloutAllocationSchedule
@@ -241,8 +257,11 @@ class _Checked(DrawnSchedule):
 
 
 def _call_schedule(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
-    """Call a schedule's method; return (its name with file and line, its value, the value as text)."""
-    # Imported here, because this imports asyncio and structlog, a tenth of the start of a command.
+    """Call `ask`, a method of the schedule `by`, for iteration `step`.
+
+    Returns the method's name with file and line, the method's result, and the result as text.
+    """
+    # Imported here, because it imports asyncio and structlog, which take a tenth of a command's start.
     from service_kit.boundary import Boundary, describe_line
 
     call = f"{type(by).__name__}.{ask.__name__}({step})"
@@ -257,7 +276,7 @@ def _refuse_no_rate(**found: float) -> None:
             raise ValueError(f"{name} must be finite and not below 0, got {value}")
 
 
-# Arguments of a schedule's class that are not keys of the job.
+# Arguments of a schedule's constructor that are not job keys.
 _GIVEN = frozenset({"seed", "selection", "history"})
 _UNNAMED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _NO_DEFAULT = Parameter.empty
@@ -265,26 +284,30 @@ _NO_DEFAULT = Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class AllocationPlug:
-    """A type of schedule that a job can name."""
+    """A type of schedule that a job can select by name."""
 
     kind: type[RolloutAllocationSchedule]
-    """Its class. Arguments are keys of the job (see `keys`), except for `seed`, which is the job's, and
-    `history`, the finished iterations."""
+    """Class of the schedule. The arguments of its constructor are job keys (see `keys`), with three
+    exceptions: `seed` is the seed of the job, `history` the finished iterations, and `selection` is not
+    passed."""
 
     @property
     def keys(self) -> type[Table]:
-        """Its keys; any that [rollout_allocation_schedule] lacks is in [rollout_allocation_schedule.NAME]."""
+        """Return the class of the schedule's job keys.
+
+        Keys that [rollout_allocation_schedule] does not define are in [rollout_allocation_schedule.NAME].
+        """
         return _build_keys(self.kind)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Keys that a job must set: arguments without a default."""
+        """Return the names of the keys that a job must set, which are the arguments without a default."""
         arguments = self.arguments()
         return frozenset(name for name in arguments.keys() - _GIVEN if arguments[name].default is _NO_DEFAULT)
 
     @property
     def takes(self) -> frozenset[str]:
-        """Keys that a job may set: arguments with a default."""
+        """Return the names of the keys that a job may set, which are the arguments with a default."""
         return frozenset(self.arguments()) - _GIVEN - self.needs
 
     @property
@@ -299,7 +322,10 @@ class AllocationPlug:
     def schedule(
         self, keys: Mapping[str, Any], *, seed: int, selection: Selection, history: Sequence[Past] = ()
     ) -> DrawnSchedule:
-        """Build a schedule whose values are checked. Raises JobError if the class refuses a key."""
+        """Build the schedule from a job's keys, so that its choices are checked.
+
+        Raises JobError if the constructor of the schedule's class raises an exception.
+        """
         from service_kit.boundary import Boundary
 
         given = {"seed": seed, "history": history}
@@ -310,7 +336,7 @@ class AllocationPlug:
 
 @cache
 def _build_keys(kind: type[RolloutAllocationSchedule]) -> type[Table]:
-    """Build a table of keys from the arguments of a schedule's class."""
+    """Build the class of a schedule's job keys from the arguments of its constructor."""
     named, hints = AllocationPlug(kind).arguments(), get_type_hints(kind.__init__)
     fields = {
         name: (hints.get(name, Any), ... if item.default is _NO_DEFAULT else item.default)

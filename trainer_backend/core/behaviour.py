@@ -2,12 +2,13 @@
 
     log w_u = sum over the tokens of unit u of (logprob - behaviour logprob)
 
-A unit is a token, a decision or an episode (`number_units`). With untruncated weights of whole episodes, the
-weighted gradient is the policy gradient. With token weights it is not, because the other policy also sampled
-the tokens before and after (tests/trainer_backend/core/test_off_policy.py enumerates a small case). Only
-sampled tokens enter weights, not the texts of prompts, tools and users.
+A unit is a token, a decision or an episode (`number_units`). If the units are episodes and weights are not
+truncated, the weighted gradient is exactly the policy gradient. If the units are tokens, the gradient is
+biased, because the other policy also sampled the tokens before and after each token
+(tests/trainer_backend/core/test_off_policy.py enumerates a small case). The sum runs over sampled tokens, not
+over tokens of prompts, tool results and user messages.
 
-This file uses only methods of tensors: see `core.losses`.
+This file calls methods of tensors and does not import torch, for the reason given in `core.losses`.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ WeightMode = Literal["truncate", "mask"]
 
 
 class WeightKeys(Table):
-    """Keys of the truncation of weights, which bounds their variance at the cost of a bias."""
+    """Keys that say how weights are truncated. Truncation bounds their variance at the cost of a bias."""
 
     behaviour_weight_cap: float = Field(default=2.0, ge=1)
     """upper bound of the weight proximal / behaviour"""
     behaviour_weight_floor: float = Field(default=0.0, ge=0, le=1)
-    """mask: weights below this are set to 0 too; truncate does not read this key"""
+    """in mode mask, weights below this bound are also set to 0; mode truncate does not read this key"""
     behaviour_weight_level: RatioLevel = "token"
-    """whose weight a token has: its own, or the product over its decision or its episode"""
+    """the weight of a token: its own, or the product over all tokens of its decision or of its episode"""
     behaviour_weight_mode: WeightMode = "truncate"
-    """a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)"""
+    """truncate sets a weight above behaviour_weight_cap to the cap; mask sets it to 0"""
 
 
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """Compute the importance weight of each token's unit, [N], in [0, cap], without gradient.
+    """Compute the truncated importance weight of each token's unit, [N], in [0, cap], without gradient.
 
-    The loss's weights are multiplied by it, whether the sampler is an older version of the policy or another
-    model. A loss treats a token of weight 0 as padding. `logprobs` (nats) are those of the target policy,
-    `behaviour_logprobs` those of the sampler; `units` as in `log_weights`.
+    The caller multiplies the token weights of the loss by the result. The sampler may be an older version of
+    the policy or another model. A loss treats a token of weight 0 as padding. `logprobs` (nats) come from the
+    target policy, `behaviour_logprobs` from the sampler. `units` is explained in `log_weights`.
 
     Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi"; DESIGN.md
     4.9, 4.10.
@@ -56,10 +57,11 @@ def behaviour_weights(
 
 
 def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
-    """Compute log w of each token's unit, [N], before truncation, at most LOG_RATIO_LIMIT; no gradient.
+    """Compute log w of each token's unit, [N], before truncation and without gradient.
 
-    There is no lower limit, which would give all distant units the same small weight. `units` has the number
-    of each token's unit; all tokens of a unit must be present. None: each token is a unit.
+    The result is at most LOG_RATIO_LIMIT. It has no lower limit: clamping from below would give all very
+    unlikely units the same small weight. `units` contains the number of each token's unit; all tokens of a
+    unit must be present. With `units` None, each token is a unit.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:
@@ -70,7 +72,7 @@ def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | No
 
 
 def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
-    """Compute the truncated weights, [N], in [0, cap], from their logs."""
+    """Compute the truncated weights, [N], in [0, cap], from the results of `log_weights`."""
     weights = logs.exp()
     if keys.behaviour_weight_mode == "mask":
         return weights.where(
@@ -80,12 +82,13 @@ def truncated(logs: Tensor, keys: WeightKeys) -> Tensor:
 
 
 def effective_share(weights: Sequence[float]) -> float:
-    """Compute the effective sample size as a share of the samples.
+    """Compute the effective sample size of n weighted samples, divided by n.
 
         (sum w)^2 / (n * sum w^2)
 
-    1 if all weights are equal, even if small; 1/n if only one sample has a weight, 0 if none has. It measures
-    how unequal weights are; `counted_share` also measures how large. Weights are at least 0.
+    The share is 1 if all weights are equal, even if they are small. It is 1/n if only one weight is above 0,
+    and 0 if all weights are 0. It measures how unequal the weights are; `counted_share` also measures how
+    large they are. Weights must not be negative.
 
     Source: Kish, Survey Sampling, 1965.
     """
@@ -94,7 +97,7 @@ def effective_share(weights: Sequence[float]) -> float:
 
 
 def counted_share(weights: Sequence[float]) -> float:
-    """Compute how many samples of weight 1 the weighted samples are worth, as a share of their number.
+    """Compute how many samples of weight 1 would count as much as the n weighted samples, divided by n.
 
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 

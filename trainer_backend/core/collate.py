@@ -1,15 +1,17 @@
 """Converts segments to tensors: packed rows for the model, flat columns for the loss.
 
-Columns of sampled tokens are flat, [N], one segment after the other, in the order of rows. The model predicts
-a sampled token at the token before it, which `predict_row_N` and `predict_position_N` locate. So the head
-runs on N hidden states instead of B * L:
+A *row* is a packed sequence; a *cell* is the slot of one token in a row. Columns with a value for each of the
+N sampled tokens are flat, [N]: one segment after the other, in the order of the rows. The model predicts a
+sampled token from the hidden state of the token before it. `predict_row_N` and `predict_position_N` contain
+the cell of that hidden state, so the head runs on N hidden states instead of B * L:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
 
-A row holds whole segments one after the other, or *tries* of segments in depth-first order, which store a
-shared prefix once; one cell (place in a row) may then predict tokens of several segments. The parent of a
-token at position p is the last earlier token of its row at position p - 1, so positions determine the trie
-(`subtree_ends`). Segments share a token only if they name the same experts for it and all tokens before it.
+A row contains either whole segments one after the other, or prefix trees (*tries*) of segments. A trie stores
+a shared prefix once, and its tokens are in depth-first order, so one cell may predict tokens of several
+segments. The parent of a token at position p is the last earlier token of its row at position p - 1, so the
+positions determine the trie (`subtree_ends`). Two segments share a token only if the experts chosen for that
+token and for all tokens before it are equal.
 """
 
 from __future__ import annotations
@@ -37,61 +39,63 @@ Columns = TypeVar("Columns")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Packed rows with the columns that the model needs to score sampled tokens."""
+    """Packed rows, and the columns that are needed to compute log-probs of the sampled tokens."""
 
     token_ids_BL: Tensor
     """int64, 0 in padding."""
     position_ids_BL: Tensor
-    """int64, from 0 in each segment, or the depth in a trie; 0 in padding."""
+    """int64, the token's position in its segment, from 0; in a trie, its depth; 0 in padding."""
     segment_ids_BL: Tensor
-    """int64, number of the segment or trie, from 1 in each row; 0 in padding."""
+    """int64, number of the token's segment or trie within its row, from 1; 0 in padding."""
     predict_row_N: Tensor
     predict_position_N: Tensor
-    """int64, row and column of the cell at which each sampled token is predicted."""
+    """int64, row and column of the cell whose hidden state predicts each sampled token."""
     target_N: Tensor
     """int64, id of the sampled token."""
     temperature_N: Tensor
-    """float32, of the softmax that scores the token (`core.segments.SPAN`)."""
+    """float32, temperature of the softmax that gives the token's log-prob (`core.segments.SPAN`)."""
     behaviour_logprob_N: Tensor
-    """float32, nats, as the sampler reported it."""
+    """float32, the log-prob (nats) that the sampler reported for the token."""
     segment_N: Tensor
-    """int64, index of the token's segment in the segments given."""
+    """int64, index of the token's segment in the sequence of segments that was packed."""
     first_N: Tensor
     """bool, whether the token is the first of its decision."""
     experts_BLW: Tensor | None = None
-    """int16, experts that the sampler chose, below 0 if unknown; None: unknown for all tokens."""
+    """int16, experts that the sampler chose for the token, -1 if unknown; None: unknown for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows and the columns of the loss."""
+    """Packed rows, and the columns that the loss reads."""
 
     packed: Packed
     advantage_N: Tensor
-    """float32, of the token or of its decision."""
+    """float32, advantage of the token or of its decision."""
     weight_N: Tensor
-    """float32, see `core.aggregation`."""
+    """float32, weight of the token in the loss, see `core.aggregation`."""
     proximal_logprob_N: Tensor
-    """float32, nats: under the learner's weights before the step; the denominator of the clip."""
+    """float32, log-prob (nats) under the learner's weights before the iteration's first update; the
+    denominator of the clipped ratio."""
     behaviour_weight_N: Tensor
-    """float32, truncated importance weight for the token's sampler, see `core.behaviour`."""
+    """float32, truncated importance weight that corrects for the token's sampler, see `core.behaviour`."""
     unit_N: Tensor
-    """int64, equal for tokens that share a ratio or a weight, see `number_units`; from 0 in the step."""
+    """int64, number of the token's unit, from 0 in the step. The tokens of a unit share a probability ratio
+    or a behaviour weight, see `number_units`."""
     policy_N: Tensor
-    """int64, the token's sampler: 0 for the actor, then the job's fixed policies."""
+    """int64, policy that sampled the token: 0 is the actor, 1 and above are the job's fixed policies."""
     critic: CriticColumns | None = None
     """The columns of the value loss; None without a critic."""
     reference_logprob_N: Tensor | None = None
-    """float32, nats: under the reference of the KL term; None without this term."""
+    """float32, log-prob (nats) under the reference policy; None if the loss contains no KL term."""
     unit_log_N: Tensor | None = None
-    """float32, `Objective.unit_logs`; None if no unit's tokens may lie in several micro-batches."""
+    """float32, result of `Objective.unit_logs`; None if every unit lies in a single micro-batch."""
     policy_logprob_N: Tensor | None = None
-    """float32, nats: under the current policy without dropout; None if the loss's own forward pass has no
-    dropout."""
+    """float32, log-prob (nats) under the current policy without dropout; None if the forward pass of the loss
+    itself runs without dropout."""
 
 
 def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
-    """Apply `of` to each tensor of a dataclass, also in its dataclasses and tuples; keep all other values."""
+    """Apply `of` to each tensor of a dataclass, including nested dataclasses and tuples; keep the rest."""
     item: Any = given
     if isinstance(item, Tensor):
         item = of(item)
@@ -104,16 +108,17 @@ def map_tensors(given: Columns, of: Callable[[Tensor], Tensor]) -> Columns:
 
 
 def to_device(given: Columns, device: torch.device) -> Columns:
-    """Copy a dataclass's tensors to a device without waiting; tensors that are there already stay."""
+    """Copy a dataclass's tensors to a device with `non_blocking`; do not copy tensors already there."""
     return map_tensors(given, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries | None = None) -> Packed:
-    """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
+    """Pack segments into B rows of at most `row_tokens` tokens, padded to the length of the longest row.
 
-    With the segments' `tries`, a row stores a shared prefix once. Each segment must have a sampled token; a
-    row has at most `row_tokens` sampled tokens. Raises BatchError without segments, or if a segment is longer
-    than a row.
+    With `tries`, which must be built from these segments, a row stores a shared prefix once. A row then also
+    has at most `row_tokens` sampled tokens. Each segment must contain a sampled token. Raises BatchError
+    without segments, or if a segment is longer than `row_tokens`.
+
     Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
@@ -158,7 +163,7 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries 
 
 
 def _place_experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
-    """Place the tokens' experts in their cells, [B, L, W], -1 if unknown; None: unknown for all."""
+    """Return the experts of each cell's token, [B, L, W], -1 if unknown; None: unknown for all tokens."""
     experts = experts_by_token(segments)
     if experts is None:
         return None
@@ -168,7 +173,7 @@ def _place_experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
-    """Compute for each token, [L], the index after the last token that sees it, from a row's positions."""
+    """Return for each token of a row, [L], 1 + the index of the last token that attends to it."""
     ends_L = np.full(len(position_L), len(position_L))
     path: list[int] = []  # indices of the tokens from position 0 to the current token
     for place_, position in enumerate(position_L.tolist()):
@@ -178,7 +183,10 @@ def subtree_ends(position_L: Numbers) -> Numbers:
 
 
 def _find_first_tokens(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
-    """Return [N] whether a token is its decision's first: it begins a span that continues no other span."""
+    """Return for each sampled token, [N], whether it is the first of its decision.
+
+    The first token of a decision begins a span that does not continue the span before it.
+    """
     start_K, end_K = (spans[name].astype(np.int64) + first_K for name in ("start", "end"))
     count_K = end_K - start_K
     first_N = np.zeros(count_K.sum(), dtype=np.bool_)
@@ -189,21 +197,21 @@ def _find_first_tokens(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The cells of the P stored tokens of packed segments, in the order of the rows.
+    """Locates the cells of packed segments. P is the number of stored tokens, ordered by row and column.
 
-    The columns are numpy's, because torch would wake threads for a few thousand numbers.
+    The columns are numpy arrays, because torch would start threads for a few thousand numbers.
     """
 
     shared_S: Numbers
-    """Number of first tokens that the segment shares with the segment before it."""
+    """Length of the prefix that the segment shares with the segment before it."""
     first_S: Numbers
-    """Index in [P] of the segment's first token that is not shared."""
+    """Index in [P] of the first token that the segment does not share with the segment before it."""
     row_P: Numbers
     column_P: Numbers
     position_P: Numbers
-    """Position within the segment."""
+    """Position of the token within its segment, from 0."""
     number_P: Numbers
-    """Number of the token's segment or trie in its row, from 1."""
+    """Number of the token's segment or trie within its row, from 1."""
     shape: tuple[int, int]
 
     @classmethod
@@ -230,14 +238,17 @@ class _Cells:
         )
 
     def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
-        """Return the [N] indices in [P] of tokens at these positions; earlier segments store shared ones."""
+        """Return the [N] indices in [P] of the tokens at these positions of these segments.
+
+        A shared token is stored by the first of the segments that share it.
+        """
         segment_N = segment_N.copy()
         while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
             segment_N[others] -= 1
         return self.first_S[segment_N] + position_N - self.shared_S[segment_N]
 
     def filled(self, value_P: NDArray[Any]) -> Tensor:
-        """Spread [P] values over [B, L] cells, or [P, W] over [B, L, W]; 0 in padding."""
+        """Copy [P] values to their cells of a [B, L] tensor, or [P, W] to [B, L, W]; padding is 0."""
         cells_BL = np.zeros((*self.shape, *value_P.shape[1:]), dtype=value_P.dtype)
         cells_BL[self.row_P, self.column_P] = value_P
         return torch.from_numpy(cells_BL)
@@ -266,20 +277,20 @@ def collate(
 
     Args:
         segments: all segments of the step.
-        advantages: rollout id -> [T] advantage of each decision, or the advantages of its sampled tokens.
+        advantages: rollout id -> [T] advantages of the decisions, or advantages of the sampled tokens.
         weights: for each segment, [N] from `core.aggregation`.
         proximal: for each segment, [N] log-probs (nats) from `by_segment`.
         behaviour: for each segment, [N] from `core.behaviour`.
         units: for each segment, [N] from `core.aggregation.number_units`.
-        policies: for each segment, the number of its sampler, see `Batch.policy_N`.
-        row_tokens: the most tokens in a row.
+        policies: for each segment, the number of the policy that sampled it, see `Batch.policy_N`.
+        row_tokens: maximum number of tokens in a row.
         tries: as in `pack_segments`.
-        critic: rollout id -> values and their targets; None: no critic.
+        critic: rollout id -> values and value targets of the episode; None: no critic.
         reference: for each segment, [N] log-probs (nats) from `by_segment`; None: no KL term.
 
     Raises:
-        BatchError: see `pack_segments`; a sampled token without a finite advantage, value or return; a column
-            that does not fit its segment's sampled tokens.
+        BatchError: as `pack_segments`; if a sampled token has no finite advantage, value or return; if a
+            column and its segment's sampled tokens differ in number.
 
     Source: DESIGN.md 4.8, 4.9, 4.13.
     """
@@ -301,13 +312,16 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """Split [N] values of all sampled tokens by segment; `packed` must not be cut."""
+    """Split [N] values of sampled tokens into one array per segment, in the order that `pack_segments` got.
+
+    `packed` must be whole, not a result of `cut_packed`.
+    """
     rows = split_by_number(packed, values_N)
     return [rows[index] for index in range(len(rows))]
 
 
 def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
-    """Return each segment's share of [N] values of sampled tokens, by the segment's number."""
+    """Split [N] values of sampled tokens by segment: segment number (`Packed.segment_N`) -> its values."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
     rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])
@@ -315,24 +329,28 @@ def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]
 
 
 def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
-    """Yield the rows, at most `max_rows` at a time, each cut as wide as its fullest row."""
+    """Yield micro-batches of at most `max_rows` rows, each as wide as its longest row."""
     for cut, _ in _cuts(packed, max_rows):
         yield cut
 
 
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
-    """Yield the batch, at most `max_rows` rows at a time. Weights do not change, so losses add up."""
+    """Yield micro-batches of at most `max_rows` rows.
+
+    The weights stay the same, so the losses of the micro-batches sum to the loss of the batch.
+    """
     for cut, tokens in _cuts(batch.packed, max_rows):
         yield replace(map_tensors(batch, itemgetter(tokens)), packed=cut)
 
 
 def block_mask(position_ids_BL: Tensor) -> Tensor:
-    """Build the attention mask [B, 1, L, L] of `Packed` positions on the CPU: True if query i may see key j.
+    """Build the attention mask [B, 1, L, L] on the CPU: True if query i may attend to key j.
 
-    The mask is causal along the paths of the row's tries; a segment that shares nothing is one path. Padding
-    sees itself: a query without keys has a softmax of NaN, whose gradient would be NaN everywhere. The mask
-    needs `attn_implementation="sdpa"`, which `learner.support` sets; eager attention would silently *add*
-    the booleans to its scores.
+    A token attends to itself and to its ancestors in the trie; in a segment that shares no token, the mask is
+    causal. A cell of padding attends to itself, because the softmax of a query without keys is NaN, and would
+    make the whole gradient NaN. `position_ids_BL` is the field of `Packed`. The mask needs
+    `attn_implementation="sdpa"`, which `learner.support` sets; eager attention would silently *add* the
+    booleans to its scores.
     """
     ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in position_ids_BL.numpy()]))
     query_L = torch.arange(ends_BL.shape[1])

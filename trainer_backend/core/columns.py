@@ -1,4 +1,4 @@
-"""Encodes messages with arrays between processes: JSON, followed by the arrays' bytes."""
+"""Encodes messages that contain arrays, for sending between processes: JSON, then the arrays' bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from shared_schemas.json_text import read_typed
 
-# Numbers of the N sampled tokens of a segment, in order.
+# One number for each of the N sampled tokens of a segment, in order.
 Row = NDArray[Any] | Sequence[float]
 
 # Arrays start at multiples of 8 bytes, as processors and torch require.
@@ -21,13 +21,14 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Makes pydantic write a flat array as [offset in bytes, count]; the array's bytes follow the JSON.
+    """Annotation of a flat numpy array in a pydantic model, for `encoded` and `decoded`.
 
-    Arrays that were read are read-only views of these bytes.
+    In the JSON, the array is [offset in bytes, count]; its bytes follow the JSON. A decoded array is a
+    read-only view of these bytes.
     """
 
     dtype: np.dtype[Any]
-    """Little-endian."""
+    """Dtype of the array, little-endian."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(
@@ -52,13 +53,13 @@ class Column:
 
 @dataclass(slots=True)
 class _Bytes:
-    """The bytes of arrays, one after the other."""
+    """Collects the bytes of arrays, one after the other."""
 
     parts: list[memoryview | bytes] = field(default_factory=list)
     size: int = 0
 
     def add(self, array: NDArray[Any]) -> int:
-        """Add an array's bytes; return the offset of the first."""
+        """Append an array's bytes; return the offset at which they start."""
         offset, padding = self.size, -array.nbytes % _ALIGNMENT
         self.parts += [np.ascontiguousarray(array).view(np.uint8).data, bytes(padding)]
         self.size += array.nbytes + padding
@@ -66,7 +67,10 @@ class _Bytes:
 
 
 def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
-    """Encode a value as one line of JSON, padded with spaces, and the bytes of its arrays."""
+    """Encode a value as one line of JSON, followed by the bytes of its arrays.
+
+    Spaces at the end of the line align the arrays.
+    """
     arrays = _Bytes()
     head = adapter.dump_json(value, context=arrays)
     padding = b" " * (-(len(head) + 1) % _ALIGNMENT)
@@ -74,7 +78,7 @@ def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
 
 
 def decoded(adapter: TypeAdapter[Any], body: bytes) -> Any:
-    """Read what `encoded` wrote; arrays are views of `body`. Raises ValueError as `read_typed`."""
+    """Decode a result of `encoded`; arrays are views of `body`. Raises the errors of `read_typed`."""
     end = body.find(b"\n") + 1 or len(body)
     whole = memoryview(body)
     return read_typed(partial(adapter.validate_json, context=whole[end:]), bytes(whole[:end]))

@@ -1,6 +1,6 @@
-"""Metrics of a batch of conversations: scores of answers, and edits of the context. Pure.
+"""Metrics of a batch of conversations: scores of answers, and edits of the context. Pure functions.
 
-A conversation is an episode whose history the task app kept (`Trajectory.full_history`).
+A conversation is an episode with a `Trajectory.full_history`: all its messages, deleted or not.
 """
 
 import math
@@ -11,20 +11,20 @@ from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.segments import Segment
 
-# Failures of an interaction, as a task app names them.
+# Codes by which a task app reports that an interaction failed.
 DEADLINE, FAILED = "interaction_deadline", "interaction_failed"
-# The context tools whose results refuse single ids, and the texts of refusals (DESIGN.md 4.12).
+# The context tools that may refuse single message ids, and a pattern of their refusals (DESIGN.md 4.12).
 _EDITS = frozenset({"deleteContext", "deletePart", "summarizeContext"})
 _REFUSED = re.compile(r'^(error: |deleted nothing|summarized nothing)|; refused |"message": "refused ')
 
 
 def pick_conversations(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories with a history."""
+    """Return the trajectories that are conversations: those with a `full_history`."""
     return [item for item in trajectories if item.full_history]
 
 
 def scores(step: StepData) -> list[float]:
-    """Return the interaction's scores of a decision, usually one or none."""
+    """Return the scores that the interaction gave to a decision's answer; usually there is one or none."""
     return [part.value for part in step.reward_parts if part.source == "interaction"]
 
 
@@ -50,7 +50,7 @@ INTERACTION_METRICS = (
 
 
 def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """Compute metrics of the scores of answers, over conversations; empty if no answer was scored."""
+    """Compute metrics of the scores that interactions gave to answers; empty if no answer was scored."""
     played = pick_conversations(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
     if not given:
@@ -64,7 +64,7 @@ def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float |
 
 
 def user_turns(trajectory: Trajectory) -> int:
-    """Count the user's messages after the opening, the prompt of the first decision."""
+    """Count the user's messages that follow the prompt of the first decision."""
     if not trajectory.steps:
         return 0
     opening = len(trajectory.steps[0].observation_data.messages)
@@ -95,7 +95,7 @@ CONTEXT_METRICS = (
 def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute metrics of context edits in conversations; empty without conversations.
 
-    statelm/peak_context is absent if no server counts tokens.
+    statelm/peak_context is absent if no decision reports the number of its prompt tokens.
     """
     played = pick_conversations(trajectories)
     if not played:
@@ -120,7 +120,7 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def refused_edits(trajectory: Trajectory) -> int:
-    """Count the calls to edit the context that were refused for all or some ids."""
+    """Count the context edits that were refused, for all or for some of the message ids that they name."""
     results = [
         message.content or ""
         for message in trajectory.full_history
@@ -130,7 +130,10 @@ def refused_edits(trajectory: Trajectory) -> int:
 
 
 def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
-    """Compute means over conversations; empty without conversations."""
+    """Compute the mean numbers of segments and of context tokens per conversation.
+
+    `segments` contains the segments of each conversation; without conversations the result is empty.
+    """
     if not segments:
         return {}
     masked = sum(len(part) - len(part.logprobs) for found in segments for part in found)
@@ -141,7 +144,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """Count the failures of interactions, by their codes."""
+    """Return metrics of failed interactions, from numbers of failures by code; timeouts are failures too."""
     timeouts = failures.get(DEADLINE, 0)
     failed = timeouts + failures.get(FAILED, 0)
     return {"interaction/timeouts": float(timeouts), "interaction/failures": float(failed)}

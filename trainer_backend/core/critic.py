@@ -1,4 +1,4 @@
-"""A critic's values of an episode, by decision or by sampled token. Pure."""
+"""Values that a critic predicts for an episode, by decision or by sampled token. Pure functions."""
 
 import math
 from collections import Counter
@@ -18,12 +18,12 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
-# Whether an estimator reads a value per decision or per token.
+# Whether an advantage estimator reads one value per decision or one per token.
 ValueLevel = Literal["decision", "token"]
 
 
 class HeadKeys(Table):
-    """Keys of a critic that is a head of the policy."""
+    """Job keys of a critic that is a value head on the policy's hidden states (`critic = "head"`)."""
 
     value_coef: float = Field(default=0.5, gt=0)
     """critic: weight of half the squared error of the critic's values"""
@@ -32,7 +32,7 @@ class HeadKeys(Table):
 
 
 class OwnCriticKeys(Table):
-    """Keys of a critic with layers of its own."""
+    """Job keys of a critic that is a second model (`critic = "own"`)."""
 
     critic_learning_rate: float = Field(default=1e-3, gt=0)
     """own critic: constant learning rate of its layers' AdamW"""
@@ -45,17 +45,17 @@ class OwnCriticKeys(Table):
 
 
 class CriticKeys(HeadKeys, OwnCriticKeys):
-    """Keys of a job whose estimator reads values."""
+    """Job keys that are read if the advantage estimator reads a critic's values."""
 
     critic: Literal["head", "own"] = "head"
-    """critic: head reads the policy's last hidden state by one linear layer; own is a second model, which
-    begins as a copy of the policy and has an optimizer, batches and passes of its own"""
+    """critic: head is one linear layer on the policy's last hidden state; own is a second model, which begins
+    as a copy of the policy and has an optimizer, batches and passes of its own"""
     value_clip: float | None = Field(default=None, gt=0)
-    """critic: a value that moved further than this in an iteration has no gradient; reward units; absent: no
-    limit"""
+    """critic: a value that moved further than this, in reward units, within an iteration has no gradient;
+    absent: no limit"""
     value_learning_rate: float = Field(default=0.5, gt=0)
-    """critic: about how far one step of the value head can move a value, in reward units: AdamW's rate is
-    this number divided by the number of the head's inputs; it falls as learning_rate does"""
+    """critic: about how far one optimizer step of the value head can move a value, in reward units; AdamW's
+    rate is this number divided by the number of the head's inputs, on the schedule of learning_rate"""
 
 
 CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
@@ -63,24 +63,24 @@ CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
 
 @dataclass(frozen=True, slots=True)
 class ByToken:
-    """One number per sampled token of an episode. (Numbers per decision are a plain [T] sequence.)"""
+    """One number for each sampled token of an episode. (One number per decision is a plain [T] sequence.)"""
 
     rows_T: Sequence[Sequence[float]]
-    """For each decision, the numbers of its tokens in order; T >= 1, no row empty."""
+    """For each decision, the numbers of its sampled tokens in order; T >= 1, no inner sequence is empty."""
 
     @property
     def flat(self) -> list[float]:
-        """[N] all numbers, decision after decision."""
+        """All numbers, [N], one decision after the other."""
         return list(chain.from_iterable(self.rows_T))
 
     @property
     def firsts_T(self) -> list[float]:
-        """[T] the number of the first token of each decision."""
+        """The number of each decision's first sampled token, [T]."""
         return [row[0] for row in self.rows_T]
 
     @property
     def means_T(self) -> list[float]:
-        """[T] mean over the tokens of each decision."""
+        """The mean of each decision's numbers, [T]."""
         return [math.fsum(row) / len(row) for row in self.rows_T]
 
 
@@ -89,21 +89,24 @@ OfEpisode = Sequence[float] | ByToken
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """The values of an episode and their targets; both per decision, or both per token."""
+    """A critic's values of an episode and their targets in the value loss, by decision or by token."""
 
     values: OfEpisode
-    """V before credit was computed, in reward units."""
+    """The critic's values when advantages were computed, in reward units."""
     returns: OfEpisode
-    """Advantage plus value, with `critic_lambda` in the place of `gae_lambda`."""
+    """The targets: advantage plus value. The advantage is GAE with `critic_lambda`, not `gae_lambda`."""
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
-    """Return the [T] numbers of decisions, or those of their first tokens, where V(s_t) is read."""
+    """Return one number per decision, [T]; of numbers by token, the first of each decision."""
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
 def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
-    """Compute the targets of GAE, advantage plus value. Raises ValueError for different lengths or levels."""
+    """Compute the targets of a critic: GAE advantage plus value.
+
+    Raises ValueError if values and advantages differ in length, or if only one of them is by token.
+    """
     if isinstance(values, ByToken) and isinstance(advantages, ByToken):
         rows = zip(values.rows_T, advantages.rows_T, strict=True)
         return CriticTargets(values, ByToken([_add(*pair) for pair in rows]))
@@ -113,11 +116,11 @@ def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 
 
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
-    """Return an episode's values at the positions where its estimator reads them.
+    """Return an episode's values by sampled token, or one value per decision.
 
-    `values` has for each segment the [N] V, in reward units, at the positions that predict its sampled
-    tokens. The level "decision" reads V(s_t) at the first sampled token of decision t. Raises AdvantageError
-    if a decision sampled no token, and for a value that is not finite.
+    `values` contains for each segment the [N] values V, in reward units, at the positions that predict its
+    sampled tokens. With the level "decision", V(s_t) is the value at the first sampled token of decision t.
+    Raises AdvantageError if a decision has no sampled token, or if a value is not finite.
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
@@ -131,9 +134,10 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
 
 
 def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
-    """Return [N] numbers, one for each sampled token of a segment: its own, or that of its decision.
+    """Return one number per sampled token of a segment, [N]: the token's own, or that of its decision.
 
-    Raises BatchError for a missing number, a number that is not finite, and for more numbers than tokens.
+    `of_episodes` maps rollout ids to numbers; `what` names them in errors. Raises BatchError if a number is
+    missing or not finite, or if the numbers by token of a decision are not as many as its sampled tokens.
     """
     found = of_episodes.get(segment.rollout_id, ())
     if isinstance(found, ByToken):
@@ -141,7 +145,7 @@ def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: st
         _refuse_other_counts(segment, counts_T, what)
         place_N = (counts_T.cumsum() - counts_T)[segment.decision] + offsets(segment)
     else:
-        # The NaN at the end stands for missing numbers.
+        # Decisions without a number read the NaN at the end.
         numbers = np.array([*found, math.nan])
         place_N = np.minimum(segment.decision, len(found))
     column: NDArray[np.float64] = numbers[place_N]
@@ -154,7 +158,7 @@ def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: st
 
 
 def offsets(segment: Segment) -> NDArray[np.int64]:
-    """Return the index of each sampled token within its decision, [N]."""
+    """Return for each sampled token, [N], its index among the sampled tokens of its decision."""
     before, seen = [], Counter[int]()
     for start, end, t, _, _ in segment.spans.tolist():
         before.append(seen[t] - start)
@@ -164,9 +168,9 @@ def offsets(segment: Segment) -> NDArray[np.int64]:
 
 
 def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[list[float]]:
-    """Regroup an episode's numbers from [N] per segment to one list per decision.
+    """Regroup the numbers of an episode's sampled tokens: one column per segment -> one list per decision.
 
-    Raises ValueError if a column and its segment's sampled tokens differ in length.
+    Raises ValueError if a column and its segment's sampled tokens differ in number.
     """
     decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]
@@ -196,13 +200,14 @@ def _refuse_other_counts(segment: Segment, counts_T: NDArray[Any], what: str) ->
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float | None:
-    """Compute 1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant one, below 0 for worse.
+    """Compute the share of the returns' variance that the critic explains: 1 - Var(G - V) / Var(G).
 
-    None if all returns are equal, up to rounding.
+    G are the returns, V the values. The result is 1 for a perfect critic, 0 for a constant one, and below 0
+    for a critic that is worse than a constant. It is None if all returns are equal up to rounding.
     """
     misses = [g - v for g, v in zip(returns, values, strict=True)]
     if not has_spread(returns, size=largest(returns)):
         return None
-    # hypot, because squares of tiny rewards underflow to 0.
+    # math.hypot does not underflow; squares of tiny rewards would.
     ratio = math.hypot(*centred(misses)) / math.hypot(*centred(returns))
     return 1.0 - ratio * ratio

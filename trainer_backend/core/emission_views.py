@@ -1,7 +1,7 @@
-"""The prompt and the position of each answer: emission_views, assistant_turn_boundaries. Pure.
+"""Derives `emission_views` and `assistant_turn_boundaries` of source 3 (docs/terms.md). Pure functions.
 
-Source 3 records both while an episode runs. Here they are derived from core.segments, which hold every
-sampled token after the exact prompt from which it was sampled.
+They are the prompt and the token position of each answer. Source 3 records them while an episode runs. Here
+they are derived from segments, where each answer follows the exact prompt from which it was sampled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from trainer_backend.core.segments import Segment
 @dataclass(frozen=True, slots=True)
 class EmissionView:
     turn: int
-    """From 1."""
+    """Number of the decision, from 1."""
     segment: int
     """Index of the segment that trains the decision."""
     prompt_ids: tuple[int, ...]
-    """The prompt: the [start] ids before the answer."""
+    """[start] token ids of the prompt: all ids of the segment before the answer."""
     answer_ids: tuple[int, ...]
-    """The answer: the [end - start] sampled ids."""
+    """[end - start] token ids of the sampled answer."""
     start: int
     end: int
-    """Position of the answer in the segment's ids; the end is not included."""
+    """`start` and `end` delimit the answer in the segment's token ids; `end` is exclusive."""
 
 
 def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]]:
-    """Yield (decision t, start, end) of each answer that the segment trains; the end is not included.
+    """Yield (decision t, start, end) of each answer that the segment trains; `end` is exclusive.
 
     Source: 3-context-editing-tool-loop.md ("List of (start_idx, end_idx) tuples").
     """
@@ -42,7 +42,7 @@ def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]
 
 
 def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
-    """Return the views of an episode's decisions in order, without decisions that sampled no token.
+    """Return a view of each decision of an episode, in order; skip decisions without sampled tokens.
 
     Source: 3-context-editing-tool-loop.md ("List of prompt_ids snapshots before each generation").
     """

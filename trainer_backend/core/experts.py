@@ -1,4 +1,7 @@
-"""The experts that a sampler chose for tokens: encoded in a rollout, and as columns of a segment."""
+"""Encodes and decodes the experts that a sampler chose for tokens of a mixture-of-experts model.
+
+W is the number of expert numbers per token. UNKNOWN means that the sampler reported no expert.
+"""
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -12,13 +15,16 @@ from shared_schemas.trajectory import ExpertChoices
 from trainer_backend.errors import SegmentError
 
 ID = np.dtype("<u2")
-# In a column: the expert is unknown, so the learner's router chooses.
+# The number of an unknown expert in an array; the learner's router then chooses.
 UNKNOWN = int(np.iinfo(ID).max)
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: ID}
 
 
 def write_experts(experts_LW: NDArray[np.uint16], first: int) -> dict[str, Any]:
-    """Encode the experts of tokens from index `first` on as JSON of `ExpertChoices`, in bytes if all fit."""
+    """Return the JSON of `ExpertChoices` for the experts, [L, W], of the tokens from index `first` on.
+
+    Each number takes one byte if all are below 255, otherwise two.
+    """
     size = 1 if bool((experts_LW < 255).all()) else 2
     data = b64encode(experts_LW.astype(_TYPES[size]).tobytes()).decode()
     return {"first": first, "per_token": experts_LW.shape[1], "number_bytes": size, "data": data}
@@ -35,9 +41,10 @@ def _read_whole(value: Any) -> NDArray[np.uint16]:
 
 
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
-    """Decode the experts of the n tokens from index `choices.first` on, as [n, W].
+    """Decode the experts, [n, W], of the n tokens from index `choices.first` on.
 
-    Raises SegmentError if the data is not base64 of whole tokens, or of more than the call's `length` tokens.
+    `length` is the number of tokens of the model call. Raises SegmentError if the data is not base64, does
+    not contain W numbers for each token, or goes beyond these tokens. `where` is the place named in errors.
     """
     try:
         numbers = np.frombuffer(b64decode(choices.data, validate=True), _TYPES[choices.number_bytes])
@@ -60,9 +67,11 @@ def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[
 def join_experts(
     parts: Sequence[tuple[int, NDArray[np.uint16]]], length: int, *, where: str
 ) -> NDArray[np.uint16]:
-    """Join parts, each with its first index, to the [length * W] experts of one sequence; gaps are UNKNOWN.
+    """Join the experts of parts of a token sequence; return the experts of all its tokens, [length * W].
 
-    Without parts the result is empty. Parts are cut at `length`; later parts overwrite earlier ones.
+    Each part is (index of its first token, its experts [n, W]). A later part overwrites an earlier one, a
+    part is cut off at `length`, and tokens outside all parts get UNKNOWN. Without parts the result is empty.
+    Raises SegmentError if parts differ in W.
     """
     if not parts:
         return np.zeros(0, ID)
@@ -78,7 +87,7 @@ def join_experts(
     return joined_LW.ravel()
 
 
-# [L, W], sent between processes as `ExpertChoices` of all L tokens.
+# Experts of all L tokens, [L, W]; in JSON between processes, an `ExpertChoices`.
 ExpertColumns = Annotated[
     NDArray[np.uint16],
     PlainValidator(_read_whole),  # must come first, otherwise it removes the serializer

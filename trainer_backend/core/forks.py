@@ -1,4 +1,7 @@
-"""Trained continuations: from which decisions they start, and how they are compared. Pure."""
+"""Trained continuations of episodes: the decisions that they start from, and their advantages. Pure.
+
+The continued episode is the *parent*. All continuations from one of its decisions are a *fork*.
+"""
 
 import math
 import random
@@ -14,71 +17,73 @@ from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
 
 class ForkKeys(Table):
-    """Keys of trained continuations."""
+    """Job keys of trained continuations."""
 
     train_branches: bool = False
-    """continue finished episodes from some of their decisions, and train what follows, with any estimator:
-    branches_per_episode decisions per episode, branch_rollouts continuations of each (docs/credit.md)"""
+    """continue each finished episode from branches_per_episode of its decisions, branch_rollouts times each,
+    and train the continuations, with any estimator (docs/credit.md)"""
     fork_rule: str = "uniform"
-    """chooses the decisions to continue from: uniform by seed alone, surprise in proportion to -log p of what
-    was sampled there, critic in proportion to the size of the critic's TD error"""
+    """how the decisions to continue from are drawn: uniform from the seed alone, surprise in proportion to
+    -log p of their sampled tokens, critic in proportion to the critic's absolute TD error"""
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The data of a finished episode of T decisions that a fork rule may read."""
+    """What a fork rule may read about a finished episode of T decisions."""
 
     first: int
-    """The first turn that may be forked (from 1)."""
+    """The first turn (from 1) from which continuations may start."""
     max_decisions: int
-    """The most decisions that the episode may take."""
+    """The maximum number of decisions of the episode."""
     surprise_T: Sequence[float]
-    """[T] -log p of a decision's tokens under the sampler, in nats."""
+    """[T] -log p of the sampled tokens of each decision under the sampler, in nats."""
     td_errors_T: Sequence[float] = ()
-    """[T] r_t + gamma V(s_{t+1}) - V(s_t); empty if the rule reads none."""
+    """[T] TD errors r_t + gamma V(s_{t+1}) - V(s_t); empty if the rule does not read them."""
 
 
-# (parent, number of forks, seed) -> turns in order.
+# (parent, maximum number of turns, seed) -> sorted turns from which continuations start.
 Choose = Callable[[Parent, int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkPlug:
-    """A fork rule that a job can name."""
+    """A fork rule that a job can select by name. The rule chooses the turns that continuations start from."""
 
     choose: Choose
     reads_samples: bool = True
-    """Whether it reads what the parent sampled. The parent is then not a fair sample of what follows the
-    fork, and continuations are compared only with each other."""
+    """Whether the rule reads what the parent sampled. The rest of the parent is then a biased sample of what
+    follows the fork, so continuations are compared only with each other, not with the parent."""
     needs_values: bool = False
-    """Whether it reads a critic's values."""
+    """Whether the rule reads a critic's values."""
 
 
 def uniform(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Draw turns by seed alone, among all possible ones, and drop those that the episode did not reach."""
+    """Draw turns uniformly up to `parent.max_decisions`, then drop those that the parent did not reach."""
     turns = branch_turns(seed, count=count, max_decisions=parent.max_decisions, first=parent.first)
     return tuple(turn for turn in turns if turn <= len(parent.surprise_T))
 
 
 def surprise(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Draw turns in proportion to -log p of the sampled tokens: where the policy was uncertain.
+    """Draw turns in proportion to -log p of their sampled tokens: where it is high, the policy was uncertain.
 
-    Turns are drawn, because the largest values would always fork the same uncertain situations. The rule
-    reads only sampled log-probs, which every inference server returns.
+    Turns are drawn at random, because taking those with the largest -log p would always continue from the
+    same situations. The rule needs log-probs of sampled tokens only, which every inference server returns.
     """
     return _draw(parent.surprise_T, parent.first, count, seed)
 
 
 def critic(parent: Parent, count: int, seed: int) -> tuple[int, ...]:
-    """Draw turns in proportion to the size of the TD error: where the critic's prediction was wrong."""
+    """Draw turns in proportion to the absolute TD error: where it is high, the critic was wrong."""
     return _draw([abs(error) for error in parent.td_errors_T], parent.first, count, seed)
 
 
 def _draw(weights_T: Sequence[float], first: int, count: int, seed: int) -> tuple[int, ...]:
-    """Draw at most `count` turns without replacement, in proportion to their weights; weight 0: never.
+    """Draw at most `count` turns without replacement, in proportion to their weights w; return them sorted.
 
-    Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006: the smallest of
-    -log(u) / w.
+    The drawn turns are those with the smallest -log(u) / w, where u is uniform in (0, 1]. A turn of weight 0
+    is never drawn.
+
+    Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
     """
     draw = random.Random(seed)
     keys = [
@@ -97,7 +102,7 @@ FORK_RULES = {
 
 
 def cut_rest(episode: EpisodeRewards, turn: int, group_id: str) -> EpisodeRewards:
-    """Cut an episode to the decisions from `turn` on, as a sibling of the continuations from there."""
+    """Return the rest of an episode from `turn` on, in the group of the continuations that start there."""
     t, tokens = turn - 1, episode.token_values
     rest_T = episode.rewards_T[t:]
     return replace(
@@ -115,12 +120,14 @@ def cut_rest(episode: EpisodeRewards, turn: int, group_id: str) -> EpisodeReward
 def compare_at_forks(
     found: Advantages, episodes: Sequence[EpisodeRewards], rests: Sequence[EpisodeRewards], gamma: float
 ) -> Advantages:
-    """Replace the advantages of continuations' first decisions by leave-one-out within their fork.
+    """Replace the advantage of each continuation's first decision by a leave-one-out advantage.
 
-        A_0 = G_0 - mean of the others' G_0      over the fork's other members of `episodes` and `rests`
+        A_0 = G_0 - mean G_0 of the other members of its group
 
-    `episodes` are continuations, `rests` their parents from the fork on (`cut_rest`); all start in one state.
-    `found` has the advantages of `episodes`, then of `rests`; the result drops the latter. If alone, A_0 = 0.
+    G_0 is the return from the first decision. `episodes` are continuations; `rests` are the rests of their
+    parents (`cut_rest`), and may be empty. All members of a group start in the same state. If a group has a
+    single member, A_0 is 0. `found` contains the advantages of `episodes`, then those of `rests`; the result
+    contains only those of `episodes`.
     """
     every = [*episodes, *rests]
     returns = [discounted_returns(episode.rewards_T, gamma)[0] for episode in every]

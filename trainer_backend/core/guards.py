@@ -1,4 +1,4 @@
-"""Checks every credited episode before an update: a broken record ends the run by an error with its name."""
+"""Checks the rewards of every episode before an update; the error for a wrong sum names the rollout."""
 
 import math
 from collections.abc import Sequence
@@ -21,15 +21,17 @@ def refuse_lost_reward(
     rollout_id: str,
     kl_T: Sequence[float] = (),
 ) -> None:
-    """Refuse rewards that lose an achievement or count one twice.
+    """Raise RewardError if the rewards r_t of an episode do not sum to what its trajectory records.
 
-        decision_stepwise   sum of unique_delta = achievements unlocked from the first observation to the end
-                            sum of r_t = deltas + bonuses of unlocking + reward_parts
+    For each `reward_mode` these equations must hold, with `kl_T` added to each right-hand side of r_t:
+
+        decision_stepwise   credited achievements = those unlocked after the first observation, each once
+                            sum of r_t = deltas + bonuses of first unlocks + reward_parts
         off                 sum of r_t = outcome_reward + penalties
         env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
 
-    `rewards_T` come from `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus `kl_T`,
-    the costs of KL to the reference (core.kl_reward). Raises RewardError with both sums if they differ.
+    `rewards_T` is the result of `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus
+    `kl_T`, the costs of the KL to the reference policy (core.kl_reward). The error contains both sums.
 
     Source: DESIGN.md 4.1, 4.3.
     """

@@ -1,18 +1,21 @@
-"""Selects the decisions that the warm-up imitates, and their parts; exports select the same. Pure."""
+"""Selects the decisions that the warm-up imitates, and their target outputs. Exports of training data use the
+same selection. Pure functions.
+"""
 
 from typing import Any
 
 from shared_schemas.trajectory import StepData
 
-# The key of an action that holds what a teacher would have done (task_app.policies.labelled).
+# Key of `action_taken`; the value is what a teacher would have done (task_app.policies.labelled).
 LABEL = "label"
 
 
 def worth_imitating(step: StepData) -> bool:
-    """Return whether to imitate a decision: not if it was refused, is empty, or is marked `exploratory`.
+    """Return whether the warm-up imitates a decision.
 
-    If the decision has a label (LABEL), the label is imitated instead of the action, so the label's mark
-    counts. A label was never executed, so it was not refused.
+    A decision is not imitated if it was refused, is empty, or is marked `exploratory`. If it has a teacher's
+    label (LABEL), the label is imitated instead of the action: only the label must then be neither empty nor
+    `exploratory`, and the action may have been refused.
     """
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None
@@ -21,7 +24,7 @@ def worth_imitating(step: StepData) -> bool:
 
 
 def find_target(step: StepData) -> tuple[list[dict[str, Any]], str]:
-    """Return the calls and the text to imitate: a teacher's label if the decision has one, else its own."""
+    """Return the tool calls and the text to imitate: the teacher's label if there is one, else the action."""
     label = step.action_taken.get(LABEL)
     if label is not None:
         return label["tool_calls"], label["content"] or ""

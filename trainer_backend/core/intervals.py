@@ -1,4 +1,7 @@
-"""Confidence intervals of rates, and of the Crafter score. Pure."""
+"""Confidence intervals of rates, and of the Crafter score. Pure functions.
+
+A *world* is one start of the environment, from one seed; it may be played in several episodes.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -10,10 +13,10 @@ from trainer_backend.core.statistics import Z_975, Interval, bounded, t_quantile
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
-    """Return for each achievement, sorted by name, the [W] shares of a world's episodes that unlocked it.
+    """Return for each achievement, sorted by name, the share of episodes that unlocked it in each world, [W].
 
-    `counts` are the counters at the end of each episode, a missing name counting 0; `worlds` are the
-    episodes' worlds.
+    `counts` contains the achievement counters at the end of each episode; a missing name counts as 0.
+    `worlds` contains the world of each episode.
     """
     plays: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
     for world, item in zip(worlds, counts, strict=True):
@@ -30,31 +33,33 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
         score = exp(m) - 1,   m = mean_i f(p_i),   f(p) = ln(1 + 100 p),   p_i: mean over worlds of the share
                                                    s_wi of a world's episodes that unlocked i, i = 1 .. N
 
-    The interval is that of m, composed of Wilson's interval (l_i, u_i) of each rate:
+    The interval of m is computed from the interval (l_i, u_i) of each p_i (`nested_rate_interval`):
 
         low  = m - d(a) / N,         a_i = f(p_i) - f(l_i),   d(a)^2 = sum_ij c_ij a_i a_j
         high = m + (d(b) + B) / N,   b_i = f(u_i) - f(p_i)
 
-    c_ij is the correlation of s_wi and s_wj over the W worlds times 1 - 1/W, and 0 where either is constant;
-    c_ii is 1. B >= 0 is the jackknife's estimate of the bias: f is concave, so m is too low on average where
-    achievements are rare. In d(b) `_unseen_distance` stands for all achievements that no episode unlocked.
+    c_ij is (1 - 1/W) times the correlation of s_wi and s_wj over the W worlds, or 0 if either does not vary;
+    c_ii is 1. B >= 0 is the jackknife estimate of the bias of N m, because m is too low on average if
+    achievements are rare: f is concave. In d(b), the term `_unseen_distance` replaces the terms of all
+    achievements that no episode unlocked.
 
-    bench/score_coverage.py of commit 4d960597 measures how often the interval contains the score. The upper
-    bound is high if many achievements are unseen: 100 episodes do not distinguish rates of 0 and 1 %. The
-    interval is too narrow with fewer than ten worlds, or if rare achievements nearly always come together.
+    bench/score_coverage.py of commit 4d960597 measures how often the interval contains the true score. The
+    upper bound is high if many achievements were never unlocked, because 100 episodes do not distinguish a
+    rate of 0 from 1 %. The interval is too narrow for fewer than ten worlds, or if rare achievements are
+    nearly always unlocked in the same worlds.
 
     Args:
-        counts: counter of every achievement at the end of each episode; a missing name counts 0.
+        counts: counter of every achievement at the end of each episode; a missing name counts as 0.
         worlds: world of each episode.
 
     Returns:
         The score in percent; the bounds are None for a single world.
 
     Raises:
-        ValueError: no episodes, or no achievements.
+        ValueError: if there are no episodes or no achievements.
 
-    Source: the score is that of Hafner 2021, Benchmarking the Spectrum of Agent Capabilities, section 3; the
-    interval of a sum that of Zou and Donner, Statistics in Medicine 27 (2008), p. 1693, the covariance added.
+    Source: score: Hafner 2021, Benchmarking the Spectrum of Agent Capabilities, section 3; interval of a sum:
+    Zou and Donner, Statistics in Medicine 27 (2008), p. 1693, to which the correlations are added here.
     """
     shares_NW = list(achievement_shares(counts, worlds).values())
     if not shares_NW:
@@ -79,7 +84,7 @@ def _log_percent(rate: float) -> float:
 
 
 def _distances(shares_W: Sequence[float], episodes: int) -> tuple[float, float]:
-    """Compute the distances of f at Wilson's lower and upper bound from f at the rate."""
+    """Compute f(rate) - f(lower bound) and f(upper bound) - f(rate), by `nested_rate_interval`."""
     rate = nested_rate_interval(shares_W, episodes)
     assert rate.low is not None and rate.high is not None  # a rate always has an interval
     here = _log_percent(rate.mean)
@@ -87,11 +92,12 @@ def _distances(shares_W: Sequence[float], episodes: int) -> tuple[float, float]:
 
 
 def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[float]) -> float:
-    """Compute d of `crafter_score_interval`: the distance of a sum's bound, from those of its terms.
+    """Compute the distance d of `crafter_score_interval` between a sum and its bound.
 
         d^2 = (sum_w (sum_i a_i z_wi)^2 + sum_i a_i^2) / W + sum_j a_j^2
 
-    z_wi are the [N, W] standardised shares, a_i the [N] distances; shares i vary over worlds, j do not.
+    z_wi are the [N, W] standardised shares, and a the [N] distances between the terms and their bounds. The
+    index i runs over achievements whose share varies over worlds, j over the other achievements.
     """
     moves_W = [0.0] * len(scaled_NW[0])
     alone = 0.0
@@ -105,7 +111,7 @@ def _sum_distance(scaled_NW: Sequence[Sequence[float]], distances_N: Sequence[fl
 
 
 def _standardise(shares_W: Sequence[float]) -> list[float]:
-    """Subtract the mean, and divide by the sample standard deviation; zeros if all shares are equal."""
+    """Subtract the mean and divide by the sample standard deviation; return zeros if all shares are equal."""
     if min(shares_W) == max(shares_W):
         return [0.0] * len(shares_W)
     deviation = stdev(shares_W)
@@ -113,15 +119,16 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:
-    """Bound what the K achievements that no episode unlocked add to the sum of f (`_log_percent`).
+    """Bound from above what the K achievements that no episode unlocked add to the sum of f (`_log_percent`).
 
         min(sqrt(K) f(z^2 / (n + z^2)), K f(U / (n K))),   U = k + z^2 / 2 + z sqrt(k + z^2 / 4)
 
-    z is Z_975, n the effective count of `nested_rate_interval`. The first term joins Wilson's bounds of K
-    rates of 0. In the second, the K rates sum to at most U / n. There k is the number of achievements that
-    exactly one world saw, an estimate of the new ones in a further world; U bounds the mean of a count of k.
+    z is Z_975, and n is the effective count of `nested_rate_interval`. The first term of the minimum combines
+    Wilson's upper bounds of K rates of 0. The second term assumes that the K rates sum to at most U / n. k is
+    the number of achievements unlocked in exactly one world, which estimates how many new achievements one
+    more world would show. U is an upper bound of the mean of a Poisson count whose observed value is k.
 
-    Source: Good, Biometrika 40 (1953), p. 237: the k seen once, over n, estimate the unseen probability.
+    Source: Good, Biometrika 40 (1953), p. 237: k / n estimates the probability of everything not yet seen.
     """
     unseen = [shares_W for shares_W in shares_NW if not any(shares_W)]
     if not unseen:
@@ -134,9 +141,9 @@ def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> flo
 
 
 def _jackknife_bias(shares_W: Sequence[float]) -> float:
-    """Estimate by how much f(p) is too low on average, at least 0; f is `_log_percent`, p the mean share.
+    """Estimate by the jackknife how much f(p) is too low on average, where p is the mean share of W worlds.
 
-        max((W - 1) (f(p) - mean_w f(p without world w)), 0),   W worlds
+        max((W - 1) (f(p) - mean_w f(p without world w)), 0),   f is `_log_percent`
 
     Source: Quenouille, Biometrika 43 (1956), p. 353.
     """
@@ -154,8 +161,9 @@ def wilson_interval(successes: int, count: int) -> Interval:
         centre = (p + z^2 / 2n) / (1 + z^2 / n)
         half   = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
 
-    It stays inside [0, 1], and has a width for 0 or n successes too, unlike the normal approximation.
-    Raises ValueError for no trials, and for successes outside 0 .. count.
+    p is the rate, n is `count`, and z is Z_975. Unlike the normal approximation, the interval lies inside
+    [0, 1], and its width is above 0 even for 0 or n successes. Raises ValueError for no trials, and for
+    successes outside 0 .. count.
 
     Source: Wilson, JASA 22 (1927), p. 209.
     """
@@ -167,17 +175,19 @@ def wilson_interval(successes: int, count: int) -> Interval:
 
 
 def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
-    """Compute the mean of the rates of worlds that were played several times, with Wilson's interval.
+    """Compute the mean success rate over worlds, with a 95 % interval that is valid for repeated worlds.
 
-    Episodes of a world are not independent, so Wilson's count n is the effective one, between 1 and E:
+    Episodes of the same world are not independent. So Wilson's interval is computed with an effective number
+    of trials n, between 1 and E:
 
         n = min(p (1 - p) / v, E) * (t_{E-1} / t_{W-1})^2,   v = sum_w (p_w - p)^2 / (W (W - 1))
 
-    for W worlds with shares p_w of successes, their mean p, and E >= W episodes; t is Student's 97.5 %
-    quantile. If p is 0 or 1, v is not informative, and W replaces the minimum. With one episode per world
-    this is `wilson_interval`. Raises ValueError without worlds.
+    p_w is the share of successes in world w (`shares`), W the number of worlds, p the mean of p_w, E the
+    number of episodes (at least W), and t Student's 97.5 % quantile. If p is 0 or 1, then v = 0 tells nothing
+    about the variance, and W replaces the minimum. With one episode per world, or a single world, n is W.
+    Raises ValueError without worlds.
 
-    Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, with Wilson's interval for theirs.
+    Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, but with Wilson's interval, not theirs.
     """
     worlds = len(shares)
     if worlds == 0:
@@ -188,13 +198,14 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
 
 def paired_success_interval(differences: Sequence[float]) -> Interval:
-    """Compute the mean difference of two players' successes in the same n worlds, with its 95 % interval.
+    """Compute the mean difference of two players' success in the same n worlds, with its 95 % interval.
 
         p - q +- z sqrt((p + q - (p - q)^2) / (n + 2))
         p = (gains + 1) / (n + 2),   q = (losses + 1) / (n + 2)
 
-    Student's t would have no width if no world differs, and too little if few do. A difference is 1 if only
-    the second player succeeded, -1 if only the first did. Raises ValueError without worlds.
+    `differences` contains 1 for each world where only the second player succeeded (a gain), -1 where only the
+    first did (a loss), and 0 otherwise. Student's t is not used, because its interval has width 0 if the
+    players never differ, and is too narrow if they seldom do. Raises ValueError without worlds.
 
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), p. 479.
     """
@@ -211,7 +222,7 @@ def paired_success_interval(differences: Sequence[float]) -> Interval:
 def _effective_count(shares: Sequence[float], rate: float, episodes: int) -> float:
     worlds = len(shares)
     if worlds == episodes or worlds == 1:
-        return worlds  # one play per world, or one world, which does not show how worlds differ
+        return worlds  # one episode per world; or one world, from which no variance over worlds follows
     variance = math.fsum((share - rate) ** 2 for share in shares) / (worlds * (worlds - 1))
     count: float = worlds if rate in (0, 1) else episodes
     if variance > 0:

@@ -1,6 +1,7 @@
-"""The base class of all keys of a job. Keys are declared in the file that reads them.
+"""The base class of all groups of job keys. Each group is declared in the file that reads its keys.
 
-A job's table inherits these classes, so a loss reads its keys from `[training]` directly.
+The class of a TOML table, such as `[training]`, inherits the groups, so a loss can read its keys from the
+table itself.
 """
 
 from pydantic import ConfigDict
@@ -9,17 +10,17 @@ from shared_schemas.base import Body
 
 
 def refuse_no_share(**shares: float) -> None:
-    """Raise ValueError, with the name, for a value outside [0, 1]."""
+    """Raise ValueError with the argument's name if a value lies outside [0, 1]."""
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"{name} must lie in [0, 1], got {share}")
 
 
 class Table(Body):
-    """Keys of a job; no number may be infinite or NaN.
+    """A group of job keys; no number may be infinite or NaN.
 
-    The sentence beneath a field is its documentation. job/docs.py reads it from the source;
-    `use_attribute_docstrings` of pydantic would read it at every start.
+    The string below a field is the field's documentation. job/docs.py reads these strings from the source.
     """
 
+    # Without `use_attribute_docstrings`, which would parse the source at every start.
     model_config = ConfigDict(allow_inf_nan=False, defer_build=True)

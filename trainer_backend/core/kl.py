@@ -6,8 +6,9 @@ With d = log policy - log reference, at tokens that the policy sampled:
     k2 = d^2 / 2            biased, small variance
     k3 = exp(-d) - 1 + d    unbiased, never negative
 
-As a loss, k2 has in expectation the gradient of KL(policy || reference), and k3 that of
-KL(reference || policy). The expected gradient of k1 is zero, so k1 is no loss.
+If an estimate is minimised as a loss, the expected gradient of k2 is the gradient of KL(policy || reference),
+and the expected gradient of k3 is the gradient of KL(reference || policy). The expected gradient of k1 is
+zero, so k1 cannot serve as a loss.
 
 Source: Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html.
 """
@@ -30,7 +31,7 @@ LossKind = Literal["k2", "k3"]
 
 
 class KlKeys(Table):
-    """Keys of a KL in the loss."""
+    """Job keys of the KL term in the loss."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """weight of the KL to the model that RL started from"""
@@ -50,8 +51,9 @@ KL_ESTIMATORS: dict[LossKind, Callable[[Tensor], Tensor]] = {
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, kind: LossKind) -> Tensor:
-    """Compute sum(w * k(d)), in nats, which keeps the policy near the reference.
+    """Compute the KL term sum(w * k(d)), in nats, which keeps the policy near the reference.
 
-    All three tensors have one shape, log-probs in nats; tokens of weight 0 are not read.
+    k is the estimator `kind`, and d = logprobs - reference_logprobs (nats). All three tensors have the same
+    shape. Tokens of weight 0 are ignored.
     """
     return weighted_sum(KL_ESTIMATORS[kind](log_ratio(logprobs, reference_logprobs, weights)), weights)

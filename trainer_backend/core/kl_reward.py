@@ -1,4 +1,4 @@
-"""KL to the reference policy as a cost in r_t. Pure, on floats."""
+"""Computes the KL to the reference policy as a cost in the reward r_t. Pure functions of floats."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ KlKind = Literal["k1", "k2", "k3"]
 
 
 class KlRewardKeys(Table):
-    """Keys of a KL in r_t."""
+    """Job keys of the KL cost in r_t."""
 
     kl_reward_coef: float = Field(default=0.0, ge=0)
-    """reward units that a decision pays in r_t per nat of its KL to the model that RL started from; kl_coef
-    acts in the loss instead"""
+    """reward units subtracted from r_t for each nat of a decision's KL to the model that RL started from;
+    kl_coef is for a KL in the loss"""
     kl_reward_kind: KlKind = "k1"
     """estimator of the KL in r_t; only k1 has the gradient of the KL (docs/credit.md)"""
 
@@ -37,22 +37,22 @@ _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Log-probs of an episode's sampled tokens under two policies, at the temperature of sampling."""
+    """Log-probs of an episode's sampled tokens under policy and reference, at the sampling temperature."""
 
     policy_T: Sequence[Sequence[float]]
-    """For each decision, the log-probs of its tokens under the policy before the update (nats)."""
+    """For each decision, the log-probs (nats) of its sampled tokens under the policy before the update."""
     reference_T: Sequence[Sequence[float]]
-    """For each decision, the log-probs of its tokens under the policy that RL started from."""
+    """For each decision, the log-probs (nats) of its sampled tokens under the policy that RL started from."""
 
     @classmethod
     def of(
         cls, segments: Sequence[Segment], policy: Sequence[Row], reference: Sequence[Row]
     ) -> "ScoredTokens":
-        """Build from the learner's log-probs of each segment's sampled tokens."""
+        """Build from log-probs that the learner computed, one sequence per segment."""
         return cls(by_decision(segments, policy), by_decision(segments, reference))
 
     def over(self, decisions: int) -> "ScoredTokens":
-        """Pad to this number of decisions: the last ones of an episode may have sampled no token."""
+        """Append empty lists up to this number of decisions, because the last may have no sampled token."""
         rows: list[list[float]] = [[] for _ in range(decisions - len(self.policy_T))]
         return ScoredTokens([*self.policy_T, *rows], [*self.reference_T, *rows])
 
@@ -60,7 +60,7 @@ class ScoredTokens:
 def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") -> list[list[float]]:
     """Estimate KL(policy || reference) at each token of each decision, in nats.
 
-    Raises RewardError with the decision if a log-prob is missing or not finite.
+    Raises RewardError, which names the decision, if a log-prob is missing or not finite.
     """
     estimate = _ESTIMATES[kind]
     rows: list[list[float]] = []
@@ -74,22 +74,24 @@ def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") ->
 
 
 def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]:
-    """Compute the [T] costs of KL in r_t: -coef * sum of k(d) over the tokens of decision t.
+    """Compute the KL term of r_t, [T]: -coef * sum of k(d) over the sampled tokens of decision t.
 
-    With d = log policy - log reference at a sampled token, and gamma 1, the kinds act as a reward as follows:
+    With d = log policy - log reference at a sampled token, and gamma 1, the estimators act in the reward so:
 
         k1 = d             its expected gradient is exactly that of KL(policy || reference); the usual choice
-        k2 = d^2 / 2       near the reference, its pull is of second order: almost none
-        k3 = e^-d - 1 + d  unbiased as a number, but its gradient is that of KL(policy || reference) minus
-                           that of KL(reference || policy), which cancel near the reference: no pull
+        k2 = d^2 / 2       near the reference, its expected gradient is of second order, almost zero
+        k3 = e^-d - 1 + d  an unbiased estimate, but its expected gradient is that of KL(policy || reference)
+                           minus that of KL(reference || policy), which cancel near the reference
 
-    So k2 and k3, which as a *loss* each descend a KL (core.kl), hardly restrain a policy as a reward.
+    Therefore k2 and k3 hardly restrain the policy if they are in the reward. In the *loss*, minimising either
+    minimises a KL (core.kl).
 
-    `estimates` are those of `kl_estimates`, in nats; `coef` is in reward units per nat.
+    `estimates` is the result of `kl_estimates`, in nats; `coef` is in reward units per nat.
 
     Source: Ziegler et al., arXiv:1909.08593, eq. 2, and InstructGPT, arXiv:2203.02155, eq. 2 (k1). Gradients
     as losses and as rewards: Tang & Munos, arXiv:2506.09477; arXiv:2512.21852; the tests enumerate them.
-    Other code rewards each token (verl's `apply_kl_penalty`, trl's PPO); here the decision is rewarded, and
-    gamma counts decisions. verl clips k3 to [-10, 10]; here d is clipped to +-LOG_RATIO_LIMIT.
+    verl's `apply_kl_penalty` and TRL's PPO put a KL cost into the reward of each token; here the sum over a
+    decision's tokens is in the decision's reward, and gamma discounts per decision. verl clips k3 to
+    [-10, 10]; here d is clipped to +-LOG_RATIO_LIMIT.
     """
     return [-coef * math.fsum(row) for row in estimates]

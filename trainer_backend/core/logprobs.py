@@ -6,25 +6,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Three tensors of the logits' size exist at a time: logits, log-softmax and a temporary; 4 bytes each.
+# Three float32 tensors of the logits' size exist at a time: logits, log-softmax and a temporary tensor.
 BYTES_PER_LOGIT = 12
-# The most tokens of a chunk: more would not speed up the product, even where a small vocabulary leaves room.
+# Maximum number of tokens in a chunk: larger chunks do not multiply faster, even if they fit in memory.
 MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """Computes log-probs from logits, and gradients of logits, for C tokens; z is logits / temperature."""
+    """A pair of functions: log-probs of C tokens from their logits, and the gradient of the logits.
+
+    z stands for logits / temperature, V for the size of the vocabulary.
+    """
 
     read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    """(logits [C, V], targets [C], temperatures [C]) -> log-probs, entropies and log sum exp z, [C] each. The
-    logits may be overwritten."""
+    """(logits [C, V], targets [C], temperatures [C]) -> (log-probs, entropies, log sum exp z), each [C]. The
+    function may overwrite the logits."""
     back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    """(logits, targets, temperatures, entropies, log sum exp z, gradients of log-probs and of entropies) ->
-    the gradient of the logits [C, V], which may overwrite them."""
+    """(logits, targets, temperatures, entropies, log sum exp z, gradient of the log-probs, gradient of the
+    entropies) -> gradient of the logits, [C, V]. The function may overwrite the logits."""
 
 
 class LogitMap(NamedTuple):
-    """The map from the products of a model's head to its logits.
+    """Scales and soft-caps the outputs of a model's LM head (`products`), which gives the logits.
 
     logits = cap * tanh(scale * products / cap),   without a cap: scale * products
     """
@@ -33,7 +36,7 @@ class LogitMap(NamedTuple):
     cap: float | None = None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Return the logits; for the identity, the products themselves."""
+        """Return the logits; with scale 1 and no cap, this is the tensor `products` itself."""
         scaled = products if self.scale == 1.0 else products * self.scale
         return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
 
@@ -42,7 +45,7 @@ PLAIN = LogitMap()
 
 
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
-    """Return how many tokens' logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
+    """Return the number of tokens, from 1 to MOST_TOKENS, whose logits fit in `budget_bytes`."""
     return max(1, min(MOST_TOKENS, budget_bytes // (BYTES_PER_LOGIT * vocabulary)))
 
 
@@ -58,37 +61,38 @@ def chunked_logprobs(
     bias_V: Tensor | None = None,
     logits: LogitMap = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Compute each target's log-prob and its distribution's entropy, under softmax(logits / temperature).
+    """Compute the log-prob of each target token, and the entropy of the distribution at its position.
 
         logits = map(hidden_ND @ head_weight_VD.T + bias_V)
         logp_n = log softmax(logits_n / temperature_n)[target_n]
 
-    Only `chunk` rows of logits exist at a time, so memory is chunk * V, not N * V; the backward pass
-    recomputes them. Logits are float32 or better, whatever the model's dtype: bfloat16 could round a logit of
-    20, and so its log-prob, by 0.06.
+    Logits of only `chunk` tokens exist at a time, and the backward pass recomputes them, so memory grows with
+    chunk * V, not with N * V. Logits are float32 or wider for every dtype of the model: bfloat16 could round
+    a logit of 20, and so its log-prob, by 0.06.
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
         head_weight_VD: the weight of the LM head.
         target_N: int64 token ids.
-        temperature_N: above 0.
-        chunk: tokens at a time.
-        factors: dtype to which both factors of the product are rounded; sums are float32. None: not rounded.
-        reading: computes log-probs from logits; None: `BY_TORCH`.
+        temperature_N: sampling temperatures, above 0.
+        chunk: maximum number of tokens whose logits exist at a time.
+        factors: dtype to which hidden states and head are rounded before they are multiplied; their products
+            are summed in float32. None: not rounded.
+        reading: the implementation that computes log-probs from logits; None: `BY_TORCH`.
         bias_V: bias of the LM head; None: no bias.
-        logits: the map from products to logits.
+        logits: scale and cap of the logits.
 
     Returns:
         [N] log-probs and [N] entropies, in nats, differentiable in hidden states, head and bias.
 
     Raises:
-        ValueError: chunk is below 1.
+        ValueError: if `chunk` is below 1.
 
     Source: DESIGN.md 4.9; the recomputation: Chen et al., Sublinear Memory Cost, arXiv:1604.06174.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    if logits.cap is None and logits.scale != 1.0:  # a scale acts as an inverse temperature
+    if logits.cap is None and logits.scale != 1.0:  # without a cap, the scale acts as an inverse temperature
         temperature_N, logits = temperature_N / logits.scale, PLAIN
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
@@ -106,13 +110,14 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Saves hidden states, head and [N] columns; recomputes tensors as wide as the vocabulary.
+    """Saves hidden states, head and [N] tensors for the backward pass, which recomputes all [C, V] tensors.
 
-    With p = softmax(z / T) and H its entropy:
+    With z = logits / T, p = softmax(z) and H the entropy of p, the gradients with respect to the logits are:
 
-        d logp_n / dz = (onehot(target) - p) / T        dH / dz = -p * (log p + H) / T
+        d logp_n = (onehot(target) - p) / T        dH = -p * (log p + H) / T
 
-    With a cap, the gradient of the products is that of the logits times scale * (1 - (logits / cap)^2).
+    With a cap, the gradient of the head's outputs is that of the logits, multiplied by
+    scale * (1 - (logits / cap)^2).
     """
 
     @staticmethod
@@ -171,7 +176,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, logits: LogitMap) -> Tensor:
-    """Compute [C, V] logits, in place on the products."""
+    """Compute the logits, [C, V]; bias, scale and cap are applied in place to the product."""
     products_CV = wide_product(hidden_CD, head_VD.T)
     if bias_V is not None:
         products_CV.add_(bias_V)
@@ -198,7 +203,7 @@ def _back(
     by_logprob_C: Tensor,
     by_entropy_C: Tensor,
 ) -> Tensor:
-    """Compute the gradient of the logits, in place to save memory."""
+    """Compute the gradient of the logits; overwrite `logits_CV` to save memory."""
     temperature_C1, by_logprob_C1 = temperature_C[:, None], by_logprob_C[:, None]
     logp_CV = logits_CV.div_(temperature_C1).sub_(total_C[:, None])
     p_CV = logp_CV.exp()
@@ -210,7 +215,7 @@ BY_TORCH = Reading(_read, _back)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b with sums and result in float32 or better."""
+    """Compute a @ b with sums and result in float32 or a wider dtype."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == wide:
         return a @ b
@@ -220,7 +225,10 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which has the dtype of `wide_product`, without a buffer of its size."""
+    """Add a @ b in place to `total`, whose dtype is that of a `wide_product`.
+
+    On a GPU with torch below 2.10, low-precision factors need a temporary tensor of the size of `total`.
+    """
     if a.is_cuda and a.dtype != total.dtype:
         if adds_wide():
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -231,12 +239,12 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_wide() -> bool:
-    """Return whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
+    """Return whether torch.mm can multiply low-precision factors to a float32 result (torch 2.8)."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def adds_wide() -> bool:
-    """Return whether torch can add a low-precision product to a float32 tensor (torch 2.10)."""
+    """Return whether torch.addmm can add low-precision products to a float32 tensor (torch 2.10)."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
 

@@ -1,4 +1,4 @@
-"""Metrics of a clipped loss."""
+"""Metrics of the probability ratio in policy losses."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ METRICS = (
 def clip_metrics(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> dict[str, float]:
-    """Measure how far the policy has moved from the proximal policy, over tokens of weight above 0.
+    """Compute the shares of clipped tokens, and mean, minimum and maximum of the probability ratio.
 
-    A token is clipped at 1 - clip_low if its advantage is negative, at 1 + clip_high if it is positive. The
-    bounds of the ratio are absent if no token has a weight.
+    A token counts as clipped if its ratio is below 1 - clip_low and its advantage is negative, or if its
+    ratio is above 1 + clip_high and its advantage is positive. Tokens of weight 0 are ignored; if all weights
+    are 0, minimum and maximum are absent.
 
-    Arguments as in `losses.clipped_policy_loss`. Shares and means are weighted sums, so the metrics of a
-    step's micro-batches add up (`merge_metrics`).
+    The arguments are those of `losses.clipped_policy_loss`. Shares and mean are weighted sums, so that
+    `merge_metrics` can add those of a step's micro-batches.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).detach().exp()
     held_low = (ratio < 1.0 - keys.clip_low) & (advantages < 0)
@@ -59,19 +60,19 @@ def clip_metrics(
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
     """Estimate KL(proximal || policy) at each token, [N], in nats, by k3; 0 where the weight is 0.
 
-    Never below 0, so a partial sum never exceeds the whole. Takes the tokens' own log-probs, not those of
-    `losses.level_ratios`, because opposite changes cancel in the mean of a unit.
+    No estimate is negative, so a sum over some tokens never exceeds the sum over all. `logprobs` must be the
+    tokens' own, not those of `losses.level_ratios`, because opposite changes cancel in the mean of a unit.
     """
     return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach()).clamp(min=0.0)
 
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's micro-batches: minimum of `_min`, maximum of `_max`, sum of others."""
+    """Merge the metrics of a step's micro-batches: minimum of `*_min`, maximum of `*_max`, else the sum."""
     return _merge(parts, sum)
 
 
 def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of an iteration's steps: minimum of `_min`, maximum of `_max`, mean of others."""
+    """Merge the metrics of an iteration's steps: minimum of `*_min`, maximum of `*_max`, else the mean."""
     return _merge(parts, lambda values: sum(values) / len(values))
 
 

@@ -1,7 +1,8 @@
-"""Losses over sampled tokens. Sums are weighted by `core.aggregation`, so micro-batches add up.
+"""Policy losses over sampled tokens.
 
-This file uses only methods of tensors and does not import torch: the orchestrator, which reads LOSSES, has no
-torch.
+Each loss is a sum with the token weights of `core.aggregation`, so the losses of micro-batches sum to that of
+the step. This file calls methods of tensors and does not import torch, because the orchestrator process reads
+LOSSES without torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from trainer_backend.core.keys import Table
 if TYPE_CHECKING:
     from torch import Tensor
 
-# exp(20) is 5e8. Without a limit, a ratio may be infinite, and inf * 0 a NaN in the gradient.
+# exp(20) is 5e8. Without a limit, a ratio could be infinite, and inf * 0 would be NaN in the gradient.
 LOG_RATIO_LIMIT = 20.0
 
 
 class RangeKeys(Table):
-    """The range of ratios, [1 - clip_low, 1 + clip_high], outside which their gradient stops."""
+    """Job keys of the clip range of probability ratios, [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """ratios are clipped below 1 - clip_low; with clip_low = 1 no ratio is clipped below"""
@@ -31,7 +32,10 @@ class RangeKeys(Table):
 
 
 class ClipKeys(RangeKeys):
-    """With clip_dual, a token with a negative advantage has no gradient if its ratio is above clip_dual."""
+    """Job keys of `clipped_policy_loss`.
+
+    With clip_dual, a token with a negative advantage has no gradient if its ratio is above clip_dual.
+    """
 
     clip_dual: float | None = Field(default=None, gt=1)
     """upper clip of ratios with a negative advantage"""
@@ -46,7 +50,7 @@ class ClipKeys(RangeKeys):
 
 
 class SapoKeys(Table):
-    """Keys of `sapo_loss`, which has no clip range."""
+    """Job keys of `sapo_loss`, which has no clip range."""
 
     tau_pos: float = Field(default=1.0, gt=0)
     """sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages"""
@@ -61,17 +65,18 @@ RatioLevel = Literal["token", "decision", "episode"]
 
 @dataclass(frozen=True, slots=True)
 class LossPlug:
-    """A loss that a job can name."""
+    """A loss that a job can select by name."""
 
     compute: PolicyLoss
     keys: type[Table] = Table
-    """The keys that it reads from `[training]`, or from `[training.NAME]` if [training] lacks them."""
+    """Class of the job keys that it reads: from `[training]`, or from `[training.NAME]` if [training] does
+    not define them."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
-    """Defaults from its paper, by dotted key of the job; the job's own values win."""
+    """Defaults from its paper: dotted job key -> value. Values that the job sets take precedence."""
 
     @property
     def clips(self) -> bool:
-        """Return whether it keeps ratios near 1; only losses with keys do."""
+        """Return whether the loss keeps probability ratios near 1; a loss does if and only if it has keys."""
         return bool(self.keys.model_fields)
 
 
@@ -86,18 +91,20 @@ def clipped_policy_loss(
     With clip_dual = c, the term of a token with A < 0 is max(c * A, min(...) as above).
 
     Args:
-        logprobs: under the policy in training (nats); [N], or any shape that the other three share.
-        proximal_logprobs: under the learner's weights before the step; no gradient.
+        logprobs: log-probs (nats) under the policy in training. All four tensors have the same shape, usually
+            [N].
+        proximal_logprobs: log-probs (nats) in the denominator of the ratio, usually under the learner's
+            weights before the iteration's first update; no gradient.
         advantages: in reward units.
-        weights: from `core.aggregation`, times those of `core.behaviour`. A token of weight 0 is padding: its
-            other values, even NaN, affect neither loss nor gradient.
+        weights: weights of `core.aggregation` times those of `core.behaviour`. A token of weight 0 is
+            padding: its other values, even NaN, affect neither loss nor gradient.
         keys: the clip range.
 
     Returns:
         Scalar, in reward units.
 
     Source: Schulman et al., PPO, arXiv:1707.06347, eq. 7; two-sided range: DAPO, arXiv:2503.14476, eq. 10;
-    dual clip: Ye et al., arXiv:1912.09729, eq. 5; off by default here, always 3 in verl.
+    dual clip: Ye et al., arXiv:1912.09729, eq. 5 (off by default here; 3 in verl).
     """
     # Mask before exp(): a NaN on a padded token would survive a mask applied afterwards, in the gradient.
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
@@ -113,15 +120,15 @@ def clipped_policy_loss(
 def cispo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: RangeKeys
 ) -> Tensor:
-    """Compute the negated policy gradient weighted by a clipped ratio: every token keeps a gradient.
+    """Compute the CISPO loss: the policy gradient, weighted by clipped ratios. Every token has a gradient.
 
         loss = -sum(w * stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob)
 
-    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. With clip_low = 1 only high
+    Arguments and result as in `clipped_policy_loss`, but clip_dual is not read. With clip_low = 1 only high
     ratios are clipped, as in the paper.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: equal token weights, no lower bound; the upper bound is
-    not published. ScaleRL, arXiv:2510.13786, uses a bound of about 5, which is clip_high = 4.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5, with equal token weights and no lower bound; the paper
+    does not state the upper bound. ScaleRL, arXiv:2510.13786, uses an upper bound of about 5: clip_high = 4.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
     clipped = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high)
@@ -131,18 +138,18 @@ def cispo_loss(
 def sapo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: SapoKeys
 ) -> Tensor:
-    """Compute the negated surrogate with a soft gate: gradients fade as a ratio leaves 1, but never stop.
+    """Compute the SAPO loss: gradients fade gradually as a ratio moves away from 1, and never become 0.
 
         loss     = -sum(w * gate(ratio) * A)
         gate(r)  = 4 / tau * sigmoid(tau * (r - 1)),     tau = tau_pos where A > 0, else tau_neg
         gradient = -w * 4 p (1 - p) * ratio * A of each logprob,     p = sigmoid(tau * (ratio - 1))
 
-    At ratio 1 this is the policy gradient for every tau. A higher tau fades faster. In the paper tau_neg is
-    higher, because lowering one token's probability raises those of all others. Arguments and result as in
-    `clipped_policy_loss`.
+    At ratio 1 the gradient is the policy gradient for every tau. With a higher tau it fades faster. In the
+    paper tau_neg is higher than tau_pos, because lowering the probability of one token raises those of all
+    other tokens. Arguments and result as in `clipped_policy_loss`.
 
-    Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8, with equal weights of sequences; a sequence is a
-    decision here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
+    Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8. The paper weights sequences equally; its sequence
+    is a decision here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
     masked_advantages = _masked(advantages, weights)
@@ -159,8 +166,8 @@ def policy_gradient_loss(
 ) -> Tensor:
     """Compute the negated plain policy gradient: -sum(w * A * logprob).
 
-    Proximal log-probs and keys are not read, so earlier steps of the iteration are not corrected for: the
-    gradient is exact only in the first step. Arguments and result as in `clipped_policy_loss`.
+    Proximal log-probs and keys are not read, so nothing corrects for the change of the policy within an
+    iteration: the gradient is exact only in the first step. Arguments and result as in `clipped_policy_loss`.
 
     Source: Williams, REINFORCE, 1992.
     """
@@ -168,32 +175,32 @@ def policy_gradient_loss(
 
 
 def level_ratios(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Return log-probs whose ratio to the proximal ones is the ratio of the token's unit (`ratio_level`).
+    """Return log-probs with which a loss computes one probability ratio per unit (`algorithm.ratio_level`).
 
         log s_u = mean of (logprob - proximal) over the tokens of unit u
         result  = proximal + log s_u + (logprob - stop_gradient(logprob))
 
-    Every token of a unit has the ratio s_u, and its own gradient. With equal weights, the gradients of a unit
-    sum to that of s_u. With the clipped loss and decisions as units this is GSPO. `means` are log s_u of each
-    token's unit, from `unit_means`. The tensors have one shape; a loss takes the result instead of
-    `logprobs`.
+    Pass the result to a loss in place of `logprobs`. The ratio of every token is then the ratio s_u of its
+    unit, with the gradient of the token's own log-prob. If the tokens of a unit have equal weights that sum
+    to 1, their gradients sum to the gradient of s_u. With the clipped loss and decisions as units this is
+    GSPO. `means` contains log s_u of each token's unit, from `unit_means`. All tensors have the same shape.
 
-    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (sequence ratio) and 14 (gradient per token). It clips
-    at 3e-4 and 4e-4 (section 5.1), with equal weights of sequences; a sequence is a decision here.
+    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (sequence ratio) and 14 (gradient per token). The
+    paper clips at 3e-4 and 4e-4 (section 5.1) and weights sequences equally; its sequence is a decision here.
     """
     return attach_gradient(logprobs, proximal_logprobs + means)
 
 
 def attach_gradient(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Return `values`, which have no gradient, with the gradient of `logprobs`."""
+    """Return a tensor that equals `values` and has the gradient of `logprobs`."""
     return values + (logprobs - logprobs.detach())
 
 
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
     """Compute the mean log-ratio over each token's unit, [N], without gradient.
 
-    `units` (int64) has the number of each token's unit; all tokens of a unit must be present. `log_ratios`
-    are nats, from `log_ratio`; tokens of weight 0 are not counted.
+    `units` (int64) contains the number of each token's unit; all tokens of a unit must be present.
+    `log_ratios` (nats) is a result of `log_ratio`. Tokens of weight 0 are left out of the mean.
     """
     counted = (weights != 0).to(log_ratios.dtype)
     sums = counted.new_zeros(int(units.max()) + 1)
@@ -202,7 +209,7 @@ def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, other_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Compute logprobs - other_logprobs (nats), within +-LOG_RATIO_LIMIT; 0 where the weight is 0."""
+    """Compute logprobs - other_logprobs (nats), clamped to +-LOG_RATIO_LIMIT; 0 where the weight is 0."""
     difference = (logprobs - other_logprobs).where(weights != 0, 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -218,7 +225,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
-    """Compute -sum(w * H) in nats: added with a coefficient, it keeps the policy's entropy high.
+    """Compute -sum(w * H), in nats, for entropies H. Minimising it raises the policy's entropy.
 
     Source: Mnih et al., A3C, arXiv:1602.01783, section 4.
     """
@@ -227,7 +234,7 @@ def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
 
 LOSSES: dict[str, LossPlug] = {
     "clipped": LossPlug(clipped_policy_loss, ClipKeys),
-    # arXiv:2503.14476, sections 2.3 and 3.1 to 3.3. refill_rounds as verl's recipe, of ten batches at most.
+    # arXiv:2503.14476, sections 2.3 and 3.1 to 3.3; refill_rounds: verl's recipe samples at most ten batches.
     "dapo": LossPlug(
         clipped_policy_loss,
         ClipKeys,

@@ -1,6 +1,6 @@
-"""How a metric is declared, next to the code that computes it: its sentence for the docs, and its chart.
+"""Classes that declare a metric: its name, its sentence in docs/metrics.md, and the chart that shows it.
 
-`trainer_backend/metrics.py` collects the declarations, for docs/metrics.md and the charts of a run.
+A metric is declared in the file that computes it. `trainer_backend/metrics.py` collects all declarations.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ Section = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric of a panel. Metrics of the same name with `_low` and `_high` are its band."""
+    """A line of a chart: one metric, and the band between the metrics that bound it."""
 
     metric: str  # may contain a `*`
     label: str = ""
-    """The name in the legend; absent: the text that the `*` matches."""
+    """The name of the line in the legend; if empty, the text that the `*` in `metric` matches."""
     kind: Kind = "iteration"
     band: tuple[str, str] | None = None
-    """The metrics of the bounds, if they have other names than `_low` and `_high`."""
+    """The names of the metrics that bound the band; absent: `metric` followed by `_low` and `_high`."""
     needs: str | None = None
-    """A metric of an iteration; runs without it do not show this line."""
+    """The name of another metric of an iteration. Runs without that metric do not show this line."""
 
     @property
     def bounds(self) -> tuple[str, str]:
@@ -34,13 +34,13 @@ class Line:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics of the line and of its band."""
+        """The names of the line's metric and of the two metrics that bound its band."""
         return (self.metric, *self.bounds)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart; all fields except `lines` are also keys of the chart (series.make_chart)."""
+    """A chart; all fields except `lines` become keys of the JSON chart (`series.make_chart`)."""
 
     key: str  # in addresses
     section: Section
@@ -56,17 +56,18 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric of metrics.jsonl."""
+    """A metric, or a family of metrics, in metrics.jsonl."""
 
     name: str
-    """Such as `stop/*`, where `*` matches any text; `app/lost/*` may be one table of numbers, `app/lost`."""
+    """Key in metrics.jsonl. In `stop/*` the `*` matches any text; `app/lost/*` also matches a single key
+    `app/lost` whose value is a table of numbers."""
     means: str
-    """What it is, with its unit; without a semicolon, which separates the metrics of a row."""
+    """What the metric measures, with its unit; no semicolon, because a `Row` joins metrics by semicolons."""
     panel: Panel | str = ""
-    """The chart that shows it: the key of a panel of `pages/panels.py`, or a panel of its own, which comes
-    last in its section. Absent: a chart without a title."""
+    """The chart that shows the metric: the key of a panel in `pages/panels.py`, or a new panel, which is put
+    last in its section. If empty, the metric gets a chart without a title."""
     label: str | Mapping[Kind, str] = ""
-    """Its name in the legend; a mapping by kind of row, if it is also in rows other than iterations'."""
+    """Its name in the legend. If lines of other kinds than iterations also contain it: kind -> name."""
     band: tuple[str, str] | None = None
     """As in `Line`."""
     needs: str | None = None
@@ -78,17 +79,18 @@ class Metric:
             yield Line(self.name, label, kind, self.band, self.needs)
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is this metric, a bound of its interval, or its whole table of numbers."""
+        """Return whether `name` is a key of this metric, of a bound of its band, or of its table."""
         patterns = (self.name, f"{self.name}_low", f"{self.name}_high", self.name.removesuffix("/*"))
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Row:
-    """Metrics that docs/metrics.md explains together, in their order.
+    """Metrics that share a row of the table in docs/metrics.md.
 
     Args:
-        when: which runs have them; absent: all.
-        note: sentences about all of them.
+        metrics: the metrics, in the order of the row.
+        when: the runs or records that contain the metrics; if empty, all.
+        note: sentences about all metrics of the row.
     """
 
     def __init__(self, *metrics: Metric, when: str = "", note: str = "") -> None:

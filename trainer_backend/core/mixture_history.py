@@ -1,6 +1,7 @@
-"""The history of a mixture: metrics of earlier iterations, on which later choices depend. Pure.
+"""Metrics of finished iterations, from which schedules of the mixture choose who samples next. Pure.
 
-A resumed run has the same metrics, so it makes the same choices as an uninterrupted run.
+A *mixture* is a run in which the actor and fixed policies sample rollouts. A resumed run reads the same
+metrics as an uninterrupted run, so it makes the same choices.
 """
 
 import math
@@ -17,19 +18,19 @@ EPISODES, OUTCOME, COUNTED = "episodes", "outcome_reward", "counted_share"
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A finished iteration."""
+    """What each policy of the mixture contributed to a finished iteration."""
 
     iteration: int
-    """Its number, from 1."""
+    """Number of the iteration, from 1."""
     episodes: Mapping[str, float]
-    """By policy, the number of episodes that it sampled, above 0."""
+    """Number of episodes that each policy sampled. Policies without episodes are absent."""
     outcomes: Mapping[str, float]
-    """By policy, the mean outcome of its episodes."""
+    """Mean outcome of the episodes of each policy."""
     counted: Mapping[str, float] = field(default_factory=dict)
-    """By policy, `behaviour.counted_share` of its samples in the update."""
+    """How much the samples of each policy counted in the update (`core.behaviour.counted_share`)."""
 
 
-# Metrics by policy: `run/iteration_metrics.py` computes the first three rows, the learner the others.
+# Metrics of each policy. `run/iteration_metrics.py` computes the first two rows; the learner computes others.
 METRICS = (
     Row(
         Metric("mixture/*/episodes", "rollouts that it finished", "mix"),
@@ -77,7 +78,10 @@ def metric_name(policy: str, name: str) -> str:
 
 
 def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
-    """Read the iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
+    """Return one `Past` for each iteration in the lines of a metrics file, in the order of the file.
+
+    `fixed` are the names of the fixed policies.
+    """
 
     def by_policy(row: Mapping[str, Any], name: str) -> dict[str, float]:
         values = {policy: row.get(metric_name(policy, name)) for policy in (ACTOR, *fixed)}
@@ -96,7 +100,10 @@ def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[
 
 
 def mean_over(past: Iterable[Past], policies: Collection[str], *, of: str) -> float | None:
-    """Compute the mean of OUTCOME or COUNTED over the episodes of these policies; None if none is known."""
+    """Return the mean of the metric `of` (OUTCOME or COUNTED) over all episodes of these policies.
+
+    Return None if no iteration has a value for any of these policies.
+    """
     known = [
         (item.episodes[policy], values[policy])
         for item in past

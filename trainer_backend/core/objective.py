@@ -1,16 +1,18 @@
-"""The three objectives that train the samples of a behaviour policy (DESIGN.md 4.10).
+"""The three objectives that train on samples of a behaviour policy (DESIGN.md 4.10).
 
-With pi the policy in training, p the proximal policy (the learner before the step) and mu the sampler:
+pi is the policy in training, p the proximal policy (the learner's weights before the step), mu the policy
+that sampled the tokens, A the advantage and w the token's weight from `core.aggregation`:
 
     decoupled     the job's loss with the ratio pi/p, times the truncated weight p/mu    three policies
     single_ratio  the job's loss with the ratio pi/mu                                    as in source 4
     reinforce     -sum(w * truncated(pi/mu) * A * log pi)                                no clip
 
-The actor's own samples use `decoupled`: mu is the version that sampled them, and the weight corrects for
-staleness. `single_ratio` centres the trust region on a fixed model, so more and more tokens are clipped as
-the actor moves away from it. `reinforce` has no trust region; it only truncates.
+The actor's own samples use `decoupled`. For these samples, mu is the actor's version that sampled the token,
+and the weight p/mu corrects for staleness. `single_ratio` centres the trust region on a fixed model, so more
+and more tokens are clipped as the actor moves away from that model. `reinforce` has no trust region; it only
+truncates the weight.
 
-This file uses only methods of tensors: see `core.losses`.
+This file calls only methods of tensors, because the orchestrator reads it without torch.
 """
 
 from __future__ import annotations
@@ -37,63 +39,67 @@ ObjectiveKind = Literal["decoupled", "single_ratio", "reinforce"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """[N] columns of tokens that one policy sampled."""
+    """N tokens that one policy sampled; each field has one number per token."""
 
     logprobs: Tensor
-    """Under the policy in training (nats), with gradient."""
+    """Log-probs under the policy in training (nats), with gradient."""
     proximal_logprobs: Tensor
-    """Under the learner's weights before the step."""
+    """Log-probs under the learner's weights before the step."""
     behaviour_logprobs: Tensor
-    """Under the sampler."""
+    """Log-probs under the policy that sampled the tokens."""
     advantages: Tensor
     """In reward units."""
     weights: Tensor
-    """From `core.aggregation`."""
+    """Weights of the tokens in the loss, from `core.aggregation`."""
     behaviour_weights: Tensor
-    """Truncated proximal/behaviour, computed before the first step."""
+    """Truncated ratio of proximal to behaviour probability, computed before the first step."""
     units: Tensor
-    """int64, equal for tokens of one unit of the objective's `unit_level`."""
+    """int64 number of each token's unit: its token, decision or episode, by the objective's `unit_level`."""
 
     def at(self, chosen: Tensor | slice) -> Tokens:
-        """Return the columns of some of the tokens."""
+        """Return a `Tokens` of only the chosen tokens."""
         return Tokens(**{column.name: getattr(self, column.name)[chosen] for column in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The objective that trains the samples of one behaviour policy."""
+    """Computes the loss for the samples of one behaviour policy."""
 
     kind: ObjectiveKind
     loss: PolicyLoss
     clip: ClipKeys
     ratio_level: RatioLevel
-    """Whether a clipped ratio is that of a token, a decision or an episode."""
+    """Whether the clipped ratio is computed per token, per decision or per episode."""
     weighting: WeightKeys
     """How behaviour weights are truncated."""
     trains_head: bool = True
-    """Whether a critic learns from the samples."""
+    """Whether the critic learns from the samples."""
     samples_truncated: bool = False
     """Whether the sampler excludes some tokens (top-k, top-p)."""
 
     @property
     def clips(self) -> bool:
-        """Return whether a ratio is held within a range."""
+        """Return whether the loss clips its ratio; `reinforce` does not."""
         return self.kind != "reinforce"
 
     @property
     def unit_level(self) -> RatioLevel:
-        """Return the unit whose tokens must all be scored before any of them can train."""
+        """Return the level (token, decision or episode) at which tokens share one ratio or weight.
+
+        All tokens of such a unit must be scored before any of them can train.
+        """
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:
-        """Return the [N] log-probs in the denominator of the ratio."""
+        """Return the [N] log-probs that are the denominator of the ratio, p or mu."""
         return tokens.proximal_logprobs if self.kind == "decoupled" else tokens.behaviour_logprobs
 
     def unit_logs(self, tokens: Tokens) -> Tensor | None:
-        """Compute the log that the tokens of a unit share, [N]; None if each token is a unit.
+        """Compute for each token the log of its unit's weight or ratio, [N]; None if each token is a unit.
 
-        For `reinforce` it is the log of the unit's weight, a sum over tokens; otherwise the log of the unit's
-        ratio, a mean. All tokens of a unit must be present.
+        For `reinforce`, this is the log of the unit's weight, a sum over the tokens of the unit. For the
+        other objectives, it is the log of the unit's ratio, a mean over the tokens. All tokens of a unit must
+        be present.
         """
         if self.unit_level == "token":
             return None
@@ -104,19 +110,22 @@ class Objective:
         return unit_means(units, ratios, tokens.weights)
 
     def level_logprobs(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """Return [N] log-probs whose ratio to the denominators is the ratio of the token's unit."""
+        """Return [N] log-probs whose ratio to `denominators` is the ratio of the token's unit.
+
+        For `reinforce`, and if each token is a unit, these are the log-probs of the tokens themselves.
+        """
         if unit_logs is None or not self.clips:
             return tokens.logprobs
         return level_ratios(unit_logs, tokens.logprobs, self.denominators(tokens))
 
     def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """Compute the loss of these tokens, in reward units; losses of micro-batches add up."""
+        """Compute the loss of these tokens, in reward units; the losses of micro-batches add up."""
         logprobs, denominators = self.level_logprobs(tokens, unit_logs), self.denominators(tokens)
         weights, loss = tokens.weights, self.loss
         if self.kind == "decoupled":
             weights = weights * tokens.behaviour_weights
         elif self.kind == "reinforce":
-            # Truncated pi/mu, with the current policy.
+            # Weight with the truncated pi/mu, where pi is the current policy.
             if unit_logs is None:
                 unit_logs = log_weights(tokens.logprobs, tokens.behaviour_logprobs, None)
             weights, loss = weights * truncated(unit_logs, self.weighting), policy_gradient_loss

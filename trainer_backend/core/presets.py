@@ -1,4 +1,7 @@
-"""The shapes of the small models that `model.preset` names. No torch, because checks of a job read them."""
+"""The shapes of the small models that `model.preset` names.
+
+This file does not import torch, because the check of a job reads the shapes without loading torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +10,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The shape of a preset. It has as many key and value heads as query heads.
+    """The shape of a small transformer, with as many key and value heads as query heads.
 
-    Head dimensions are at least 32, the least that vLLM supports on a CPU.
+    `head_dim` is at least 32, the smallest head dimension that vLLM supports on a CPU.
     """
 
     width: int
@@ -24,7 +27,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "tiny-0.3m": Preset(width=96, layers=2, heads=3, head_dim=32, mlp_width=256),
         "tiny-0.8m": Preset(width=128, layers=3, heads=4, head_dim=32, mlp_width=384),
-        # For a GPU, where every layer costs kernel launches: few, wide layers.
+        # Few, wide layers, because on a GPU every layer costs kernel launches.
         "small-26m": Preset(width=512, layers=6, heads=8, head_dim=64, mlp_width=2048),
     }
 )

@@ -1,21 +1,21 @@
-"""Interface to measure prompts in tokens: the orchestrator has the rows, the learner has the tokenizer."""
+"""Interface by which the orchestrator asks the learner, which has the tokenizer, for too long prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
 class LongPrompt(NamedTuple):
-    """A prompt that is longer than a limit."""
+    """A prompt that has more tokens than a limit."""
 
     place: int
-    """Its index among the measured prompts."""
+    """Index of the prompt among the measured prompts."""
     tokens: int
     is_bound: bool = False
-    """Whether `tokens` is a lower bound: counting stops far beyond the limit."""
+    """Whether `tokens` is only a lower bound: tokens far beyond the limit are not counted."""
 
 
 class FindLong(Protocol):
-    """Finds the prompts of more than `most` tokens; a prompt is a list of messages, without tools."""
+    """Returns the prompts that have more than `most` tokens. Each conversation is rendered without tools."""
 
     def __call__(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int

@@ -1,4 +1,4 @@
-"""Returns: sums of the rewards r_t of an episode (`shared_schemas.rewards`) from a decision on."""
+"""Returns of decisions: discounted sums of the rewards r_t (`shared_schemas.rewards`) from a decision on."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from trainer_backend.core.keys import refuse_no_share
 
 
 def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
-    """Return-to-go G_t of every decision of one episode.
+    """Compute the return-to-go G_t of every decision of one episode.
 
         G_t = r_t + gamma * G_{t+1},   with G_T = 0
 
-    r_t is the reward earned *by* decision t (t = 0 .. T-1), so G_0 is the
-    discounted return of the whole episode. An empty episode has no returns.
+    r_t is the reward that decision t itself earned (t = 0 .. T-1), so G_0 is the discounted return of the
+    whole episode. For an empty episode, the result is empty.
 
     Args:
         rewards_T: [T] reward of each decision, in reward units.
@@ -35,5 +35,5 @@ def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
 
 
 def discounted_sizes(rewards_T: Sequence[float], gamma: float) -> list[float]:
-    """Compute the [T] returns-to-go of |r_t|; rounding errors of `discounted_returns` scale with them."""
+    """Compute the [T] returns-to-go of |r_t|, the scale of rounding errors in `discounted_returns`."""
     return discounted_returns([abs(reward) for reward in rewards_T], gamma)

@@ -1,13 +1,12 @@
 """The load-balancing loss of a mixture of experts, and metrics of the load.
 
-With f_e the share of tokens that are sent to expert e, P_e its mean router probability, both over all tokens
-and layers, and E experts:
-
     loss = E * sum_e f_e * P_e
 
-With k experts per token, the loss is k for an even load, otherwise more. Only P has a gradient.
+E is the number of experts, f_e the share of tokens that are sent to expert e, and P_e the mean probability
+that the router gives to expert e. Shares and means are over all tokens and layers. If each token is sent to k
+experts, the loss is k for an even load and usually larger for an uneven load. Only P has a gradient.
 
-Source: Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6; over the layers as in
+Source: Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6. The layers are joined as in
 transformers' `load_balancing_loss_func`.
 """
 
@@ -25,21 +24,23 @@ if TYPE_CHECKING:
 
 
 class RouterKeys(Table):
-    """Keys of the router of a mixture of experts."""
+    """Keys of a job for the router of a mixture of experts."""
 
     router_aux_coef: float | None = Field(default=None, ge=0)
-    """for a model with experts: weight of the loss that spreads tokens over the experts, in updates of the
-    policy; in a step of several micro-batches it costs one more forward pass; absent: router_aux_loss_coef of
-    the model's config; 0: no such loss"""
+    """for a model with experts: weight, in updates of the policy, of the loss that spreads tokens evenly over
+    the experts; in a step of several micro-batches, this loss costs one more forward pass; absent:
+    router_aux_loss_coef of the model's config; 0: the loss is not used"""
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:
-    """Compute the loss, or its part for some of the tokens; parts add up.
+    """Compute the load-balancing loss of a step, or the part of the loss that some of the tokens contribute.
+
+    The parts of all micro-batches sum to the loss of the step.
 
     Args:
-        probability_E: sums of the router's probabilities over these tokens and all layers.
-        sent_E: number of all tokens sent to each expert, over all layers; without gradient.
-        routed: number of all tokens, times the layers with experts.
+        probability_E: the router's probabilities, summed over the tokens of this part and over all layers.
+        sent_E: number of tokens of the whole step sent to each expert, summed over all layers; no gradient.
+        routed: number of tokens of the whole step, times the number of layers with experts.
     """
     return len(sent_E) * (sent_E / routed * probability_E).sum() / routed
 
@@ -58,7 +59,10 @@ METRICS = (
 
 
 def load_metrics(sent_ME: Tensor) -> dict[str, float]:
-    """Measure how evenly tokens are sent to experts, as means over M layers; `sent_ME` counts the tokens."""
+    """Return metrics of how evenly tokens are sent to experts, as means over M layers.
+
+    `sent_ME` is the number of tokens that each layer sent to each expert.
+    """
     experts = sent_ME.shape[1]
     share_ME = sent_ME.double() / sent_ME.sum(dim=1, keepdim=True)
     entropy_M = -share_ME.xlogy(share_ME).sum(dim=1)

@@ -8,25 +8,28 @@ from pydantic import Field
 
 from trainer_backend.core.keys import Table
 
-# Given the share of the fall's time that has passed, returns the share of the fall that is done; in [0, 1].
+# Given the share of the fall's duration that has passed, returns the share of the fall that is done. Both are
+# in [0, 1].
 Fall = Callable[[float], float]
 
 
 class FallKeys(Table):
-    """Keys of a learning rate that falls."""
+    """Keys of a job for a schedule whose learning rate falls."""
 
     learning_rate_final: float = Field(default=0.1, ge=0, le=1)
-    """share of learning_rate to which the rate falls; reached one step after the last"""
+    """share of learning_rate to which the rate falls; the rate would reach it one step after the last step"""
 
 
 class DesiredKlKeys(Table):
-    """Keys of a learning rate that follows the KL of an iteration's update."""
+    """Keys of a job for a schedule that adapts the learning rate to the KL of each iteration's update."""
 
     desired_kl: float = Field(default=0.01, gt=0)
-    """how far an iteration should move the policy: KL in nats, per decision that is not certain; after more
-    than twice this KL the rate is divided by 1.5, after less than half of it multiplied by 1.5"""
+    """how far an iteration should move the policy: mean KL in nats of decisions that are not certain; if an
+    iteration's KL is more than twice this value, the rate is divided by 1.5; if less than half of it, the
+    rate is multiplied by 1.5"""
     desired_kl_final: float = Field(default=1.0, ge=0, le=1)
-    """share of desired_kl to which the desired KL falls linearly; reached one iteration after the last"""
+    """share of desired_kl to which the desired KL falls linearly; it would be reached one iteration after the
+    last iteration"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class FallPlug:
     fall: Fall
     keys: type[Table] = FallKeys
     follows_kl: bool = False
-    """Whether `followed_rate` adapts the peak after each iteration."""
+    """Whether `followed_rate` changes the peak after each iteration."""
 
 
 def linear(behind: float) -> float:
@@ -53,7 +56,7 @@ def cosine(behind: float) -> float:
 
 
 def constant(behind: float) -> float:
-    """Do not fall, so `final` of `learning_rate` is not reached."""
+    """Never fall: `learning_rate` stays at its peak and ignores `final`."""
     return 0.0
 
 
@@ -63,21 +66,22 @@ SCHEDULES = {
     "constant": FallPlug(constant, Table),
     "desired_kl": FallPlug(constant, DesiredKlKeys, follows_kl=True),
 }
-# The rate changes by _FACTOR if the KL differs from the desired one by more than the factor _MARGIN; it stays
-# between these shares of the first rate.
+# `followed_rate` changes the rate by _FACTOR if the KL differs from the desired KL by more than the factor
+# _MARGIN. The rate stays between the first rate times _LOWEST and the first rate times _HIGHEST.
 _FACTOR, _MARGIN, _LOWEST, _HIGHEST = 1.5, 2.0, 0.01, 10.0
 
 
 def learning_rate(peak: float, *, progress: float, rise: float, final: float, fall: Fall = linear) -> float:
-    """Compute the learning rate: a linear rise to the peak, then the fall.
+    """Compute the learning rate of a step: it rises linearly to the peak, and from the peak on it falls.
 
         progress < rise:  peak * progress / rise
         otherwise:        peak * (1 - (1 - final) * fall((progress - rise) / (1 - rise)))
 
     Args:
         peak: the highest rate.
-        progress: share of the run before the step, in [0, 1]; 1, and so `final`, is one step after the last.
-        rise: share of the run over which the rate rises, in [0, 1); if it is above 0, the first rate is 0.
+        progress: share of the run before this step, in [0, 1]. Progress 1, where the rate is `final` times
+            the peak, is reached one step after the last step.
+        rise: share of the run over which the rate rises, in [0, 1). If it is above 0, the first rate is 0.
         final: share of the peak to which the rate falls, in [0, 1].
         fall: `linear`, `cosine` or `constant`.
 
@@ -95,14 +99,15 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
 
 
 def followed_rate(rate: float, kl: float, *, desired: float, begin: float) -> float:
-    """Compute the rate after an iteration that moved the policy by `kl`.
+    """Return the learning rate for the iteration after one that moved the policy by a KL of `kl`.
 
         kl > 2 * desired:        rate / 1.5, at least begin / 100
         0 < kl < desired / 2:    rate * 1.5, at most begin * 10
         otherwise:               rate
 
-    The KL grows with the square of the rate, so the accepted rates span a factor of 2, which a single change
-    cannot skip. `kl` and `desired` are in nats; `begin` is the rate of the first iteration.
+    `kl` and `desired` are in nats; `begin` is the rate of the first iteration. The KL grows with the square
+    of the rate. The rates whose KL leaves the rate unchanged thus span a factor of 2, and a change by 1.5
+    cannot jump over them.
 
     Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", bounds of 1e-5
     and 1e-2 around the usual rate of 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.

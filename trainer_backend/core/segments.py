@@ -1,4 +1,4 @@
-"""Segments: the token sequences that an episode is trained on."""
+"""Splits an episode into segments, the token sequences that it is trained on."""
 
 import math
 from array import array
@@ -15,19 +15,19 @@ from trainer_backend.core.experts import ID as EXPERT
 from trainer_backend.core.experts import UNKNOWN, join_experts, read_experts
 from trainer_backend.errors import BatchError, SegmentError, TrainerError, place
 
-# The decision and the policy version of tokens that were not sampled.
+# Stands for the decision and the policy version of tokens that were not sampled.
 CONTEXT = -1
 
 # Adjacent tokens that one version of the policy sampled in one decision:
-#   start, end: their positions, the end not included.
+#   start, end: positions of the first token and of the token after the last one.
 #   decision: t of the decision, from 0.
 #   version: the policy version.
-#   temperature: of the softmax that scores them: the sampling temperature, except for samples of another
-#     policy (`build_segments`).
+#   temperature: the temperature at which the learner scores the tokens. It is the sampling temperature,
+#     except for samples of another policy (`build_segments`).
 SPAN = np.dtype(
     [("start", "<i4"), ("end", "<i4"), ("decision", "<i4"), ("version", "<i4"), ("temperature", "<f8")]
 )
-# start, end, decision, version, temperature
+# The fields of SPAN, in order.
 Span = tuple[int, int, int, int, float]
 
 NO_EXPERTS = np.zeros(0, EXPERT)
@@ -36,11 +36,11 @@ _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One sequence of tokens, as the policy saw and wrote it.
+    """One sequence of prompt tokens and sampled tokens, exactly as the policy read and sampled them.
 
-    A token is *sampled* here if it belongs to a decision of this segment. All other tokens are context:
-    prompts and tokens that earlier segments train. Data of sampled tokens are stored for these N tokens only.
-    Do not write to the arrays.
+    A token is *sampled* if a decision of this segment sampled it. All other tokens are context: they belong
+    to prompts, or an earlier segment trains them. Arrays of length N have one item per sampled token. Do not
+    write to the arrays.
     """
 
     rollout_id: str
@@ -48,11 +48,11 @@ class Segment:
     token_ids: Annotated[NDArray[np.int32], Column(_ID)]
     """[L] vocabulary ids."""
     logprobs: Annotated[NDArray[np.float64], Column(_LOGPROB)]
-    """[N] the sampler's log-prob (nats) of each sampled token, in order."""
+    """[N] log-prob (nats) of each sampled token under the policy that sampled it, in order."""
     spans: Annotated[NDArray[Any], Column(SPAN)]
     """[K] spans of sampled tokens, in order; see SPAN."""
     experts: Annotated[NDArray[np.uint16], Column(EXPERT)] = field(default_factory=lambda: NO_EXPERTS)
-    """[L * W] the experts that the sampler chose for each token (`core.experts`); empty: unknown."""
+    """[L * W] the W experts to which the sampler routed each token (`core.experts`); empty: unknown."""
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class Segment:
         spans: Sequence[Span],
         experts: NDArray[np.uint16] = NO_EXPERTS,
     ) -> "Segment":
-        """Build from Python numbers. Raises SegmentError for an id or version beyond 32 bits."""
+        """Build a segment from Python numbers. Raises SegmentError for an id or version beyond 32 bits."""
         try:
             ids, spans_K = np.array(array("i", token_ids), _ID), np.array(spans, SPAN)
         except OverflowError as error:
@@ -77,29 +77,29 @@ class Segment:
 
     @property
     def sampled_positions(self) -> NDArray[np.int64]:
-        """[N] positions of the sampled tokens, in order; never 0, because no token predicts position 0."""
+        """[N] positions of the sampled tokens, in order; above 0, because no token predicts position 0."""
         return positions(self.spans)
 
     @property
     def decision(self) -> NDArray[np.int32]:
-        """[N] t of the decision that sampled the token, from 0."""
+        """[N] index t, from 0, of the decision that sampled each token."""
         return self._of_tokens("decision")
 
     @property
     def versions(self) -> NDArray[np.int32]:
-        """[N] policy version that sampled the token."""
+        """[N] policy version that sampled each token."""
         return self._of_tokens("version")
 
     @property
     def temperatures(self) -> NDArray[np.float64]:
-        """[N] temperature at which the learner scores the token; see SPAN."""
+        """[N] temperature at which the learner scores each token; see SPAN."""
         return self._of_tokens("temperature")
 
     def _of_tokens(self, name: str) -> NDArray[Any]:
         return np.repeat(self.spans[name], self.spans["end"] - self.spans["start"])
 
     def refuse_non_finite(self, values: Row, what: str, error: type[TrainerError]) -> None:
-        """Raise `error` at the first sampled token whose value, of [N], is not finite."""
+        """Raise `error` if one of the [N] values is not finite; its message names the token."""
         finite_N = np.isfinite(values)
         if not finite_N.all():
             n = int(finite_N.argmin())
@@ -108,7 +108,7 @@ class Segment:
 
 
 def positions(spans: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the [N] positions of the tokens of spans, span after span."""
+    """Return the [N] positions of all tokens in the spans, one span after the other."""
     count_K = (spans["end"] - spans["start"]).astype(np.int64)
     first_K = count_K.cumsum() - count_K
     start_N: NDArray[np.int64] = np.repeat(spans["start"] - first_K, count_K)
@@ -116,15 +116,16 @@ def positions(spans: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
-    """Concatenate the spans of all segments."""
-    # 0.1 µs per array; np.concatenate takes 5 µs for this dtype.
+    """Concatenate the spans of all segments; positions stay relative to their segment."""
+    # Joining bytes takes 0.1 µs per array; np.concatenate takes 5 µs for this dtype.
     return np.frombuffer(b"".join(segment.spans.data for segment in segments), SPAN)
 
 
 def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
-    """Return the [L, W] experts of each segment, UNKNOWN for segments without; None if no segment has any.
+    """Return the [L, W] experts of each segment, or None if no segment has experts.
 
-    Raises BatchError if segments have different numbers of experts per token.
+    For a segment without experts, all of them are UNKNOWN. Raises BatchError if segments have different
+    numbers of experts per token.
     """
     width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
     if not width:
@@ -146,24 +147,24 @@ def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | 
 def build_segments(
     steps: Sequence[StepData], *, rollout_id: str, temperature: float | None = None
 ) -> list[Segment]:
-    """Build the segments of one episode.
+    """Build the segments of one episode, so that every sampled token is trained once, after its exact prompt.
 
-    The prompt of a decision is the first `prompt_ids_reused` ids of the previous prompt + response, then
-    its own `prompt_token_ids`. If it reuses all of them, the decision continues the open segment. If it
-    reuses fewer (an edited context, a template that drops reasoning, a fresh prompt), they become the
-    context of a new segment. So every sampled token is trained exactly once, after the exact prompt from
-    which it was sampled. Segments without a sampled token are left out.
+    The prompt of a decision consists of the first `prompt_ids_reused` ids of the previous prompt + response,
+    followed by the decision's own `prompt_token_ids`. If the prompt reuses all previous ids, the decision is
+    appended to the current segment. If the prompt reuses fewer ids (an edited context, a template that drops
+    reasoning, a fresh prompt), a new segment begins, and the reused ids become its context. Segments without
+    a sampled token are left out.
 
     Args:
-        temperature: that of the softmax that is trained, for samples of another policy; the sampler's
-            log-probs are kept. None: the temperature of sampling.
+        temperature: for samples of another policy, the temperature of the policy in training, at which the
+            learner scores the tokens; `logprobs` stay those of the sampler. None: the sampling temperature.
 
     Returns:
         Segments in order of their first decision.
 
     Raises:
-        SegmentError: a decision without token ids or sampling, at temperature 0, or with lists of
-            different lengths; more ids reused than exist; a log-prob that is not finite.
+        SegmentError: a decision has no token ids or no sampling settings, was sampled at temperature 0, has
+            lists of different lengths, reuses more ids than exist, or has a log-prob that is not finite.
 
     Source: DESIGN.md section 3, "Token ids in, token ids out", and 4.9.
     """
@@ -186,7 +187,7 @@ def build_segments(
 
 
 class _Builder:
-    """A segment that is being built."""
+    """Collects the tokens of one segment."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _Builder:
             self.experts.append((call.experts.first, experts_LW))
 
     def cut(self, length: int) -> "_Builder":
-        """Begin a segment whose context is the first tokens of this one."""
+        """Return a builder of a new segment whose context is the first `length` tokens of this segment."""
         experts = [(first, part_LW[: length - first]) for first, part_LW in self.experts if first < length]
         return _Builder(self.rollout_id, self.token_ids[:length], experts)
 
@@ -226,7 +227,7 @@ class _Builder:
 
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:
-    """Return the model call of a decision; refuse a call that cannot be trained."""
+    """Return the model call of a decision. Raises SegmentError if the call cannot be trained on."""
     call = exact_tokens(step)
     if call is None:
         raise SegmentError(

@@ -1,8 +1,8 @@
-"""Groups that start at snapshots of the run's own games: which snapshots to keep, and to start from. Pure.
+"""Chooses which snapshots of a run's training games to keep, and at which of them groups start. Pure.
 
-A snapshot's *cell* is the rarest of its achievements among the snapshots that are kept. A snapshot in a rare
-cell is at the frontier of what the policy reaches. Whole sets of achievements do not serve as cells: where
-games unlock them in any order, nearly every snapshot has a set of its own, and all look rare.
+A snapshot's *cell* is that achievement of the snapshot which the fewest kept snapshots have. A snapshot in a
+rare cell is at the frontier of what the policy reaches. A cell is not the whole set of achievements: where
+games unlock achievements in any order, nearly every snapshot has a set of its own, so all would look rare.
 """
 
 import math
@@ -17,55 +17,57 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.seeds import derived_seed
 
 Achieved = tuple[str, ...]
-# The rarest achievement of a snapshot; None: it has none.
+# The rarest achievement of a snapshot; None: the snapshot has no achievement.
 Cell = str | None
-# The most snapshots that an iteration adds; for most of them a game must be played again.
+# The most snapshots that an iteration adds. Most of them must be taken by replaying a game.
 MOST_NEW = 16
 
 
 class CurriculumKeys(Table):
-    """Keys of starts from the run's own snapshots."""
+    """Keys of a job for starts from snapshots of the run's own training games."""
 
     share: float = Field(default=0.25, gt=0, lt=1)
-    """share of an iteration's groups that start at a snapshot, rounded down; 0 while no snapshot is kept"""
+    """share of an iteration's groups that start at a snapshot; their number is rounded down; no group does
+    while no snapshot is kept"""
     rule: str = "frontier"
-    """at which snapshots groups start; frontier: those whose rarest achievement is rare among the kept ones;
-    uncertain: those from which 20 to 80 % of the starts gained something; late: all turns equally often"""
+    """at which snapshots groups start; frontier: snapshots whose rarest achievement few kept snapshots have;
+    uncertain: snapshots from which 20 to 80 % of the starts gained something; late: snapshots of all turns,
+    each turn equally often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """most snapshots to keep; beyond this, one is dropped at a time: of the snapshots with the most common
-    rarest achievement, the oldest at their most common turn"""
+    """most snapshots to keep; while there are more, one of the snapshots with the most common rarest
+    achievement is dropped: the oldest at the most common turn among these snapshots"""
     pool_mib: float = Field(default=64.0, gt=0)
-    """most MiB that the kept snapshots may take together"""
+    """most MiB that all kept snapshots together may occupy"""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A snapshot of a training game, from which others may start."""
+    """A snapshot of a training game, at which later games may start."""
 
     key: str
-    """The game's name in the plan, and `turn`."""
+    """The game's name in the plan, a colon, and `turn`."""
     iteration: int
     rollout_id: str
-    """The game's rollout; if the game began at a snapshot itself, the rollout of its last part."""
+    """The rollout that reached this moment. Earlier rollouts may have played the game up to its start."""
     group_id: str
     seed: int
     """Seed of the world."""
     turn: int
     """Number of decisions of the whole game before the snapshot."""
     invalid: int
-    """Number of those decisions that were invalid."""
+    """Number of the decisions before the snapshot that were invalid."""
     achieved: Achieved
-    """Achievements before the snapshot."""
+    """Achievements of the whole game before the snapshot."""
     snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The kept snapshots, oldest first, and the results of starts from them."""
+    """The kept snapshots, oldest first, and the results of the games that started at them."""
 
     moments: tuple[Moment, ...] = ()
     results: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By key of a moment: the number of its starts that gained something, and of all its starts."""
+    """By key of a moment: the number of starts there that gained something, and the number of all starts."""
 
     @property
     def mib(self) -> float:
@@ -74,7 +76,11 @@ class Pool:
     def after(
         self, moments: Iterable[Moment], gains: Iterable[tuple[str, bool]], keys: CurriculumKeys
     ) -> "Pool":
-        """Return the pool after an iteration with these new moments, and gains of starts by key."""
+        """Return the pool after an iteration that added `moments`.
+
+        `gains` contains one pair for each start at a snapshot: the key of the moment, and whether the start
+        gained something.
+        """
         results = dict(self.results)
         for key, gained in gains:
             gain, count = results.get(key, (0, 0))
@@ -85,15 +91,16 @@ class Pool:
 
 
 def find_cells(moments: "Sequence[Moment] | Sequence[Candidate]") -> list[Cell]:
-    """Return the rarest achievement of each moment, by the number of moments that have it; ties by name."""
+    """Return for each moment the one of its achievements that the fewest moments have; ties go by name."""
     counts = Counter(name for item in moments for name in item.achieved)
     return [min(item.achieved, key=lambda name: (counts[name], name), default=None) for item in moments]
 
 
 def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
-    """Drop moments until the rest fits: always the oldest of the most common turn of the most common cell.
+    """Drop moments until the remaining moments fit within both limits, and return those in order.
 
-    Dropping the oldest of the cell would soon leave only the early turns, which all games reach.
+    Each drop takes the most common cell, the most common turn within this cell, and the oldest moment of this
+    turn. Without the choice of a turn, soon only early turns would remain, because all games reach these.
     """
     by_cell: defaultdict[Cell, dict[int, deque[int]]] = defaultdict(dict)
     cells = find_cells(moments)
@@ -116,18 +123,19 @@ def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> lis
     return [item for number, item in enumerate(moments) if number not in gone]
 
 
-# Given the pool, returns a weight for each of its moments; starts are drawn by these weights.
+# Given the pool, returns a weight for each moment. Starts are drawn in proportion to the weights.
 Rule = Callable[[Pool], Sequence[float]]
 
 
 def frontier(pool: Pool) -> list[float]:
-    """Weigh cells by 1/sqrt of their snapshots, turns of a cell equally, and snapshots of a turn equally.
+    """Weigh each cell by 1/sqrt(number of its snapshots), and divide this weight among the cell's snapshots.
 
-    Turns count equally, because most snapshots of a cell are from its first turns, but siblings that start at
-    its last turns are more likely to reach the next reward.
+    Each turn within a cell gets the same part of the cell's weight, and each snapshot of a turn gets the same
+    part of the turn's weight. Turns have equal parts because most snapshots of a cell are from its early
+    turns, but games that start at its late turns are more likely to reach the next reward.
 
-    Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
-    with 1/sqrt(C_seen + 1). In place of C_seen + 1 stands the number of the cell's kept snapshots.
+    Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, where the weight of a
+    cell is 1/sqrt(C_seen + 1). Here the number of the cell's kept snapshots replaces C_seen + 1.
     """
     cells = find_cells(pool.moments)
     places = [(cell, item.turn) for cell, item in zip(cells, pool.moments, strict=True)]
@@ -137,20 +145,20 @@ def frontier(pool: Pool) -> list[float]:
 
 
 def uncertain(pool: Pool) -> list[float]:
-    """Weigh equally the snapshots from which 20 to 80 % of the starts gained something; others 0.
+    """Return 1 for each snapshot from which 20 to 80 % of the starts gained something, 0 for other snapshots.
 
-    The prior is one gain and one miss, so a snapshot without starts has 50 %. If all weights are 0, no group
-    starts at a snapshot.
+    One gain and one miss are added to the counts of each snapshot, so a snapshot without starts has 50 %. If
+    all weights are 0, no group starts at a snapshot.
 
-    Source: the bounds: Florensa et al., Reverse Curriculum Generation, arXiv:1707.05300, section 4.2, who
-    keep starts of intermediate success.
+    Source: Florensa et al., Reverse Curriculum Generation, arXiv:1707.05300, section 4.2: starts are kept
+    if their share of successes lies between two bounds.
     """
     found = (pool.results.get(item.key, (0, 0)) for item in pool.moments)
     return [float(0.2 <= (gain + 1) / (count + 2) <= 0.8) for gain, count in found]
 
 
 def late(pool: Pool) -> list[float]:
-    """Weigh all turns with snapshots equally, and the snapshots of a turn equally."""
+    """Give each turn that has snapshots the same weight, divided equally among the snapshots of the turn."""
     turns = Counter(item.turn for item in pool.moments)
     return [1.0 / turns[item.turn] for item in pool.moments]
 
@@ -160,17 +168,17 @@ STARTS: dict[str, Rule] = {"frontier": frontier, "uncertain": uncertain, "late":
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Chooses the snapshots at which groups of an iteration start."""
+    """Draws the snapshots at which groups of an iteration start."""
 
     keys: CurriculumKeys
     rule: Rule
     pool: Pool
     job_seed: int
     reseedable: bool
-    """Whether each group gets its own random draws."""
+    """Whether the environment can continue a snapshot with another random seed."""
 
     def choose(self, iteration: int, groups: int) -> list[Moment]:
-        """Draw the moments at which the last groups of an iteration start, in the order of the groups."""
+        """Draw one moment for each group that starts at a snapshot: the last groups of the iteration."""
         count = math.floor(self.keys.share * groups)
         weights = self.rule(self.pool) if self.pool.moments else []
         if not count or not any(weights):
@@ -179,29 +187,29 @@ class Starts:
         return draws.choices(self.pool.moments, weights, k=count)
 
     def draws_seed(self, iteration: int, group: int) -> int | None:
-        """Return the seed of a group's random draws; None: the snapshot's generator continues."""
+        """Return the seed of a group's random draws, or None if the snapshot's random generator continues."""
         return derived_seed(self.job_seed, "start draws", iteration, group) if self.reseedable else None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A moment of a game that may be kept: after `own_turn` of the game's own decisions."""
+    """A moment that may be kept: the state of a game after `own_turn` decisions of its rollout."""
 
     plan: str
     own_turn: int
     turn: int
-    """Decisions of the whole game before the moment, including those before its own start at a snapshot."""
+    """Decisions of the whole game before the moment, also those before the rollout began at a snapshot."""
     achieved: Achieved
 
 
 def candidates(plan: str, achieved: Sequence[Achieved], seed: int, *, done: int = 0) -> list[Candidate]:
-    """Return the moments of a game that may be kept: after each new achievement, and a random moment.
+    """Return the moments of a rollout that may be kept: after each new achievement, and one random moment.
 
     Args:
-        plan: the game's name in the plan.
-        achieved: the achievements before each decision with a snapshot, from the first.
-        seed: of the random moment, which is never the start.
-        done: decisions before the first one, if the game began at a snapshot.
+        plan: the rollout's name in the plan.
+        achieved: the achievements before each decision of the rollout.
+        seed: seed of the random moment, which is never the start of the rollout.
+        done: number of decisions that were played before the snapshot at which the rollout began, if any.
     """
     rises = [turn for turn in range(1, len(achieved)) if achieved[turn] != achieved[turn - 1]]
     draws = random.Random(derived_seed(seed, "kept", plan))
@@ -211,9 +219,9 @@ def candidates(plan: str, achieved: Sequence[Achieved], seed: int, *, done: int 
 
 
 def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Candidate]:
-    """Draw at most `most` of an iteration's candidates, evenly over cells.
+    """Draw at most `most` of an iteration's candidates, in equal numbers from each cell as far as possible.
 
-    Within a cell, each turn gives one candidate before any gives a second.
+    Within a cell, one candidate of each turn is drawn before a second candidate of any turn.
     """
     drawn = sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn))
     cells = dict(zip(drawn, find_cells(drawn), strict=True))
@@ -222,7 +230,10 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
-    """Sort: the first candidate of each group, then the second of each, and so on; stable otherwise."""
+    """Sort candidates: first the first candidate of every group, next the second of every group, and so on.
+
+    Candidates with the same number within their groups keep their order.
+    """
     counts = Counter[Hashable]()
     numbers = []
     for one in found:

@@ -1,7 +1,4 @@
-"""Statistics of a batch of episodes: decision-reward logs and evaluation figures. Pure.
-
-Metric names have two parts, as in `decision/count`.
-"""
+"""Computes metrics of a batch of episodes, and means with confidence intervals. Pure."""
 
 import math
 from collections import Counter, defaultdict
@@ -30,13 +27,13 @@ class Interval:
     count: int
 
     def word(self, form: str = "{:.2f}", before: str = "95 % ") -> str:
-        """Format as `1.50 (95 % -4.85 to 7.85)`, or as the mean alone without bounds."""
+        """Return text such as `1.50 (95 % -4.85 to 7.85)`, or only the mean if the bounds are None."""
         bounds = " to ".join(form.format(bound) for bound in (self.low, self.high) if bound is not None)
         return form.format(self.mean) + (f" ({before}{bounds})" if bounds else "")
 
 
 Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
-# 97.5 % quantiles of Student's t by degrees of freedom; beyond these, a series is precise enough.
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom. For more, a series is precise enough.
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -44,9 +41,9 @@ _T_975 = (
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean and the 95 % interval (Student's t) of independent values.
+    """Compute the mean of independent values and its 95 % confidence interval (Student's t).
 
-    A single value has no bounds. Raises ValueError without values.
+    For a single value, the bounds are None. Raises ValueError if `values` is empty.
     """
     count = len(values)
     if count == 0:
@@ -59,10 +56,11 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
-    """Compute the mean over worlds of episodes' values, with its 95 % interval.
+    """Average the episodes' values in each world, and return the mean of these averages with its interval.
 
-    `worlds` names each episode's world or group. Episodes of a world share their start, so worlds are the
-    independent values; each counts the same. If all values have one sign, the interval is cut at 0.
+    `worlds` names the world or group of each episode. Episodes of a world are not independent, because they
+    share their start. The 95 % interval therefore treats each world's average as one independent value. If no
+    value is negative, or none is positive, the interval is cut at 0.
     """
     interval = mean_interval(by_world(values, worlds, fmean))
     least, most = min(values), max(values)
@@ -72,7 +70,7 @@ def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
 def by_world(
     values: Sequence[float], worlds: Sequence[str], of: Callable[[Sequence[float]], float]
 ) -> list[float]:
-    """Apply `of` to the values of each world, in the order of their first episodes."""
+    """Return `of(values of the world)` for each world, in the order in which the worlds first occur."""
     values_of: defaultdict[str, list[float]] = defaultdict(list)
     for world, value in zip(worlds, values, strict=True):
         values_of[world].append(value)
@@ -80,21 +78,22 @@ def by_world(
 
 
 def bounded(interval: Interval, low: float, high: float) -> Interval:
-    """Cut an interval to the possible range of its quantity, without loss of coverage."""
+    """Cut the bounds of an interval to [low, high], the range of values that the quantity can have."""
     if interval.low is None or interval.high is None:
         return interval
     return Interval(interval.mean, max(interval.low, low), min(interval.high, high), interval.count)
 
 
 def t_quantile_975(freedom: int) -> float:
-    """Compute the 97.5 % quantile of Student's t: by table up to 30 degrees of freedom, then within 2e-6.
+    """Return the 97.5 % quantile of Student's t for `freedom` degrees of freedom.
 
         t = z + (z^3 + z) / 4n + (5 z^5 + 16 z^3 + 3 z) / 96 n^2 + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / 384 n^3
 
-    n is `freedom`, z the quantile of the normal distribution.
+    n is `freedom`, and z is the 97.5 % quantile of the normal distribution. The series is used
+    above 30 degrees of freedom, where its error is below 2e-6. Below that, the quantile comes from a table.
 
     Raises:
-        ValueError: no degree of freedom.
+        ValueError: `freedom` is below 1.
 
     Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -112,7 +111,10 @@ def t_quantile_975(freedom: int) -> float:
 
 
 def step_deltas(step: StepData) -> DecisionRewards:
-    """Compute a decision's unlocks from its counters: stored `decision_rewards` depend on the reward mode."""
+    """Compute which achievements a decision reached, from the counters before and after the decision.
+
+    The stored `decision_rewards` are not read, because they depend on the reward mode.
+    """
     after = step.next_observation or step.observation_data
     before = step.observation_data.achievements_counts
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
@@ -129,12 +131,12 @@ def env_reward(trajectory: Trajectory) -> float:
 
 
 def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
-    """Return whether the environment counts achievements, unlocked or not."""
+    """Return whether any episode has achievement counters, even if all counts are 0."""
     return any(item.achievements_counts for item in trajectories)
 
 
 def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
-    """Return the definition of the episodes' outcome, by their environment or judge."""
+    """Return what the outcome of the episodes means; different definitions are joined by "; or "."""
     return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
 
 
@@ -176,11 +178,11 @@ DECISION_METRICS = (
 def decision_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Compute the metrics that source 1 requires, of a batch of episodes and their r_t [T].
+    """Compute the decision and reward metrics of a batch. `rewards` has one list of r_t per episode.
 
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
-    # Most decisions change no counter; for those, comparing the counters is the only cost.
+    # Most decisions change no counter. This filter spares them the cost of `step_deltas`.
     deltas = [
         step_deltas(step)
         for trajectory in trajectories
@@ -208,7 +210,10 @@ def decision_metrics(
 
 
 def average_by_turn(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """Return the [T] means of unique_delta and ach_delta by turn; an episode that has ended counts as 0."""
+    """Return the mean unique_delta and ach_delta of each turn, over all episodes, up to the longest episode.
+
+    An episode that has ended before a turn counts as 0 at this turn.
+    """
     longest = max((len(trajectory.steps) for trajectory in trajectories), default=0)
     unique, every = [0.0] * longest, [0.0] * longest
     for step in (step for trajectory in trajectories for step in trajectory.steps):
@@ -243,7 +248,10 @@ EPISODE_METRICS = (
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the lengths, endings and outcomes of a batch, and unique achievements if there are any."""
+    """Compute metrics of the lengths, stop reasons, outcomes and achievements of a batch of episodes.
+
+    The metric of achievements is absent if the environment does not count achievements.
+    """
     count = max(len(trajectories), 1)
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
@@ -272,7 +280,10 @@ STALENESS_METRICS = (
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Measure by how many versions the tokens' samplers are older than `version`; empty if unknown."""
+    """Return the largest and mean staleness: how many versions before `version` the tokens were sampled.
+
+    The result is empty if no episode has tokens with known versions.
+    """
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
         call = exact_tokens(step)
@@ -301,7 +312,7 @@ USER_REWARD_METRICS = (
 
 
 def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute means over the episodes that a reward function judged; empty without such episodes."""
+    """Compute metrics of the episodes that a reward function scored; empty if there is no such episode."""
     judged = [(item, item.user_reward) for item in trajectories if item.user_reward is not None]
     if not judged:
         return {}
@@ -317,16 +328,16 @@ def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def progress(trajectories: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Compute the mean share of achievements that an episode unlocked, in percent, with its interval.
+    """Return the share of all achievements that an episode unlocked, in percent: the mean with its interval.
 
-    The interval is over worlds; `worlds` names each episode's. An episode must have achievements.
+    Mean and interval are computed by `over_worlds`. The trajectories must have achievement counters.
 
-    Source: BALROG (arXiv 2411.13543), its measure of progress in Crafter.
+    Source: BALROG (arXiv 2411.13543), the measure of progress in Crafter.
     """
     total = len({name for item in trajectories for name in item.achievements_counts})
     shares = [100 * unique_achievements(item) / total for item in trajectories]
     return bounded(over_worlds(shares, worlds), 0.0, 100.0)
 
 
-# The environment with the Crafter score.
+# Name of the environment for which the Crafter score is defined.
 CRAFTER = "crafter"

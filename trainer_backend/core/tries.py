@@ -1,4 +1,7 @@
-"""Chooses which segments share a row, and which prefixes a row stores once."""
+"""Packs segments into rows of a batch, so that a prefix that several segments of a row share is stored once.
+
+A *trie* (prefix tree) is a set of segments that begin with the same tokens. A *row* is one packed sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,41 @@ from trainer_backend.errors import BatchError
 
 Numbers = NDArray[np.int64]
 
-# The least share of a row that a part of a cut trie fills.
+# A part of a cut trie may end early, to repeat fewer tokens, if it fills at least this share of a row.
 _NEARLY = 7 / 8
 
 
 @dataclass(slots=True)
 class Beginnings:
-    """The segments of a row in order, and how many first tokens each shares with earlier ones."""
+    """The segments of one row, in order, and the lengths of the prefixes that they share."""
 
     members: list[int]
     shared: list[int] = field(default_factory=list)
-    """Empty: no token is shared."""
+    """Length of the prefix that each member shares with the member before it. Empty: none share tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """Segments sorted by their tokens, so that those with a common prefix are adjacent."""
+    """Segments sorted by their tokens, so that segments with a common prefix are adjacent.
+
+    Arrays of length S have one item per segment, in sorted order.
+    """
 
     order_S: Sequence[int]
-    """Index of each segment in the order given."""
+    """Index of each segment in the list from which `of` built this object."""
     length_S: Numbers
-    """Number of tokens."""
+    """Number of tokens of each segment."""
     sampled_S: Numbers
-    """Number of sampled tokens."""
+    """Number of sampled tokens of each segment."""
     shared_S: Numbers
-    """Number of first tokens shared with the segment before; 0: a trie begins."""
+    """Length of the prefix that each segment shares with the segment before it; 0: a new trie begins."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], share_from: int) -> Tries:
-        """Build the tries; prefixes below `share_from` tokens, or with different experts, are not shared."""
+        """Sort the segments into tries. Prefixes shorter than `share_from` tokens are not shared.
+
+        Tokens that were sent to different experts are not shared either.
+        """
         rows = _number_tokens(segments)
         # Big-endian bytes sort like the numbers.
         keys = [row.astype(">u4").tobytes() for row in rows]
@@ -59,11 +68,11 @@ class Tries:
 
     @property
     def distinct(self) -> int:
-        """Number of tokens if each shared token counts once."""
+        """Number of tokens of all segments, where a token that segments share is counted once."""
         return int((self.length_S - self.shared_S).sum())
 
     def rows(self, row_tokens: int) -> list[Beginnings]:
-        """Pack whole tries, or parts of those longer than a row, into rows."""
+        """Pack the segments into rows of at most `row_tokens` tokens. Tries longer than a row are cut."""
         starts = self._parts(row_tokens)
         first_S = np.array(starts[:-1])
         own_S = self.length_S - self.shared_S
@@ -78,10 +87,11 @@ class Tries:
         return rows
 
     def _parts(self, row_tokens: int) -> list[int]:
-        """Cut tries into parts that fit a row; return the parts' starts and the end.
+        """Cut tries that are longer than a row into parts that fit into a row.
 
-        A longer trie is cut so that parts nearly fill a row and few tokens are repeated. This keeps siblings
-        together and adds hardly any rows.
+        Return the index of the first segment of each part, and the number of segments. A cut is placed where
+        the part nearly fills a row and the segments at the cut share the fewest tokens, because the next part
+        repeats those tokens. Siblings thus stay together, and hardly any rows are added.
         """
         shared_S, nearly = self.shared_S.tolist(), row_tokens * _NEARLY
         own_S, sampled_S = (
@@ -106,15 +116,18 @@ class Tries:
 
 
 def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -> list[list[int]]:
-    """Pack sequences of these lengths into rows of at most `row_tokens` tokens: best-fit decreasing.
+    """Pack sequences of these lengths into rows of at most `row_tokens` tokens by best-fit decreasing.
 
-    Each sequence, longest first, goes to the fullest row with room for it, found by bisection. The bound is
-    that of first fit (11/9 of the fewest rows possible, and a constant). Equal lengths keep their order, so
-    the result is deterministic. Returns for each row the indices of its sequences in order of placement.
-    Raises BatchError for a sequence that is empty or longer than a row.
+    Return for each row the indices of its sequences, in the order in which they were placed. Raises
+    BatchError for a sequence that is empty or longer than a row.
 
-    `sampled` are the sequences' numbers of sampled tokens; a row also has at most `row_tokens` of these. A
-    sequence has more sampled tokens than tokens if several segments share them.
+    Sequences are placed from the longest to the shortest, each in the fullest row that has room for it. The
+    number of rows is at most 11/9 of the smallest possible number, plus a constant. Sequences of equal length
+    are placed in the order given, so the result is deterministic.
+
+    `sampled` are the sequences' numbers of sampled tokens. A row contains at most `row_tokens` sampled tokens
+    too. A sequence that stands for several segments can have more sampled tokens than tokens, because it
+    counts a shared token once for each segment that sampled it.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -143,12 +156,13 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
 
 
 def _drop_short_branches(alike: Sequence[int], least: int) -> list[int]:
-    """Return how many first ids each sorted row shares with the row before it; at most `alike`.
+    """Return the lengths `alike` of the shared prefixes of sorted sequences, shortened to save branches.
 
-    Each branch of a trie costs an attention call. So a branch less than `least` ids below its parent branch
-    is dropped: its rows branch at the parent, and repeat those ids.
+    `alike` is the length of the prefix that each sequence has in common with the sequence before it. Each
+    branch of a trie costs an attention call. A branch that is less than `least` ids deeper than its parent
+    branch is therefore dropped: its sequences share only the ids up to the parent, and repeat the others.
     """
-    above: list[int | None] = [None] * len(alike)  # the parent branch: the deepest shallower neighbour
+    above: list[int | None] = [None] * len(alike)  # parent: the deeper of the two nearest shallower branches
     for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
         path: list[int] = []
         for here in places:
@@ -167,10 +181,11 @@ def _drop_short_branches(alike: Sequence[int], least: int) -> list[int]:
 
 
 def _number_tokens(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
-    """Return the [L] ids of each segment; with experts, numbers that are equal if both ids and experts are.
+    """Return [L] numbers for each segment, which are equal for tokens that may be shared.
 
-    A cell has one choice of experts. Another version of the policy, or another batch in bfloat16, may choose
-    other experts for the same text.
+    Without experts, the numbers are the token ids. With experts, numbers are equal if both the ids and the
+    experts are equal, because a shared token is computed once, with one choice of experts. Another version of
+    the policy, or another batch in bfloat16, may choose other experts for the same text.
     """
     experts = experts_by_token(segments)
     if experts is None:
@@ -189,7 +204,7 @@ def _number_tokens(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
 
 
 def _count_common(rows: Sequence[NDArray[Any]]) -> list[int]:
-    """Return how many first ids each row has in common with the row before it; 0 for the first row."""
+    """Return the length of the prefix that each sequence shares with the one before it; first 0."""
     shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (
@@ -198,7 +213,7 @@ def _count_common(rows: Sequence[NDArray[Any]]) -> list[int]:
         )
         for side in (rows[1:], rows[:-1])
     )
-    # The first difference of each row; beyond its end if there is none.
+    # Indices at which a sequence differs from the one before it. The last entry is beyond all sequences.
     apart = np.append(np.flatnonzero(ones != others), len(ones))
     found_S = apart[np.searchsorted(apart, first_S)] - first_S
     alike: list[int] = np.minimum(found_S, shortest_S).tolist()

@@ -1,4 +1,4 @@
-"""The loss of a critic, and its columns of a packed batch."""
+"""The loss of a critic, and the tensors of a packed batch from which it is computed."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class CriticColumns:
-    """[N] columns for the value loss, in the order of the policy loss's columns."""
+    """One number per sampled token for the value loss, in the token order of the policy loss."""
 
     value_N: Tensor
-    """float32, V before the update."""
+    """float32, value V that the critic predicted before the update."""
     return_N: Tensor
-    """float32, target of V."""
+    """float32, return R: the target of V."""
     weight_N: Tensor
-    """float32; 0 if no value is read; sums to 1 over the optimizer step."""
+    """float32, weight in the loss; 0 where no value is read. The weights of an optimizer step sum to 1."""
 
 
 def critic_columns(
     segments: Sequence[Segment], targets: Mapping[str, CriticTargets], order: Sequence[int]
 ) -> CriticColumns:
-    """Build the columns of one optimizer step; each value that is read has the same weight.
+    """Build the columns of one optimizer step; each value that is read has the same weight w.
 
-        w = 1 / (decisions of the step), or for values by token 1 / (sampled tokens of the step)
+        w = 1 / (number of decisions in the step)         if the critic predicts a value per decision
+        w = 1 / (number of sampled tokens in the step)    if the critic predicts a value per token
 
-    Targets are by rollout id; `order` is the packing order of the segments. Raises BatchError as
-    `read_column`.
+    The keys of `targets` are rollout ids. `order` contains the indices of the segments in packing order.
+    Raises BatchError if `read_column` does.
     """
     values = {name: item.values for name, item in targets.items()}
     returns = {name: item.returns for name, item in targets.items()}
     value_columns = [read_column(segment, values, "value") for segment in segments]
     return_columns = [read_column(segment, returns, "return") for segment in segments]
-    # At each sampled token, or at the first of a decision.
+    # True where a value is read: at each sampled token, or at the first token of a decision.
     read = [(offsets(part) == 0) | isinstance(values[part.rollout_id], ByToken) for part in segments]
     share = 1.0 / sum(int(row.sum()) for row in read)
 
@@ -58,13 +59,16 @@ def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) ->
 
         loss = sum(w * 1/2 * (V - R)^2)
 
-    With clip = c, the larger error of V and V_old + clamp(V - V_old, -c, c) counts, so a value that moved by
-    more than c towards R has no gradient. `values` [N] come from the critic in training; they are not
-    read where the weight is 0. Losses of micro-batches add up.
+    `values` [N] are the values V that the critic in training predicts; they are ignored where the weight w is
+    0. R are the returns. The losses of micro-batches sum to the loss of the step.
 
-    Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
+    With clip = c, the squared error is the larger one of the errors of V and of
+    V_old + clamp(V - V_old, -c, c), where V_old is the value before the update. A value that moved towards R
+    by more than c thus has no gradient.
+
+    Source of the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017). The paper of PPO does not have it.
     """
-    # Before the square, because NaN * 0 is NaN in its gradient.
+    # Ignored values are replaced before the square, because its gradient NaN * 0 would be NaN.
     values = values.where(columns.weight_N != 0, columns.value_N)
     error = (values - columns.return_N).square()
     if clip is not None:

@@ -1,1 +1,1 @@
-"""Credit assignment: rewards and advantages of an iteration's rollouts, or of stored ones."""
+"""Credit assignment: computes rewards and advantages, during training or later from stored rollouts."""

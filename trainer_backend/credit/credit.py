@@ -1,4 +1,4 @@
-"""Stops 7, 9 and 10 of docs/route.md: finished rollouts -> segments, r_t and advantages.
+"""Computes segments, rewards r_t and advantages of finished rollouts (stops 7, 9 and 10 of docs/route.md).
 
 Pure: the same stored rollouts give the same numbers on any machine.
 """
@@ -34,16 +34,16 @@ from trainer_backend.rundir.rollout_files import Credit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Values, branches and log-probs that some estimators need; measured after play, by rollout id."""
+    """Inputs that some estimators need in addition to the rollouts, keyed by rollout id."""
 
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
-    """The critic's V; stored with the credit."""
+    """The critic's values V(s_t) of each episode."""
     after: Mapping[str, float] | None = None
-    """V of the last state of episodes that a limit cut short; None: not measured."""
+    """V of the state after the last decision, for episodes that a limit cut short; None: not measured."""
     branches: Mapping[str, Branches] | None = None
-    """Rollouts that branched off an episode; None: not played."""
+    """Rollouts that start in the middle of an episode; None: no branches were played."""
     scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
-    """Log-probs of the tokens of rollouts and branches, under policy and reference."""
+    """Log-probs of the tokens of rollouts and branches, under the policy and under the reference policy."""
 
 
 NOTHING = Measured()
@@ -51,22 +51,25 @@ NOTHING = Measured()
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """A batch of credited episodes: input of the update, stored credit, and metrics."""
+    """The result of crediting a batch of rollouts: the update's input, the credit to store, and metrics."""
 
     episodes: list[CreditedEpisode]
-    """The episodes to train; without the `flat` groups if the job skips them."""
+    """The episodes to train on. If the job skips flat groups, their episodes are left out."""
     credits: list[Credit]
-    """One for each rollout, in the order given."""
+    """The credit of each rollout, in the order of the rollouts passed to `credit`."""
     metrics: dict[str, float]
     flat: list[str]
-    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`). These advantages
-    are without the cost of KL, which differs a little between any two episodes."""
+    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`). For this test,
+    advantages are computed without the cost of KL, which differs a little between any two episodes."""
     fork_credits: Mapping[str, Credit] = field(default_factory=dict)
-    """Credit of trained continuations, by rollout id."""
+    """Credit of the continuations that are trained (`train_branches`), by rollout id."""
 
 
 def _find_flat_groups(estimate: "_Estimate") -> list[str]:
-    """Return the flat groups by the rollouts' group ids, even if the estimator compared parts of a group."""
+    """Return the ids of the rollout groups whose advantages are all 0.
+
+    A group counts as a whole, even if the estimator compared only parts of it (`baseline = "per_policy"`).
+    """
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
@@ -92,7 +95,7 @@ class _Estimate:
         return [self._credit(index, algorithm) for index in range(len(self.episodes))]
 
     def actor_metrics(self, gamma: float) -> dict[str, float]:
-        """Return the metrics of the actor's rollouts, if any, and the estimator's metrics of all rollouts."""
+        """Return decision metrics of the actor's rollouts, and the estimator's metrics of all rollouts."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
         metrics = self.advantages.diagnostics
         if not own:
@@ -103,7 +106,7 @@ class _Estimate:
         return decision_metrics([self.trajectories[index] for index in own], paid) | metrics
 
     def _credit(self, index: int, algorithm: AlgorithmTable) -> Credit:
-        """Return the stored credit of one episode; with a critic, its returns are the critic's targets."""
+        """Return the credit to store for one episode; with a critic, its returns are the critic's targets."""
         episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
         discounted_T = discounted_returns(episode.rewards_T, algorithm.gamma)
         return Credit(
@@ -156,7 +159,7 @@ FORK_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class CreditAssignment:
-    """Computes the credit of a job's decisions from its policies, rewards and estimator."""
+    """Computes rewards and advantages of rollouts, with the settings and the estimator of a job."""
 
     algorithm: AlgorithmTable
     policies: Policies
@@ -176,8 +179,8 @@ class CreditAssignment:
     def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
         """Compute segments, r_t and advantages of finished rollouts.
 
-        `measured` holds the measurements that the job's estimator needs. Raises CreditError with the id of
-        the rollout if data is missing or invalid.
+        `measured` contains the inputs that the job's estimator needs in addition to the rollouts. Raises
+        CreditError, which names the rollout, if data is missing or invalid.
         """
         estimate, forks = estimates = self._estimates(rollouts, measured)
         without_kl = estimates
@@ -200,23 +203,23 @@ class CreditAssignment:
         return Credited([*trained, *after_forks], credits, metrics, flat, by_name)
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
-        """Compute only the stored credit of finished rollouts; see `credit`."""
+        """Compute the credit of finished rollouts, without the update's input and metrics; see `credit`."""
         return self._estimate(rollouts, measured).credits(self.algorithm)
 
     def continuations(self, measured: Measured) -> list[Rollout]:
-        """Return the continuations to train, fork by fork."""
+        """Return the branches to train on, grouped by fork; empty without `train_branches`."""
         if not self.algorithm.train_branches:
             return []
         forks = (fork for by_turn in (measured.branches or {}).values() for fork in by_turn.values())
         return list(chain.from_iterable(forks))
 
     def fork_credits(self, rollouts: Sequence[Rollout], measured: Measured) -> list[Credit]:
-        """Compute the credit of `continuations`; `rollouts` must contain their parents."""
+        """Compute the credit of `continuations(measured)`; `rollouts` must contain their parent rollouts."""
         _, forks = self._estimates(rollouts, measured)
         return forks.credits(self.algorithm)
 
     def td_errors(self, rollout: Rollout, measured: Measured) -> list[float]:
-        """Compute the [T] TD errors r_t + gamma V(s_{t+1}) - V(s_t) of a finished, measured rollout."""
+        """Compute the [T] TD errors r_t + gamma V(s_{t+1}) - V(s_t) of a rollout with measured values."""
         episode = rollout.trajectory
         assert episode is not None, "only finished rollouts have values"
         rewards_T = self._earned(rollout, measured).rewards_T
@@ -228,10 +231,10 @@ class CreditAssignment:
     def find_rejected(
         self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
     ) -> dict[str, CreditError]:
-        """Find the finished rollouts that cannot be credited, with their errors, by rollout id.
+        """Return the error of each finished rollout that cannot be credited, by rollout id.
 
-        A rollout may lack measurements because measuring another one failed; then only its segments are
-        checked.
+        If measurements of a rollout are missing, only its segments are checked. They can be missing because
+        measuring another rollout failed.
         """
         rejected: dict[str, CreditError] = {}
         for rollout in rollouts:
@@ -264,12 +267,12 @@ class CreditAssignment:
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """Compute the rewards of a rollout; decisions before its start at a snapshot shorten its horizon."""
+        """Compute the rewards of a rollout. Decisions before a start at a snapshot shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
     def _credited(self, estimate: _Estimate, skipped: Container[str]) -> list[CreditedEpisode]:
-        """Return the input of an update, without skipped groups."""
+        """Return the episodes to train on, without those of the `skipped` groups."""
         columns = zip(estimate.rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
         return [
             CreditedEpisode(
@@ -284,7 +287,10 @@ class CreditAssignment:
         ]
 
     def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
-        """Estimate whole episodes, and then trained continuations, whose forks are groups of their own."""
+        """Return the estimate of whole episodes, and that of trained continuations.
+
+        The continuations from one decision (a fork) form a group of their own.
+        """
         estimate = self._estimate(rollouts, measured)
         continuations = self.continuations(measured)
         forks = self._estimate_forks(continuations, estimate, measured) if continuations else _NO_FORKS
@@ -293,10 +299,11 @@ class CreditAssignment:
     def _estimate_forks(
         self, continuations: Sequence[Rollout], parents: _Estimate, measured: Measured
     ) -> _Estimate:
-        """Estimate continuations by the job's estimator, and their first decisions by leave-one-out.
+        """Compute the advantages of continuations.
 
-        If the fork rule reads no samples, the rest of the parent is compared as one more sibling. It is
-        trained only as part of the parent.
+        Each first decision is compared with the fork's other members by leave-one-out; later decisions get
+        the advantages of the job's estimator. If the fork rule reads no samples, the parent from the fork on
+        counts as one more member, which is trained only as part of the parent.
         """
         is_blind = not fork_rule(self.algorithm.fork_rule).reads_samples
         rests = [
@@ -314,7 +321,7 @@ class CreditAssignment:
         trained: Sequence[CreditedEpisode],
         after_forks: Sequence[CreditedEpisode],
     ) -> dict[str, float]:
-        """Compute the continuations' share of the update, and their mean gain in return over the parents."""
+        """Compute the metrics of trained continuations (`FORK_METRICS`), without `forks/flat`."""
         parents, forks = estimates
         gamma = self.algorithm.gamma
         returns = {
@@ -337,7 +344,7 @@ class CreditAssignment:
     def _estimate(
         self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
     ) -> _Estimate:
-        """Run the job's estimator over the rollouts; `rests` are compared with them, but get no estimate."""
+        """Run the job's estimator over the rollouts. `rests` are further siblings to compare them with."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]
@@ -364,7 +371,7 @@ class CreditAssignment:
     def _rewarded(
         self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
     ) -> EpisodeRewards:
-        """Return an episode with the inputs that the job's estimator reads."""
+        """Convert a rollout to the job's estimator's input. Fill only the fields that the estimator reads."""
         plug, name = self.estimator, rollout.rollout_id
         policy = self.policies.policy_by(rollout)
         # With a baseline per policy, episodes are compared only within their policy's part of the group.
@@ -391,9 +398,10 @@ class CreditAssignment:
         )
 
     def _value_after(self, rollout: Rollout, trajectory: Trajectory, measured: Measured) -> float | None:
-        """Return V of the state in which a limit cut the episode, if the job's estimator bootstraps from it.
+        """Return V of the state after the last decision; None if the estimator does not bootstrap from it.
 
-        Raises AdvantageError if no such values were measured.
+        An estimator bootstraps only in episodes that a limit cut short. Raises AdvantageError if no values
+        of such states were measured.
         """
         reads_key = "bootstrap_truncated" in self.estimator.keys.model_fields
         if not (self.algorithm.bootstrap_truncated and reads_key and trajectory.cut_short):
@@ -419,7 +427,7 @@ class CreditAssignment:
             )
         return [
             [
-                # A branch counts its decisions from 1; its horizon is the rest of the parent's.
+                # A branch numbers its decisions from 1, but its horizon is what the parent had left.
                 discounted_returns(
                     self.rewards.earned_by(branch, measured.scored, decisions_done=step.turn - 1).rewards_T,
                     self.algorithm.gamma,
@@ -430,12 +438,12 @@ class CreditAssignment:
         ]
 
 
-# The estimate of forks in a job that trains no continuation.
+# The estimate of continuations in a job that trains none.
 _NO_FORKS = _Estimate([], [], [], [], [], Advantages([]), [], [])
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """Return the [T] texts of the observations: the messages since the policy's last answer."""
+    """Return the [T] texts of the observations, each made of the messages since the policy's last answer."""
     texts = []
     for t, prompt in enumerate(prompts(trajectory.steps)):
         if not prompt:
@@ -446,7 +454,7 @@ def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:
 
 
 def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]:
-    """Return the [T] state keys of decisions by the job's `state_hashing_function`."""
+    """Return the [T] state keys that the state hashing function `name` gave to the decisions."""
     keys = []
     for step in trajectory.steps:
         key = step.observation_data.state_keys.get(name)

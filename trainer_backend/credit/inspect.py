@@ -1,4 +1,4 @@
-"""`turnwise inspect`: one episode by decision: observation, action, rewards and credit."""
+"""`turnwise inspect`: shows the observation, action, rewards and credit of each decision of an episode."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,10 +34,10 @@ _KEY_SHOWN = 10
 def find_rollout(
     runs: Sequence[RunDirectory], rollout_id: str, advantage: str | None = None
 ) -> tuple[Rollout, list[dict[str, Any]]]:
-    """Find a stored rollout by its id, or by the end of its id; return it with the columns of its decisions.
+    """Find a stored rollout by its id or by the end of its id. Return it with its decisions' stored columns.
 
-    The credit is read from the file that `turnwise recredit` wrote for the estimator `advantage`; None: the
-    run's own credit.
+    With `advantage`, the columns come from the file that `turnwise recredit` wrote for this estimator;
+    without it, they contain the credit that was computed in training.
     """
     found = [
         (run, path, known)
@@ -58,7 +58,10 @@ def find_rollout(
 
 
 def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) -> Path:
-    """Return the file of `turnwise recredit` with that estimator's credit of the rollout in `path`."""
+    """Return the file of `turnwise recredit` that contains the credit by the estimator `advantage`.
+
+    `path` is the file of the rollout. Raises RunDirectoryError if the rollout was not credited.
+    """
     estimator(advantage)
     found = run.recredit / f"{advantage}.parquet"
     if path not in run.iteration_files():
@@ -72,7 +75,7 @@ def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) ->
 
 
 def _beginning(episode: Trajectory) -> Iterator[Text]:
-    """Yield a line about the snapshot at which an episode began, if it began at one."""
+    """Yield one line that describes the snapshot at which an episode began; nothing without a snapshot."""
     if episode.is_continued:
         yield Text(
             f"began at a snapshot of {episode.parent_rollout_id}, after {episode.parent_turn} decisions of "
@@ -86,8 +89,8 @@ def episode_view(
 ) -> Iterator[RenderableType]:
     """Render an episode for a terminal.
 
-    `credits` are the stored columns of each decision; empty without credit. `full` shows whole prompts
-    instead of their new messages. `tokens` shows the positions of each decision's tokens in the segments.
+    `credits` are the stored columns of each decision; empty if no credit is stored. `full` shows each prompt
+    whole, and not only its new messages. `tokens` shows the positions of tokens in the segments.
     """
     yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
     episode = rollout.trajectory
@@ -141,7 +144,7 @@ def episode_view(
 
 
 def _observations(episode: Trajectory, *, full: bool) -> list[str]:
-    """Return the [T] observations of decisions: whole prompts, or only the new messages."""
+    """Return the [T] texts of the decisions' prompts: whole if `full`, or else only their new messages."""
     if full:
         return ["\n".join(map(message_text, prompt)) for prompt in prompts(episode.steps)]
     if episode.full_history:
@@ -150,7 +153,7 @@ def _observations(episode: Trajectory, *, full: bool) -> list[str]:
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
-    """Return lines by turn, in source 3's terms: the states of the tool loop, the positions of tokens."""
+    """Return lines by turn, in source 3's terms, with the tool loop's states and the positions of tokens."""
     segments = build_segments(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
@@ -170,7 +173,7 @@ def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[in
 
 
 def _snapshot(number: int, segment: Segment) -> str:
-    """Describe a segment that a context edit closed: its prompt tokens, and the tokens after them."""
+    """Describe the token positions of a segment that ended because a context edit changed the prompt."""
     first = int(segment.spans[0]["start"])
     trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
     return (
@@ -180,7 +183,10 @@ def _snapshot(number: int, segment: Segment) -> str:
 
 
 def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
-    """Describe a decision's tokens by its entries in source 3's two lists; positions are in its segment."""
+    """Describe a decision's tokens by its entries in source 3's two lists.
+
+    Positions count from the start of the decision's segment. `full` adds the ids of the prompt.
+    """
     t = view.turn - 1
     prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
     return [

@@ -1,4 +1,4 @@
-"""`turnwise recredit`: applies every estimator to a run's stored rollouts; prints tables, writes files."""
+"""`turnwise recredit`: applies estimators to a run's stored rollouts and reports how they differ."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -48,21 +48,21 @@ from trainer_backend.rundir.truth_file import TruthFile, select_rewards
 
 @dataclass(frozen=True, slots=True)
 class Recredited:
-    """The credit of the same decisions by several estimators."""
+    """The credit that several estimators give to the same decisions."""
 
     rollouts: list[Rollout]
-    """Finished rollouts in the order of iterations, then the trained continuations."""
+    """Finished rollouts in the order of iterations, followed by the trained continuations."""
     credits: Mapping[str, list[Credit]]
-    """By estimator, in the order of the rollouts."""
+    """Credits of `rollouts`, in the same order, by estimator."""
     refused: Mapping[str, str]
-    """Estimators that could not be computed, with the reason."""
+    """Why an estimator could not be computed, by estimator."""
     met: Mapping[str, float] = field(default_factory=dict)
-    """By kind, "state" or "text": the share of decisions whose state or text occurs twice in their group. The
-    first decision of each episode is left out; a kind that no estimator compares is absent."""
+    """Share of decisions whose state (key "state") or text (key "text") occurs at least twice in their group.
+    First decisions of episodes are left out. A key is absent if no estimator compares decisions by it."""
 
     @property
     def advantages(self) -> dict[str, list[float]]:
-        """By estimator, the advantages of all decisions of all rollouts, in one list."""
+        """The advantages of all decisions of all rollouts in one list, by estimator."""
         return {
             name: list(chain.from_iterable(credit.advantages_T for credit in credits))
             for name, credits in self.credits.items()
@@ -70,7 +70,7 @@ class Recredited:
 
 
 def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
-    """Return the rollout files of these iterations, or of all, in order."""
+    """Return the rollout files of the given iterations in order; with no iterations given, all files."""
     files = run.iterations()
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
@@ -82,7 +82,7 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
 
 
 def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list[Rollout]]:
-    """Read the finished rollouts of these iterations, or of all, in order."""
+    """Read the finished rollouts of each given iteration in order; with none given, of all iterations."""
     read = [read_rollouts(path) for path in stored_files(run, iterations)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
@@ -91,13 +91,13 @@ def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list
 
 
 def stored_measured(run: RunDirectory, iterations: Sequence[int]) -> list[Measured]:
-    """Read each iteration's stored measurements: values, branches, and log-probs under the reference."""
+    """Read the stored values, branches and log-probs of each iteration that `stored_iterations` returns."""
     files = stored_files(run, iterations)
     return [_read_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
 
 
 def _read_measured(path: Path) -> Measured:
-    """Read the measurements of one iteration; its file of branches may be empty."""
+    """Read the measurements of one iteration. The file of branches may be missing or without rollouts."""
     other = path.with_name(path.name.replace("iteration_", "branches_"))
     if not other.exists():
         return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
@@ -114,16 +114,17 @@ def recredited(
     names: Sequence[str],
     measured: Sequence[Measured] = (),
 ) -> Recredited:
-    """Credit every iteration by every estimator, with the job's rewards and keys of [algorithm].
+    """Credit all rollouts once with each of the estimators `names`, with the job's rewards and settings.
 
-    Episodes are compared within their iteration's groups. An estimator whose inputs were not stored is
-    refused by name. `measured` comes from `stored_measured`; empty: nothing was measured.
+    Episodes are compared within the groups of their iteration. If the inputs of an estimator were not
+    stored, `Recredited.refused` contains the reason. `measured` comes from `stored_measured`; empty: nothing
+    was measured.
     """
     measured = measured or [NOTHING] * len(iterations)
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
     batches = list(zip(iterations, measured, strict=True))
     for rollouts, measurements in batches:
-        for rollout in rollouts:  # a broken reward is an error of all estimators, not a refusal of one
+        for rollout in rollouts:  # an undefined reward fails all estimators: raise it here
             credit.rewards.earned_by(rollout, measurements.scored)
     credits: dict[str, list[Credit]] = {}
     after_forks = chain.from_iterable(map(credit.continuations, measured))
@@ -131,7 +132,7 @@ def recredited(
     for name in names:
         try:
             credits[name] = _credits(credit, batches, advantage=name)
-        except (AdvantageError, RewardError) as error:  # RewardError: of a branch
+        except (AdvantageError, RewardError) as error:  # RewardError: raised by a branch
             refused[name] = str(error)
     kinds = {_compared_kind(name) for name in credits}
     others = {
@@ -147,19 +148,19 @@ _Batch = tuple[Sequence[Rollout], Measured]
 
 
 def _credits(credit: CreditAssignment, batches: Sequence[_Batch], **algorithm: object) -> list[Credit]:
-    """Compute the credit of all batches, with these keys of [algorithm] instead of the job's."""
+    """Compute the credit of all batches. The keywords replace the job's keys in [algorithm]."""
     changed = replace(credit, algorithm=credit.algorithm.model_copy(update=algorithm))
     credits = [item for rollouts, of_them in batches for item in changed.credits(rollouts, of_them)]
     return [*credits, *(item for batch in batches for item in changed.fork_credits(*batch))]
 
 
 def _compared_kind(name: str) -> str:
-    """Return by what an estimator compares decisions: "state" (its key), "text", or "" for neither."""
+    """Return what an estimator compares decisions by: "state" (the state key), "text", or "" for neither."""
     plug = estimator(name)
     return "state" if plug.needs_state_keys else "text" if plug.needs_texts else ""
 
 
-# Keys of [algorithm] with which decisions are compared only if their states, or their texts, are equal.
+# Keys of [algorithm] that make an estimator compare only decisions with equal states, or with equal texts.
 _EQUAL: Mapping[str, Mapping[str, object]] = {
     "state": {"advantage": "gigpo", "context_depth": 0},
     "text": {"advantage": "gigpo_soft", "similarity_temperature": 0.0},
@@ -169,8 +170,8 @@ _EQUAL: Mapping[str, Mapping[str, object]] = {
 def with_records(rollout: Rollout) -> Rollout:
     """Add missing `decision_rewards` to a rollout, computed from its achievement counters.
 
-    So a run that was played without step rewards can be credited by decision. A rollout without counters is
-    returned unchanged.
+    This allows step rewards for a run that was played without them. A rollout without counters is returned
+    unchanged.
     """
     episode = rollout.trajectory
     if episode is None or not episode.achievements_counts:
@@ -191,7 +192,10 @@ Cosines = Mapping[tuple[str, str], float]
 def recredit_tables(
     credited: Recredited, cosines: Cosines | None = None, scores: TruthScores | None = None
 ) -> Group:
-    """Return tables of spread, correlation, sign agreement and, if given, cosines and truth scores."""
+    """Return tables that compare the estimators: spread, correlation and sign agreement of their advantages.
+
+    `cosines` and `scores`, if given, are added as further tables.
+    """
     advantages, parts = credited.advantages, list[Table | Text | str]()
     if advantages:
         decisions = len(next(iter(advantages.values())))
@@ -211,7 +215,7 @@ def recredit_tables(
     return Group(*parts) if scores is None else Group(*parts, "", scores.tables())
 
 
-# The end of the sentence if no state, or text, occurs twice; `{}` are estimators.
+# The end of the sentence if no state, or no text, occurs twice; `{}` is replaced by names of estimators.
 _ALONE = {
     "state": "so {} can compare first decisions only; another algorithm.state_hashing_function may "
     "distinguish fewer states",
@@ -220,7 +224,7 @@ _ALONE = {
 
 
 def _describe_matches(credited: Recredited) -> list[Text]:
-    """Describe how often states and texts occur twice, and which estimators compare by them."""
+    """Return sentences on how often states and texts occur twice, and which estimators compare by them."""
     lines = []
     for kind, share in credited.met.items():
         by = ", ".join(name for name in credited.credits if _compared_kind(name) == kind)
@@ -244,7 +248,7 @@ def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
 
 
 def _spread(advantages: Sequence[float]) -> dict[str, float]:
-    """Describe one estimator's advantages of all decisions."""
+    """Compute the mean, the variance and the share of zeros of advantages."""
     return {
         "mean": fmean(advantages),
         "variance": pvariance(advantages),
@@ -253,7 +257,7 @@ def _spread(advantages: Sequence[float]) -> dict[str, float]:
 
 
 def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
-    """Return a table of all pairs, below the diagonal; columns are numbered, so that they stay narrow."""
+    """Return a lower triangular table of `of(a, b)` for all pairs of names; column headers are numbers."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title, no_wrap=True, min_width=3 + max(map(len, names), default=0))
     for number in range(1, len(names)):
@@ -271,10 +275,10 @@ _POINTS = 4_000
 def write_recredit(
     credited: Recredited, folder: Path, cosines: Cosines | None = None, scores: TruthScores | None = None
 ) -> None:
-    """Write the results of `turnwise recredit`.
+    """Write the results of `turnwise recredit` to a folder.
 
-    Writes `figures.json`, `agreement.html`, `truth.html` (with truth scores), and for each estimator
-    NAME.parquet, the rollouts with its credit.
+    These are `figures.json`, `agreement.html` (for two or more estimators), `truth.html` (if `scores` are
+    given), and a file NAME.parquet per estimator with the rollouts and the estimator's credit.
     """
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +293,7 @@ def write_recredit(
 
 
 def truth_page(scores: TruthScores) -> bytes:
-    """Return a page with a chart of each estimator against the truth, below lines about the truth's noise."""
+    """Return an HTML page with the noise of the truth, and scatter charts of estimators against the truth."""
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
@@ -299,7 +303,7 @@ def truth_page(scores: TruthScores) -> bytes:
 
 
 def _describe_score(score: TruthScore, unbiased: float | None) -> str:
-    """Return the sentence below an estimator's chart."""
+    """Return the sentence that is shown below an estimator's chart."""
     if score.correlation is None:
         return "No correlation: all its advantages, or all true ones, are the same."
     correlation = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
@@ -313,12 +317,12 @@ def agreement_page(
     notes: Mapping[str, str] = MappingProxyType({}),
     above: Sequence[str] = (),
 ) -> bytes:
-    """Return a page with a scatter chart of each other estimator against the first: a point per decision.
+    """Return an HTML page with scatter charts of each estimator against the first, a point per decision.
 
     `notes` are sentences below the charts, by estimator; `above` are sentences above all charts.
     """
     first, *others = advantages
-    # Thinned evenly over the batch: a chart of all decisions would be a blot.
+    # Every step-th decision only, because a chart of all decisions would be unreadable.
     step = max(1, len(advantages[first]) // _POINTS)
     charts = []
     for name in others:
@@ -331,7 +335,7 @@ def agreement_page(
 
 
 def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:
-    """Return all numbers of the tables as JSON values."""
+    """Return the numbers of the tables as JSON values."""
     advantages = credited.advantages
     return {
         "episodes": len(credited.rollouts),
@@ -363,8 +367,14 @@ def recredit_run(
 ) -> tuple[Group, Path]:
     """Credit a run's stored rollouts again, write the results, and return the tables and the folder.
 
-    `truth` is a file of `turnwise truth` to compare the estimators with. With a checkpoint, processes
-    compute gradients, and report to `reporter`.
+    Args:
+        names: the estimators; empty: all.
+        iterations: the iterations to credit; empty: all, or the iteration of `truth`.
+        checkpoint: the policy whose gradients under the estimators are compared; None: no gradients.
+        out: the folder to write to; None: the run's own.
+        overrides: `table.key=value` for the run's job.
+        truth: a file of `turnwise truth`, whose true advantages the estimators are compared with.
+        reporter: receives messages and the progress of the processes that compute gradients.
     """
     run = open_run(path)
     loaded = run.job_of_stored(overrides)
@@ -410,7 +420,11 @@ def recredit_run(
 def _read_truth(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """Read a truth file. Raises RunDirectoryError as `TruthFile.read`, or for another setting than this."""
+    """Read a file of `turnwise truth`.
+
+    Raises RunDirectoryError as `TruthFile.read`, or if the truth was measured for another iteration, with
+    other rewards or with another gamma.
+    """
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
@@ -429,7 +443,7 @@ def _read_truth(
 
 
 def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -> None:
-    """Refuse a checkpoint other than the policy whose truth was measured."""
+    """Raise RunDirectoryError if the checkpoint is not the policy whose true advantages were measured."""
     known, found = file.setting.digest, read_digest(checkpoint)
     if known and found and known != found:
         own = run.checkpoints / file.setting.checkpoint
@@ -442,9 +456,10 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
 def select_advantages(
     credited: Recredited, truths: Mapping[tuple[str, int], TrueAdvantage] | None
 ) -> dict[str, list[OfEpisode]]:
-    """Return each estimator's advantages in the order of the rollouts, by token if it has any by token.
+    """Return the advantages of each estimator in the order of the rollouts, by token where there are such.
 
-    `truths` (by rollout id and turn) are added under the name TRUTH; then unmeasured decisions have only 0.
+    `truths`, keyed by rollout id and turn, are added under the name TRUTH. In this case all advantages of
+    unmeasured decisions are 0, so that gradients are compared over the measured decisions.
     """
     if truths is None:
         return {

@@ -1,4 +1,4 @@
-"""Stop 9 of the route: r_t of a finished rollout, and its policy and segments. Pure."""
+"""Computes the rewards r_t of a finished rollout (stop 9 of docs/route.md), its policy and segments. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,14 @@ class Earned:
     paid_T: Sequence[float]
     """[T] rewards without the cost of KL."""
     kl_T: Sequence[float] = ()
-    """[T] costs of the KL to the reference; empty without `training.kl_reward_coef`, as is `kl_nats`."""
+    """[T] cost of the KL to the reference policy, as a term of the reward: -`training.kl_reward_coef` * KL.
+    Empty, like `kl_nats`, if this coefficient is 0."""
     kl_nats: Sequence[Sequence[float]] = ()
-    """For each decision, the estimates of the KL at its tokens, in nats."""
+    """For each decision, the KL estimate at each of its tokens, in nats."""
 
     @property
     def rewards_T(self) -> Sequence[float]:
-        """[T] r_t, which estimators read: `paid_T` plus `kl_T`."""
+        """[T] rewards r_t that estimators read: `paid_T` plus `kl_T`."""
         if not self.kl_T:
             return self.paid_T
         return [paid + kl for paid, kl in zip(self.paid_T, self.kl_T, strict=True)]
@@ -37,10 +38,10 @@ class Earned:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Computes the rewards of a job's decisions."""
+    """Computes the rewards of decisions, with the settings of a job."""
 
     table: TrainingTable
-    """[training], with the keys of step rewards and of the cost of KL."""
+    """The job's [training], which configures step rewards and the cost of KL."""
     max_decisions: int
     """The most decisions that an episode may take."""
 
@@ -57,9 +58,10 @@ class Rewards:
     ) -> Earned:
         """Compute r_t of a finished rollout.
 
-        `scored` has, by rollout id, the log-probs that `training.kl_reward_coef` needs. `decisions_done` is
-        the number of decisions before the episode's first snapshot; it shortens the horizon. Raises
-        RewardError as `reward_vector` and `refuse_lost_reward`, or for missing log-probs.
+        `scored` contains the log-probs, by rollout id, that `training.kl_reward_coef` needs.
+        `decisions_done` is the number of decisions before the snapshot at which the rollout starts; it
+        shortens the horizon. Raises RewardError if a reward is undefined, or if log-probs are missing; see
+        also `refuse_lost_reward`.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
@@ -107,7 +109,7 @@ METRICS = (
 
 
 def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
-    """Return the mean KL per token, in nats, and its mean cost per episode; empty if KL has no cost."""
+    """Return the mean KL per token, in nats, and the mean cost of KL per episode; empty if KL has no cost."""
     nats = [value for item in episodes for row in item.kl_nats for value in row]
     if not nats:
         return {}
@@ -117,20 +119,20 @@ def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policies that sample the rollouts of a job."""
+    """Tells which policy of a job sampled a rollout, and builds the rollout's segments accordingly."""
 
     job_name: str
-    """Part of the models' names."""
+    """Name of the job, which is a part of its models' names."""
     fixed: tuple[RolloutOnlyTable, ...]
     """Policies that are never trained."""
     temperature: float
     """The actor's sampling temperature."""
 
     def policy_by(self, rollout: Rollout) -> str:
-        """Return the policy that sampled the rollout, ACTOR or a fixed policy, by the trajectory's model.
+        """Return the policy that sampled the rollout: ACTOR, or the name of a fixed policy.
 
-        Raises SegmentError if the job has no such policy. If its samples counted as the actor's, they would
-        silently be trained without behaviour weights.
+        Raises SegmentError if the trajectory's model is not a policy of the job. Treating such samples as
+        the actor's would silently train on them without behaviour weights.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)
@@ -144,7 +146,7 @@ class Policies:
         return policy
 
     def segments_by(self, rollout: Rollout) -> list[Segment]:
-        """Build the segments of a rollout (stop 7 of the route); empty if it is not finished.
+        """Build the segments of a rollout (stop 7 of docs/route.md); empty if the rollout is not finished.
 
         Samples of a fixed policy are scored at the actor's temperature, because the policy in training is
         softmax(logits / rollout.temperature) (DESIGN.md 4.9). Raises SegmentError as `policy_by` and
@@ -156,10 +158,11 @@ class Policies:
         return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
 
     def final_view_by(self, rollout: Rollout) -> Segment | None:
-        """Build the prompt after the last decision of an episode that a limit cut short; None if not stored.
+        """Build the prompt that would have followed the last decision; None if it is not stored.
 
-        One token follows the prompt, because a critic reads a state's value where the next token is
-        predicted. It belongs to no decision and is never trained. Raises SegmentError as `build_segments`.
+        It is stored for episodes that a limit cut short. One token follows the prompt, because a critic
+        reads a state's value where the next token is predicted; the token belongs to no decision and is
+        never trained. Raises SegmentError as `build_segments`.
         """
         episode = rollout.trajectory
         if episode is None or episode.final_view is None:

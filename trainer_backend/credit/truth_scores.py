@@ -1,4 +1,4 @@
-"""`turnwise recredit --truth`: compares every estimator with the measured truth of the same decisions."""
+"""`turnwise recredit --truth`: compares estimators with the measured true advantages of decisions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,21 +20,29 @@ from trainer_backend.plugins import estimator
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
 
 TRUTH = "truth"
-# With a standard error of this share of the spread, the correlation is 96 % of the noiseless correlation.
+# A standard error of 0.3 times the spread lowers a correlation to 96 % of its noiseless value.
 _GOAL = 0.3
-# Width of the widest cells: a pair of bounds, or a bias with its error.
+# Width in characters of the widest cells: a pair of bounds, or a bias with its error.
 _WIDEST = 12
 _TITLES = ("correlation", "95 %", "unbiased", "noiseless", "rank", "sign", "explained", "of 0")
 
 
 class TruthScores:
-    """Scores of estimators against the truth, over the measured decisions; `file` has at least one.
+    """Scores estimators by how well their advantages agree with the measured true advantages.
 
-    `advantages` are given by estimator and rollout; the attribute keeps those of measured decisions, in the
-    order of `true`. `groups` are the rollouts' group ids. `unbiased` is, by estimator, the correlation of an
-    unbiased estimator with the same std; None for a biased one, whose std is not noise in reward units.
-    `cosines` are, by estimator, those between its gradient and the truth's over the measured decisions; empty
-    without a checkpoint.
+    Args:
+        file: the true advantages of one or more decisions.
+        advantages: advantages of all decisions, by estimator and rollout id.
+        groups: group ids, by rollout id.
+        cosines: cosines of gradients by pairs of estimator and TRUTH; None without a checkpoint.
+
+    Attributes:
+        true: true advantages of the measured decisions.
+        advantages: advantages of the same decisions, in the same order, by estimator.
+        scores: the score of each estimator.
+        unbiased: the correlation that an unbiased estimator with the same std would reach, by estimator. None
+            for a biased estimator, because its std does not measure noise in reward units.
+        cosines: cosine between an estimator's gradient and the truth's, by estimator; may be empty.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class TruthScores:
         groups: Mapping[str, str],
         cosines: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
-        # Sorted, so that the numbers do not depend on the order of measuring.
+        # Sorted, so that the numbers do not depend on the order in which decisions were measured.
         self.setting, truths = file.setting, [file.truths[key] for key in sorted(file.truths)]
         group_ids = [groups.get(item.rollout_id, item.rollout_id) for item in truths]
         self.noise = measure_noise(truths)
@@ -60,7 +68,7 @@ class TruthScores:
         self.cosines = {name: cosine for (name, other), cosine in (cosines or {}).items() if other == TRUTH}
 
     def figures(self) -> dict[str, object]:
-        """Return all numbers of the tables as JSON values."""
+        """Return the numbers of the tables as JSON values."""
         return {
             "setting": self.setting.model_dump(mode="json"),
             "noise": {**asdict(self.noise), "ratio": self.noise.ratio},
@@ -75,7 +83,7 @@ class TruthScores:
         }
 
     def tables(self) -> Group:
-        """Return a table of scores, the best estimator first, and a table of biases."""
+        """Return lines about the noise, a table of scores, best estimator first, and a table of biases."""
         return Group(noise_lines(self.setting, self.noise), "", self._scores(), "", _biases(self.scores))
 
     def _scores(self) -> Table:
@@ -105,7 +113,7 @@ def _select_measured(rows: Mapping[str, Sequence[float]], truths: Sequence[TrueA
 
 
 def noise_lines(setting: TruthSetting, noise: Noise) -> Text:
-    """Describe what was measured, and with what standard error."""
+    """Return sentences that say what was measured, and how large the standard error is."""
     horizon = "to the end of their episodes" if setting.horizon is None else f"of {setting.horizon} decisions"
     draws = "own draws of the world" if setting.fresh_draws else "the draws that the stored episode met"
     against = f", {noise.ratio:.2f} of their spread {noise.spread:.3f}" if noise.ratio is not None else ""
@@ -134,7 +142,7 @@ def _biases(scores: Mapping[str, TruthScore]) -> Table:
 
 
 def _table(title: str, scores: Mapping[str, TruthScore], columns: Sequence[str]) -> Table:
-    """Return a table for one row per estimator, whose numbers no narrow terminal cuts off."""
+    """Return an empty table for one row per estimator; its columns do not shrink in a narrow terminal."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title, no_wrap=True, min_width=max(map(len, (title, *scores))))
     for column in columns:

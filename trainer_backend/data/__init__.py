@@ -1,1 +1,1 @@
-"""Data sets: the rows of files and folders, and which of them are held out."""
+"""Data sets: reads rows from files and folders, and splits them into training and held-out rows."""

@@ -1,8 +1,8 @@
-"""Generates short sums in the layout of GSM8K: `python -m trainer_backend.data.arithmetic`.
+"""Generates a data set of short arithmetic problems in the layout of GSM8K.
 
     python -m trainer_backend.data.arithmetic --rows 1000 --steps 2 --seed 0 > sums.jsonl
 
-A row is `{"question", "answer"}`; the answer gives each step and ends in `#### n`, as in the public data set.
+A row is `{"question", "answer"}`. As in GSM8K, the answer shows each calculation and ends in `#### n`.
 """
 
 import argparse
@@ -15,10 +15,10 @@ _THINGS = ("shells", "stamps", "marbles", "plums", "coins", "beads", "nails", "c
 
 
 def sums(rows: int, *, steps: int, seed: int, largest: int = 20) -> Iterator[dict[str, str]]:
-    """Yield rows of one to `steps` additions, subtractions and multiplications, without repeated questions.
+    """Yield rows whose problems take one to `steps` additions, subtractions and multiplications.
 
-    The first rows do not depend on the number of rows. `largest` is the largest number in a question;
-    multipliers are 2 or 3.
+    No question occurs twice. With the same seed, a larger `rows` adds rows after the same first ones.
+    `largest` is the largest number in a question; multipliers are 2 or 3.
     """
     random, questions = Random(seed), set[str]()
     for _ in range(rows):
@@ -45,7 +45,7 @@ def _sum(random: Random, steps: int, largest: int) -> tuple[str, str]:
 
 
 def _step(random: Random, name: str, have: int, largest: int) -> tuple[str, str, int]:
-    """Return a sentence, its calculation and its result, which is never below 0."""
+    """Return a sentence of the question, its calculation, and the result, which is never negative."""
     kind = random.choice(("more", "fewer", "times") if have else ("more",))
     if kind == "more":
         count = random.randint(1, largest)

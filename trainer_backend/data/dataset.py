@@ -1,7 +1,7 @@
-"""The data set of a job: its rows, checked and split into training and held-out ones.
+"""Reads the data set of a job, checks its rows, and splits them into training and held-out rows.
 
-All rows are in memory: a run plays all of them in shuffled epochs anyway, and a mistake in the last row is
-reported before the first is played.
+All rows are read before the first episode, so that a mistake in any row is reported at once. They stay in
+memory, because a run plays all of them in shuffled epochs.
 """
 
 from collections import Counter
@@ -28,20 +28,20 @@ class Split:
     """The rows of one split, in the order of their files."""
 
     name: str
-    """A name for messages, such as `train of data/gsm8k`."""
+    """The split's name in messages, such as `train of data/gsm8k`."""
     rows: tuple[Row, ...]
-    """Rows with unique ids."""
+    """The rows; ids are unique."""
     keys: tuple[str, ...]
-    """The key of each row by which `held_out_share` chooses its side: its own id, or else its task digest,
-    so that rows with the same question are on the same side."""
+    """For each row, the key that `split_rows` hashes: the row's own id, or without one its task digest. Rows
+    with equal task digests are on the same side of the split."""
     used: Mapping[str, str]
-    """The columns that were read, by part of a row."""
+    """The column from which each part of a row was read, by part, such as `prompt`."""
     unread: tuple[str, ...] = ()
-    """Columns that nothing reads."""
+    """Names of the columns that were not read."""
 
 
 class RowIdentity(NamedTuple):
-    """Identifies a row, to tell whether it changed since the run began."""
+    """Identifies a row, so that later commands can tell whether the row changed since the run began."""
 
     side: Side
     id: str
@@ -50,25 +50,26 @@ class RowIdentity(NamedTuple):
     task: str
     """`Row.task_digest`"""
     where: str
-    """File and line."""
+    """The row's file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Training rows, and held-out rows that every evaluation plays."""
+    """The training rows of a job, and the held-out rows that each of its evaluations plays."""
 
     training: tuple[Row, ...]
     """Rows in the order of their files."""
     evaluation: tuple[Row, ...]
-    """Held-out rows to play, the same for every job with this data and held_out_seed."""
+    """Held-out rows to play: the same in every job with equal [data] and `evaluation.instances`."""
     notes: tuple[str, ...] = ()
-    """Lines for the user."""
+    """Lines about the data to show to the user, such as warnings."""
     identities: tuple[RowIdentity, ...] = ()
-    """Identities of all rows in the order of their files, also of rows that no evaluation plays."""
+    """Identities of all training rows, and then of all held-out rows, also of those that are not played."""
     by_position: bool = False
-    """Whether ids are positions, see `read_split`; false where all rows have ids of their own."""
+    """Whether ids are positions, as `read_split` explains; false if the data set gives all rows ids."""
     by_id: Mapping[str, Row] = field(init=False, repr=False)
-    """The training rows by id. Held-out rows may reuse these ids: many sets count from 0 in each split."""
+    """The training rows by id. Held-out rows are not included, because their ids may be the same: many data
+    sets count from 0 in each split."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})
@@ -84,8 +85,11 @@ def read_data(
 ) -> DataSet:
     """Read the data set of a job.
 
-    `instances` is the most held-out rows to evaluate (evaluation.instances). For `numbers` see
-    `refuse_unmatchable`, for `has_reward` `note_missing`, and for `by_position` `read_split`.
+    Args:
+        instances: the most held-out rows to play (`evaluation.instances`).
+        numbers: see `refuse_unmatchable`.
+        has_reward: see `note_missing`.
+        by_position: see `read_split`.
     """
     split = read_split(table.path, table.split, by_position=by_position)
     if table.held_out_share is None:
@@ -121,9 +125,9 @@ def read_data(
 def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     """Read the rows of one split.
 
-    A row without an id gets the digest of its content, which depends on neither format nor place. Further
-    rows with equal content also get a number: `3f9c2a7be0d14585-2`. With `by_position` a row without an id
-    gets its split and number instead, `train/17`, as before 2026-11-28.
+    A row without an id gets the digest of its content as its id. If several rows have equal content, the
+    second and further ones get a number too: `3f9c2a7be0d14585-2`. With `by_position`, a row without an id
+    gets its split and its position instead: `train/17`. Runs from before 2026-11-28 need these ids.
     """
     parsed_rows: list[ParsedRow] = []
     keys: list[str] = []
@@ -160,9 +164,9 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
 
 
 def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], where: str) -> None:
-    """Refuse a row whose parts come from other columns than in the rows before.
+    """Refuse a row whose parts were read from other columns than those of the rows before.
 
-    `truths` checks missing ground truths, since it knows whether the job reads them.
+    A missing ground truth is accepted, because `truths.note_missing` checks it.
     """
     if row == before:
         return
@@ -177,9 +181,9 @@ def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], whe
 
 
 def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Split rows into training and held-out ones by a hash of each key.
+    """Return the training rows and the held-out rows, of which there are about `share`.
 
-    So a file with added rows still holds out the same rows, wherever the added rows are.
+    A hash of its key assigns each row to a side, so the side does not change if rows are added to the file.
     """
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, key in zip(split.rows, split.keys, strict=True):
@@ -188,7 +192,7 @@ def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], 
 
 
 def first_instances(rows: Sequence[Row], instances: int, seed: int) -> tuple[Row, ...]:
-    """Return the first `instances` rows in the order of their ids' hashes, because files are often sorted."""
+    """Return a pseudo-random sample of at most `instances` rows, ordered by hashes of their ids."""
     order = sorted(rows, key=lambda row: derived_seed(seed, "instances", row.id))
     return tuple(order[:instances])
 
@@ -200,7 +204,7 @@ def _summary(split: Split) -> str:
 
 
 def _overlaps(identities: Iterable[RowIdentity]) -> list[str]:
-    """Warn if a held-out row has the prompt of a training row."""
+    """Return a warning if a held-out row has the same prompt and document as a training row."""
     places: dict[str, str] = {}
     shared: list[tuple[str, str]] = []
     for row in identities:  # training rows come first

@@ -1,9 +1,9 @@
-"""The files of each split: a single file, or a folder in a layout of `datasets` or the hub.
+"""Finds the files of a split: a single file, or a folder as `datasets` or the Hugging Face hub lays it out.
 
 file.jsonl, file.parquet                  all rows belong to the split that the job names
 dataset_dict.json, train/, test/          DatasetDict.save_to_disk: one folder per split
 state.json, data-00000-of-00001.arrow     Dataset.save_to_disk: one split, named in state.json
-train.jsonl, test-00000-of-00002.parquet  a repository of the hub, also with its files in data/
+train.jsonl, test-00000-of-00002.parquet  a repository of the hub, which may have these files in data/
 train/0000.parquet, test/0000.parquet     a hub repository that was converted to Parquet
 """
 
@@ -20,7 +20,7 @@ from trainer_backend.data.records import READERS
 from trainer_backend.errors import DataError
 
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
-# Names of a folder's files if the folder is one split: numbers, or the names that `datasets` gives.
+# Names of the files in a folder that is one split: numbers, or the names that `datasets` gives.
 _DATA_NAME = re.compile(r"\d+|data(-\d{5}-of-\d{5})?|part[-.].*")
 
 Splits = Mapping[str, Sequence[Path]]
@@ -42,7 +42,10 @@ def find_files(path: Path, split: str) -> Sequence[Path]:
 
 
 def suggest_path(path: Path, kind: Callable[[Path], bool]) -> str:
-    """Return `". Did you mean 'x'?"` if the folder has an entry of that kind with a similar name."""
+    """Return `". Did you mean 'x'?"` if the folder of `path` contains a similar name, or else an empty text.
+
+    Only paths for which `kind` returns True are suggested.
+    """
     try:
         others = [other.name for other in path.parent.iterdir() if kind(other)]
     except OSError:
@@ -67,7 +70,7 @@ def _splits(folder: Path, split: str) -> Splits:
 
 
 def _dataset_files(folder: Path) -> Sequence[Path]:
-    """Return the files of Dataset.save_to_disk, in the order of its state.json."""
+    """Return the files that Dataset.save_to_disk wrote, in the order in which its state.json lists them."""
     state = folder / "state.json"
     if not state.is_file():
         raise DataError("is missing; the folder is not as `save_to_disk` left it", where=str(state))
@@ -82,7 +85,10 @@ def _dataset_files(folder: Path) -> Sequence[Path]:
 
 
 def _inside(folder: Path, name: Any, where: Path) -> Path:
-    """Return the path of a named file of the folder; refuse a name that leads out of the folder."""
+    """Return the path of the entry `name` of the folder; refuse a name that leads out of the folder.
+
+    `where` is the file that contains the name, for the error.
+    """
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\0"}:
         raise DataError(f"names {shown(name)}, which is no name of a file in its folder", where=str(where))
     return folder / name
@@ -97,7 +103,7 @@ def _by_name(folder: Path) -> dict[str, list[Path]]:
 
 
 def _by_folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yield one split per folder; refuse several data sets, of which the job must choose one."""
+    """Yield (split, files) for each subfolder. Refuse a folder whose subfolders are whole data sets."""
     inside = {path: _data_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
     choices = [path for path, files in inside.items() if any(not _DATA_NAME.fullmatch(f.stem) for f in files)]
     choices += [path for path in inside if (path / "dataset_dict.json").is_file()]

@@ -1,4 +1,4 @@
-"""Reads the records of a file in any format: the columns of each row, and its place for messages."""
+"""Reads the rows of a JSONL, Parquet or Arrow file as dictionaries of columns."""
 
 import json
 from collections import Counter
@@ -15,12 +15,12 @@ from trainer_backend.errors import DataError
 
 
 class Record(NamedTuple):
-    where: str  # the file and the row, for messages
+    where: str  # the file and the line or row, for error messages
     columns: Mapping[str, Any]
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the rows of a file, in order."""
+    """Yield the rows of a file in order. The suffix of its name determines the format."""
     reader = READERS.get(path.suffix)
     if reader is None:
         raise DataError(f"its name ends in {path.suffix!r}; known: {', '.join(READERS)}", where=str(path))
@@ -32,7 +32,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _jsonl(path: Path) -> Iterator[Record]:
     """Read one JSON object per line; blank lines are skipped."""
-    # Invalid UTF-8 becomes surrogates, so that the error can name the line.
+    # Invalid UTF-8 becomes surrogates here, so that decode_text fails at a line that the error can name.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -54,7 +54,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise DataError(f"no JSON: {error.msg}, in column {error.colno}", where=where) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"no JSON: {error}", where=where) from error
-    if "\\u" in line:  # a lone surrogate, with which the row could be neither measured nor sent
+    if "\\u" in line:  # perhaps half a surrogate pair, which cannot be encoded to be sent
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -71,7 +71,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _arrow(path: Path) -> Iterator[Record]:
-    """Read the stream format that `datasets` writes; mapped, so only one batch at a time is in memory."""
+    """Read the Arrow stream format that `datasets` writes, with one batch at a time in memory."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         yield from _rows(path, stream.schema, stream)
 

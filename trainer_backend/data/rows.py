@@ -1,8 +1,8 @@
-"""Converts the columns of public data sets to the rows that episodes need. Pure.
+"""Converts rows of public data sets to the fields that episodes need. Pure.
 
 Public layouts use different columns for the same part:
 
-    part            columns, the first that is present
+    part            columns in order of preference
     prompt          prompt, raw_prompt; question; query, interaction_kwargs.query
     ground truth    ground_truth, reward_model.ground_truth (verl), reward_spec.ground_truth (SkyRL);
                     interaction_kwargs.ground_truth; answer
@@ -11,7 +11,7 @@ Public layouts use different columns for the same part:
     id              id
 
 Columns separated by a comma must agree if both are present. A column after a semicolon counts only if all
-before it are absent. A null key counts as absent, since Parquet does not distinguish the two.
+before it are absent. A null value counts as absent, because Parquet does not distinguish the two.
 """
 
 import json
@@ -30,7 +30,7 @@ from shared_schemas.numbers import join_thousands
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
 from trainer_backend.errors import DataError
 
-# In the public layout of GSM8K the answer is a whole solution, and the result follows this mark.
+# In the public layout of GSM8K, the answer is a whole solution, in which the result follows this mark.
 ANSWER_MARK = "####"
 _LONGEST_ID = 100
 # 64 bits: two of a million different rows share a digest with a probability of 3e-8.
@@ -42,35 +42,35 @@ _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task of a data set, shared by the siblings of a group."""
+    """One task of a data set. All siblings of a group play the same row."""
 
     id: str
-    """Without a column `id`, the digest of the row's content, with a number for equal rows."""
+    """The column `id`. Without this column, `data.dataset.read_split` makes the id from the row's content."""
     prompt: str | tuple[Mapping[str, str], ...]
-    """The user's text, or the opening messages, `{role, content}` each; the last is the user's."""
+    """The user's text, or the opening messages `{role, content}`, the last of which is from the user."""
     document: str | None = None
-    """A text that the environment holds outside the prompt. Such a row asks one question, and its
-    ground_truth is the answer as text, or a list of accepted answers."""
+    """A text that the environment stores outside the prompt. The prompt of such a row is one question about
+    the text, and its ground_truth is the answer as text, or a list of accepted answers."""
     ground_truth: JsonValue = None
     """The correct answer, by which the episode is scored; the policy never sees it."""
     interaction: InteractionSpec | None = None
-    """The user in a conversation, and its arguments."""
+    """The interaction, which simulates the user, and its arguments."""
     where: str = field(default="", compare=False)
-    """File and line, for messages."""
+    """The row's file and line, for messages."""
 
     @property
     def question(self) -> str:
-        """The user's last words before the policy answers."""
+        """The user's last message before the policy answers."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def task_digest(self) -> str:
-        """Return a digest of the texts of the prompt and the document: 16 hexadecimal digits."""
+        """Return a digest of the prompt's texts and the document, as 16 hexadecimal digits."""
         prompt = self.prompt
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         return _digest(texts, self.document)
 
     def content_digest(self) -> str:
-        """Return a digest of all parts that an episode uses, so neither of the id nor of the place."""
+        """Return a digest of all fields except `id` and `where`, which do not change the episode."""
         interaction = None if self.interaction is None else self.interaction.model_dump(mode="json")
         return _digest(self.prompt, self.document, self.ground_truth, interaction)
 
@@ -83,15 +83,16 @@ def _digest(*parts: object) -> str:
 class ParsedRow(NamedTuple):
     row: Row
     used: Mapping[str, str]
-    """The columns that were read, dotted, by part of the row."""
+    """The column from which each part of the row was read, as a dotted path, by part."""
     unread: tuple[str, ...] = ()
-    """Columns with content that were not read."""
+    """Names of the columns that are not null and were not read."""
 
 
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
-    `where` begins every error. A row without an id gets `default_id`, or else the digest of its content.
+    `where` is the row's file and line, with which every error begins. A row without an id gets `default_id`,
+    or without `default_id` the digest of its content.
     """
     reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.pick("interaction", *_INTERACTION)
@@ -110,7 +111,7 @@ def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None 
 
 
 class _Columns:
-    """The columns of one row, with a record of those that were read."""
+    """Reads the columns of one row, and records which of them were read."""
 
     def __init__(self, columns: Mapping[str, Any], where: str) -> None:
         self._columns, self._where = columns, where
@@ -118,7 +119,10 @@ class _Columns:
         self._read: set[str] = set()
 
     def pick(self, what: str, *places: str) -> Any:
-        """Return the value of the first of these places that has one, or None."""
+        """Return the value of the part `what` from the first of these columns that is present, or None.
+
+        Places are dotted paths. Raises DataError if two of them are present and differ.
+        """
         values = {place: self._at(place) for place in places}
         present = [place for place, value in values.items() if value is not None]
         for other in present[1:]:
@@ -198,14 +202,14 @@ def _document(reader: _Columns) -> str | None:
 
 
 def _within(reader: _Columns, name: str, text: str, at_most: int) -> str:
-    """Refuse longer texts now, because the task app would refuse them hours later."""
+    """Return the text; refuse it if it is longer than the task app accepts, before a run starts."""
     if len(text) > at_most:
         raise reader.error(f"{name} has {len(text):,} characters; at most {at_most:,} are taken")
     return text
 
 
 def _one_question(reader: _Columns, row: Row) -> str:
-    """Return the question about a document; refuse a prompt of several messages."""
+    """Return the question that a row with a document asks; refuse a prompt of several messages."""
     if not isinstance(row.prompt, str) and len(row.prompt) > 1:
         raise reader.error(
             f"{reader.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; with "
@@ -215,9 +219,10 @@ def _one_question(reader: _Columns, row: Row) -> str:
 
 
 def _document_answer(reader: _Columns, row: Row) -> JsonValue:
-    """Return the accepted answer or answers about a document as text: 42 becomes "42".
+    """Return the ground truth of a row with a document: the accepted answer, or a list of accepted answers.
 
-    `truths.refuse_unmatchable` refuses any other value.
+    Numbers become text: 42 becomes "42". Other values are returned unchanged, and
+    `truths.refuse_unmatchable` refuses them later.
     """
     truth = row.ground_truth
     answers = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
@@ -246,7 +251,7 @@ def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
 
 
 def _result(reader: _Columns, answer: str) -> str:
-    """Return what follows the mark: 42 for `21 * 2 = 42\\n#### 42`, and 1000 for `#### 1,000`."""
+    """Return the text after the mark: 42 for `21 * 2 = 42\\n#### 42`, and 1000 for `#### 1,000`."""
     result = answer.rpartition(ANSWER_MARK)[2].strip()
     if not result:
         raise reader.error(f"answer ends at its {ANSWER_MARK}; the result stands after it")
@@ -277,7 +282,7 @@ def _json(reader: _Columns, name: str, value: Any) -> JsonValue:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the place and the message of the first fault: `tags.0: Input should be …`."""
+    """Return the field and the message of the first error: `kwargs: Input should be …`."""
     finding = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in finding["loc"] if part in {"name", "kwargs"})
     return f"{place}: " * bool(place) + finding["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Refuses rows whose ground truth no answer can equal, before a run starts."""
+"""Checks ground truths before a run starts, and refuses rows whose ground truth no answer can equal."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -21,16 +21,16 @@ _HINT = (
     f"It is read from {', '.join(TRUTH_COLUMNS)}, interaction_kwargs.ground_truth or answer: rows for verl "
     "have reward_model, those for SkyRL reward_spec."
 )
-# An error lists this many places, and then the number of the others.
+# An error lists at most this many rows by file and line, followed by the number of the others.
 _MOST_PLACES = 10
 
 
 def number_interactions(file: Path | None) -> frozenset[str | None]:
-    """Return the interactions that need a number as ground truth, as far as is known without a task app.
+    """Return the names of the interactions in `file` that are known to need a number as ground truth.
 
-    None stands for rows without a name, for which the task app chooses the interaction. The task app later
-    reports further classes that need a number (`collect/trial.py`). `file` is
-    multi_turn.interaction_config_path.
+    These are the classes for GSM8K; the task app later reports others that need a number
+    (`collect/trial.py`). The result contains None if rows that name no interaction need a number too.
+    `file` is `multi_turn.interaction_config_path`.
     """
     if file is None:
         return frozenset({GSM8K})
@@ -40,10 +40,10 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
 
 
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
-    """Refuse rows whose ground truth no answer can equal, and list their places.
+    """Raise DataError if no answer can equal the ground truth of some rows; list their files and lines.
 
-    `numbers` comes from `number_interactions`. Every accepted answer about a document needs a word or a
-    number; the task app would refuse the row otherwise.
+    Rows with an interaction in `numbers` (see `number_interactions`) need one number. In rows with a
+    document, each accepted answer needs a word or a number.
     """
     needs = ((row, _unmet_need(row, table, numbers)) for row in rows)
     unmet = [(row, need) for row, need in needs if need is not None]
@@ -62,10 +62,13 @@ def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collectio
 
 
 def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_reward: bool) -> list[str]:
-    """Warn of rows without a ground truth in a split where other rows have one.
+    """Return a warning if some rows of a split have a ground truth and others have none.
 
-    `split` is the split's name; `has_reward` says whether the job has a reward function. Raises DataError if
-    an interaction or a reward function would get the missing ground truths.
+    Raises DataError instead if an interaction or a reward function would read the missing ground truths.
+
+    Args:
+        split: the split's name.
+        has_reward: whether the job has a reward function.
     """
     missing = [row for row in rows if row.ground_truth is None]
     if not missing or len(missing) == len(rows):
@@ -78,7 +81,7 @@ def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_rewar
 
 
 def _sentence(places: Sequence[str]) -> str:
-    """Return the places as one text, such as `a.jsonl: lines 3, 7; b.parquet: row 1 and 12 more`."""
+    """Join files and lines to one text, such as `a.jsonl: lines 3, 7; b.parquet: row 1 and 12 more`."""
     shown_places = [place.rpartition(": ") for place in places[:_MOST_PLACES]]
     texts = []
     for file, group in groupby(shown_places, key=lambda place: place[0]):
@@ -89,7 +92,7 @@ def _sentence(places: Sequence[str]) -> str:
 
 
 def _unmet_need(row: Row, table: DataTable, numbers: Collection[str | None]) -> str | None:
-    """Return a sentence about why no answer can equal the row's ground truth, or None."""
+    """Return why no answer can equal the row's ground truth, as a clause; None if an answer can."""
     answers = row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
     has_answers = bool(answers) and all(isinstance(answer, str) and normalise(answer) for answer in answers)
     if row.document is not None and not has_answers:
@@ -106,6 +109,6 @@ def _has_interaction(row: Row, table: DataTable) -> bool:
 
 
 def _truth(row: Row) -> JsonValue:
-    """Return the ground truth for start_interaction: that of the interaction's arguments, or the row's."""
+    """Return the ground truth that the interaction starts with: from its own arguments, or else the row's."""
     kwargs = {} if row.interaction is None else row.interaction.kwargs
     return kwargs.get("ground_truth", row.ground_truth)

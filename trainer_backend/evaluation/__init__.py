@@ -1,1 +1,1 @@
-"""Held-out worlds: playing them, and the figures."""
+"""Evaluation: plays held-out worlds or rows, and computes figures from the episodes."""

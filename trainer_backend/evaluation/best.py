@@ -1,4 +1,4 @@
-"""Compares evaluations world by world, and finds the best one."""
+"""Compares evaluations on the worlds that they share, and finds the best one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.rundir.rollout_files import finished_rows
 
 Row = Mapping[str, Any]
-# Key of an evaluation's row: the digest of its requests (`digest_tasks`).
+# Key of the digest of an evaluation's requests (`digest_tasks`) in the row of its metrics.
 TASKS_DIGEST = "eval/tasks_digest"
-# Outcomes by row id of the data set, or without a data set by seed of the world.
+# Outcome by the id of a data set's row; without a data set, by the seed of a world.
 Outcomes = Mapping[str | int, float]
 
 
 def read_outcomes(path: Path) -> Outcomes:
-    """Read the outcomes of an evaluation's finished episodes; empty if the file is gone."""
+    """Read the outcomes of an evaluation's finished episodes; empty if the file does not exist."""
     if not path.exists():
         return {}
     return {
@@ -31,9 +31,9 @@ def read_outcomes(path: Path) -> Outcomes:
 def paired_difference(
     first: Path, other: Path, *, without: Collection[str | int] = frozenset()
 ) -> Interval | None:
-    """Return the mean of (other - first) over the worlds that both played; None if there are none.
+    """Return the mean of (other - first) over the worlds that both evaluations finished; None without any.
 
-    `without` are worlds to ignore, such as rows with the same id and different content.
+    `first` and `other` are rollout files. Worlds in `without` are ignored, such as ids whose row changed.
     """
     before, after = read_outcomes(first), read_outcomes(other)
     shared = [world for world in before if world in after and world not in without]
@@ -45,10 +45,11 @@ def paired_difference(
 
 
 def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
-    """Return the evaluations with the same tasks as the last one, and the last one.
+    """Return the last evaluation, and those before it that played the same tasks.
 
-    Rows of a data set or settings of the environment may change between evaluations. An evaluation from
-    before 2026-11-28 has no digest of its tasks, and takes the digest of the next evaluation that has one.
+    Tasks differ if rows of the data set or settings of the environment were changed between evaluations. An
+    evaluation from before 2026-11-28 has no digest of its tasks; it counts as having the digest of the next
+    evaluation that has one.
     """
     found, digest = [], None
     wanted = evaluations[-1].get(TASKS_DIGEST) if evaluations else None
@@ -61,20 +62,22 @@ def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
 
 class Best(NamedTuple):
     row: Row | None
-    """The row of the best evaluation; None if no evaluation can be compared."""
+    """The best evaluation's row of metrics; None without any, or if each lost too many worlds."""
     notes: Mapping[int, str]
-    """By iteration: how an evaluation with lost worlds or other tasks was compared, or why not."""
+    """Sentences for the user, by iteration: how an evaluation with lost worlds was compared, or why it or an
+    evaluation with other tasks was not."""
 
 
 def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:
-    """Find the evaluation with the highest mean outcome, the first of equals.
+    """Find the evaluation with the highest mean outcome; among equal ones, the earliest.
 
-    Two evaluations are compared by the worlds that both finished. The later one is skipped if this leaves out
-    more than the share `most` of the worlds. Evaluations with other tasks than the last one are skipped too.
+    Two evaluations are compared by the worlds that both finished. If more than the share `most` of the worlds
+    is missing from this comparison, the later evaluation is skipped. Evaluations with other tasks than the
+    last one are skipped too.
 
     Args:
-        evaluations: rows, the oldest first.
-        outcomes: reads the outcomes of the evaluation after an iteration.
+        evaluations: the evaluations' rows of metrics, the oldest first.
+        outcomes: returns the outcomes of the evaluation after a given iteration.
         most: `training.max_lost_share`.
     """
     best: Row | None = None
@@ -111,7 +114,7 @@ def _add(notes: dict[int, str], row: Row, note: str) -> None:
 
 
 def describe_others(evaluations: Sequence[Row]) -> str:
-    """Say which evaluations cannot be compared with the last one; empty if all can."""
+    """Return a clause that says which evaluations had other tasks than the last one; empty if none had."""
     comparable = find_comparable(evaluations)
     if len(comparable) == len(evaluations):
         return ""

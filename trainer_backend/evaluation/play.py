@@ -1,4 +1,4 @@
-"""`turnwise eval`: a policy plays the held-out worlds over HTTP."""
+"""`turnwise eval`: lets a policy play a job's held-out worlds at task apps, over HTTP."""
 
 import asyncio
 import shutil
@@ -34,7 +34,7 @@ from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
-# Typical length of a tool call in tokens, for a model whose tokenizer is not the job's.
+# Typical length of a tool call in tokens. It holds for models whose tokenizer is not the job's.
 _TOOL_CALL_TOKENS = 64
 
 
@@ -47,7 +47,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TaskAppPolicy:
-    """A task app's policy without a model, such as crafter_teacher or random."""
+    """A policy that the task app implements, such as crafter_teacher or random."""
 
     policy_name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,10 @@ Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Batch]]
 def player_of_flags(
     policy: str | None, model: str | None, inference_url: str | None, api_key_env: str | None
 ) -> TaskAppPolicy | Inference | None:
-    """Return the player that the options of `turnwise eval` name; None: the model of its argument plays."""
+    """Return the player that the options of `turnwise eval` select.
+
+    Return None without such options: then the model of the command's argument plays.
+    """
     if model is None and inference_url is None and api_key_env is None:
         return TaskAppPolicy(policy) if policy else None
     if policy is not None:
@@ -78,12 +81,12 @@ def what_to_evaluate(
     overrides: Sequence[str] = (),
     job_to_play: Callable[[str, Sequence[str]], LoadedJob] | None = None,
 ) -> tuple[LoadedJob, Player]:
-    """Convert the arguments of the command to a job and a player.
+    """Convert the arguments of `turnwise eval` to a job and a player.
 
     Args:
         folder: a run (its best checkpoint plays), a checkpoint, a model folder, or an environment's name.
-        job_path: a job TOML; None: the run's.
-        player: plays instead of the folder's model.
+        job_path: a job TOML; None: the job of the run.
+        player: plays instead of the folder's model; None: the folder's model plays.
         overrides: `table.key=value` for the job.
         job_to_play: makes a job from an environment's name; None: names are refused.
     """
@@ -111,14 +114,17 @@ def what_to_evaluate(
 
 
 def _is_a_name(folder: Path, run: Path | None) -> bool:
-    """Return whether `folder` is a name: there is no such folder, or it is an environment's and no run."""
+    """Return whether `folder` is to be read as an environment's name.
+
+    It is if no such folder exists, or if an environment has this name and the folder is not a run.
+    """
     if len(folder.parts) != 1:
         return False
     return not folder.exists() or (run != folder and str(folder) in environment_names())
 
 
 def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:
-    """Add warnings to a job if a remote model will play it."""
+    """Add warnings about the job's token limit and the sent key, if a remote model plays."""
     if isinstance(player, TaskAppPolicy):
         return loaded
     advice = []
@@ -144,15 +150,15 @@ async def evaluate(
 ) -> EvaluationResult:
     """Play every held-out world of the job, on its task apps.
 
-    Sampling seeds are those of the job's own evaluations, so a checkpoint plays as it did in training.
+    Sampling seeds are those of the evaluations during training, so a checkpoint plays as it did there.
 
     Args:
         job: environment, limits, worlds ([evaluation]) and services.
         player: the policy to evaluate.
-        tell: receives the number of ended episodes, and the total.
-        run: directory of the evaluated run, which determines the ids of rows. The result's setting describes
-            changes of the data since this run began.
-        keep: Parquet file for all episodes, also failed ones.
+        tell: receives the number of ended episodes, and the number of all episodes.
+        run: directory of the evaluated run. Rows get the ids that this run uses, and the result's setting
+            describes how the data changed since the run began.
+        keep: Parquet file to write all episodes to, also failed ones.
         repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
     """
     configure_logs_from()
@@ -192,7 +198,7 @@ async def evaluate(
 
 @contextmanager
 def task_app_log() -> Iterator[Path]:
-    """Yield a log file for a task app; delete the file unless it may explain a failure."""
+    """Yield the path of a task app's log file. Delete the file at the end unless it explains an error."""
     folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
     log, is_kept = folder / "task_app.log", False
     try:
@@ -212,7 +218,10 @@ def _plan(
     warmup: WarmupTable | None,
     repeats: int,
 ) -> list[RolloutRequest]:
-    """Plan an evaluation; `planner_for(server)` makes a planner whose policy asks this model server."""
+    """Plan the episodes of an evaluation.
+
+    `planner_for(server)` returns a planner whose policy gets its answers from this model server.
+    """
     if isinstance(player, TaskAppPolicy):
         teacher, config = _teacher(warmup, player.policy_name)
         return planner_for(teacher).evaluation(
@@ -232,7 +241,7 @@ async def _play(dispatcher: Dispatcher, tell: Tell | None, plan: Sequence[Rollou
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
-    """Return the teacher's model server, if it has one, and its config in the job."""
+    """Return the model server and the config of the job's teacher; (None, {}) if it is another policy."""
     if warmup is None or warmup.policy_name != policy_name:
         return None, {}
     config = warmup.policy_config
@@ -248,7 +257,7 @@ def _name(player: Player) -> str:
 
 
 def _setting(players: Players, player: Player, data: DataTable | None) -> dict[str, Any]:
-    """Return the settings that the figures depend on, apart from the policy."""
+    """Return the settings that influence the figures, by the names that are shown to the user."""
     rollout = players.rollout
     setting: dict[str, Any] = {
         "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),

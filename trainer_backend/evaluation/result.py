@@ -1,4 +1,4 @@
-"""The figures of `turnwise eval`: numbers with 95 % intervals from played episodes. Pure."""
+"""Computes the figures of `turnwise eval` from played episodes, with 95 % intervals. Pure."""
 
 import json
 import math
@@ -40,71 +40,75 @@ _MOST_SPANS = 12
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Decisions `first` to `last` of all episodes; an episode that ended earlier counts 0."""
+    """Figures of decisions `first` to `last` of all episodes. Decisions after an episode's end count as 0."""
 
     first: int
     last: int
     playing: int
-    """Episodes that reached decision `first`."""
+    """Number of episodes that reached decision `first`."""
     unique: Interval
-    """Mean over episodes of the sum of unique_delta in the span; `ach`: the same for ach_delta."""
+    """Sum of an episode's unique_delta in the span, averaged over worlds. `ach` is the same for ach_delta."""
     ach: Interval
     rewarded: float
-    """Share of the span's decisions that unlocked something."""
+    """Share of the span's played decisions that unlocked a new achievement."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The figures of the episodes that a policy played; intervals are over worlds or rows."""
+    """Figures of the episodes that a policy played.
+
+    Means are over worlds, or over rows of a data set: episodes of one world are averaged first.
+    """
 
     policy: str
-    """Its folder or its name, or a model and its server."""
+    """The policy's folder or name; of a remote model, its name and its server."""
     models: tuple[str, ...]
-    """The model's names at its server; empty without a model."""
+    """The names of the models that answered; empty for a policy without a model."""
     setting: Mapping[str, Any]
-    """Environment, limits and sampling."""
+    """Settings of environment, limits and sampling, by name."""
     outcome: Interval
-    """Mean over episodes; so are `decisions`, `env_steps` and `env_reward`."""
+    """Mean of the episodes' `outcome_reward`."""
     episodes: int
     repeats: int
-    """The largest number of episodes that one world has."""
+    """The largest number of finished episodes of one world."""
     solved_in_any: Interval | None
-    """Share of worlds with a success in any repeat; None for one repeat, or if any outcome is not 0 or 1."""
+    """Share of worlds that were solved in at least one repeat. None if `repeats` is 1, or if outcomes do not
+    stand for success or failure."""
     outcome_definition: str
     unique: Interval | None
-    """Mean number of unlocked achievements; None without achievements, and then `rates`, `unique_by_turn`,
-    `ach_by_turn` and `spans` are empty."""
+    """Mean number of unlocked achievements. If the environment has no achievements, this is None, and
+    `rates`, `unique_by_turn`, `ach_by_turn` and `spans` are empty."""
     conversation: Mapping[str, Any]
-    """The metrics interaction/* and statelm/* (docs/metrics.md); empty unless episodes have a history."""
+    """The metrics interaction/* and statelm/* (docs/metrics.md); empty if no episode was a conversation."""
     decisions: Interval
     env_steps: Interval
     env_reward: Interval
-    """The environment's own reward, summed over an episode."""
+    """Mean sum of the environment's own rewards in an episode."""
     progress: Interval | None
-    """Share of all achievements, in percent; None without achievements."""
+    """Mean share of all achievements that an episode unlocked, in percent; None without achievements."""
     rates: Mapping[str, Interval]
-    """Share of episodes that unlocked each achievement."""
+    """Mean share of episodes that unlocked an achievement, by achievement."""
     unique_by_turn: tuple[float, ...]
-    """[T] mean unique_delta of each decision turn; an ended episode counts 0."""
+    """[T] mean unique_delta over all episodes, by turn; an episode that has ended counts as 0."""
     ach_by_turn: tuple[float, ...]
     spans: tuple[TurnSpan, ...]
     crafter_score: Interval | None
-    """In percent; None outside Crafter."""
+    """The Crafter score in percent; None in other environments."""
     invalid_frac: float
-    """Share of refused decisions."""
+    """Share of decisions that were refused as invalid."""
     endings: Mapping[str, int]
-    """Episodes by stop reason."""
+    """Number of episodes by stop reason."""
     rows: Mapping[str, float]
-    """Outcome of each held-out row by its id; empty without a data set."""
+    """Mean outcome of each held-out row by its id; empty without a data set."""
     row_places: Mapping[str, str]
     """File and line of each held-out row by its id."""
     lost: int
-    """Worlds without an episode, which no figure includes."""
+    """Number of episodes lost to failures, which no other figure includes."""
     lost_because: str
     failures: Mapping[str, int]
-    """Counts of failure codes, also of attempts that a later attempt made good."""
+    """Number of failures by code, including those of attempts that were repeated with success."""
     prompt_tokens: int | None
-    """Over all episodes, like `sampled_tokens`; None if no server counts them."""
+    """Sum over all episodes; None if no server reports the number. `sampled_tokens` likewise."""
     sampled_tokens: int | None
 
 
@@ -118,7 +122,7 @@ def evaluation_result(
     """Compute the figures of played episodes.
 
     Args:
-        setting: names and JSON values that describe the evaluation.
+        setting: the settings of the evaluation, by name; values are JSON values.
         row_places: file and line of each row of a data set, by id.
     """
     episodes = finished_trajectories(batch.rollouts, "evaluation")
@@ -166,7 +170,7 @@ def evaluation_result(
 
 
 def as_json(result: EvaluationResult) -> str:
-    """Return the figures as JSON; unknown ones, such as the bounds of a single episode, are null."""
+    """Return the figures as JSON text. Undefined ones, such as the interval of a single episode, are null."""
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
 
 
@@ -181,7 +185,7 @@ def turn_spans(episodes: Sequence[Trajectory], worlds: Sequence[str]) -> tuple[T
 
 
 def span_width(turns: int) -> int:
-    """Return the least of 1, 2, 5, 10, 20, 50 ... that gives at most 12 spans."""
+    """Return the smallest width of 1, 2, 5, 10, 20, 50 ... that splits the turns into at most 12 spans."""
     widths = (digit * int(10**power) for power in range(20) for digit in (1, 2, 5))
     return next(width for width in widths if math.ceil(turns / width) <= _MOST_SPANS)
 

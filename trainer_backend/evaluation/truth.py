@@ -1,6 +1,6 @@
-"""`turnwise truth`: measures the true advantage of stored decisions by playing on before and after them.
+"""`turnwise truth`: measures the true advantages of stored decisions.
 
-The definition of the measured advantage is in `core.truth`.
+Episodes are continued from before and from after a decision; `core.truth` defines the advantage.
 """
 
 import asyncio
@@ -42,19 +42,19 @@ from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_pl
 @dataclass(frozen=True, slots=True)
 class TruthOptions:
     decisions: int
-    """How many stored decisions to measure."""
+    """Number of stored decisions to measure."""
     continuations: int
-    """Pairs of continuations for each decision."""
+    """Number of pairs of continuations for each decision."""
     horizon: int | None
-    """The most decisions of a continuation; 0: to the end of the episode; None: by gamma (`find_horizon`)."""
+    """Maximum length of a continuation in decisions. 0: to the episode's end; None: see `find_horizon`."""
     budget: int | None
-    """Stop after this many played decisions; None: no limit."""
+    """Number of played decisions after which to stop; None: no limit."""
     iteration: int | None
-    """The iteration to measure; None: the newest whose policy is still stored."""
+    """The iteration to measure. None: the newest one whose policy is still stored."""
     checkpoint: Path | None
-    """The policy that continues the episodes; None: the policy that sampled them."""
+    """The policy that continues the episodes. None: the policy that sampled them."""
     out: Path
-    """The file to write, or to continue."""
+    """The result file. If it exists, the measurement in it is continued."""
     seed: int = 0
     """Determines the choice of decisions and all random numbers."""
 
@@ -63,11 +63,11 @@ class TruthOptions:
 class Measurement:
     file: TruthFile
     lost: int
-    """Decisions with fewer than two pairs after infrastructure failures; repeating the command retries."""
+    """Number of decisions for which failures left too few pairs. Repeating the command tries them again."""
     is_over_budget: bool
     """Whether the budget ended the measurement early."""
     left_out: int = 0
-    """Rollouts whose rows of the data set are gone or changed."""
+    """Number of rollouts left out because their row of the data set was removed or changed."""
 
 
 async def measure_truth(
@@ -76,11 +76,12 @@ async def measure_truth(
     """Measure decisions of stored rollouts, or continue an earlier measurement.
 
     Args:
-        tell: receives the number of measured decisions, and the total.
+        tell: receives the number of measured decisions, and the number of decisions to measure.
 
     Raises:
         JobError: the job's environment or rewards do not allow a measurement, or the budget is too small.
-        RunDirectoryError: the rollouts or their policy are not stored; see `TruthFile.open`.
+        RunDirectoryError: the rollouts or their policy are not stored, or `options.out` belongs to a
+            measurement with other settings.
     """
     _refuse_options(job.training, job.rollout, options)
     configure_logs_from()
@@ -133,7 +134,7 @@ _LEAST_WEIGHT = 0.05
 
 
 def find_horizon(training: TrainingTable, gamma: float) -> int | None:
-    """Return the decisions until the discount is below 5 %; None if continuations must play to the end."""
+    """Return after how many decisions the discount is 5 % or less; None to play to the episode's end."""
     if gamma == 1.0 or _why_to_the_end(training) is not None:
         return None
     return 1 if gamma <= _LEAST_WEIGHT else math.ceil(math.log(_LEAST_WEIGHT) / math.log(gamma))
@@ -142,7 +143,7 @@ def find_horizon(training: TrainingTable, gamma: float) -> int | None:
 def _with_common_draws(planner: Planner) -> Planner:
     """Make the policy draw the same random numbers in both episodes of a pair.
 
-    Without this, equal seeds draw equal numbers only while the prompts are equal.
+    Without this option, equal seeds give equal numbers only until the two prompts differ.
     """
     rollout = planner.players.rollout
     if rollout.policy_name != "openai":
@@ -153,12 +154,12 @@ def _with_common_draws(planner: Planner) -> Planner:
     return replace(planner, players=replace(planner.players, rollout=rollout))
 
 
-# Stands for the model server in a plan whose requests are never sent.
+# Placeholder for the model server in a planner whose requests are never sent.
 _UNSENT = Inference("http://127.0.0.1:1", "unused", None)
 
 
 def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: TruthOptions) -> None:
-    """Refuse a budget too small for one decision, and rewards that need whole episodes."""
+    """Raise JobError if the budget is too small for one decision, or if continuations cannot be rewarded."""
     least = (CHOICES + 1) * options.continuations
     if options.budget is not None and options.budget < least:
         raise JobError(
@@ -179,7 +180,7 @@ def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: Tru
 
 
 def _why_to_the_end(table: TrainingTable) -> str | None:
-    """Return the reason why continuations must play to the end of the episode; None if they need not."""
+    """Return why continuations must play to the end of the episode; None if they need not."""
     if table.reward_mode == "off":
         return "pays at the end of an episode"
     looks_ahead = table.step_rewards_beta > 0 and table.step_rewards_horizon == "realised"
@@ -188,7 +189,7 @@ def _why_to_the_end(table: TrainingTable) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The measured iteration with the actor's rollouts, and the checkpoint that continues them."""
+    """The iteration to measure, its rollouts by the actor, and the checkpoint that continues them."""
 
     iteration: int
     rollouts: Sequence[Rollout]
@@ -196,10 +197,13 @@ class Source:
 
 
 def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
-    """Return the requested iteration, or the newest one sampled by a single stored checkpoint.
+    """Find the iteration to measure, and the checkpoint that continues its episodes.
+
+    Without `options.iteration`, this is the newest iteration whose tokens were all sampled by one stored
+    checkpoint, or the newest iteration of all if `options.checkpoint` names the checkpoint.
 
     Raises:
-        RunDirectoryError: no rollouts are stored, or no checkpoint sampled all tokens of an iteration.
+        RunDirectoryError: no rollouts are stored, or no stored checkpoint sampled all tokens.
     """
     stored = list(run.iterations())
     if not stored:
@@ -224,7 +228,10 @@ def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) ->
 
 
 def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
-    """Return the rollouts whose rows were not replaced or removed since; refuse if there are none."""
+    """Return the rollouts whose row of the data set still exists unchanged.
+
+    Raises RunDirectoryError if all rows were removed or changed.
+    """
     replaced = record.find_replaced(source.iteration) if record is not None else frozenset()
     rollouts = [item for item in source.rollouts if read_row_id(item.group_id) not in replaced]
     if source.rollouts and not rollouts:
@@ -242,7 +249,7 @@ def _by_actor(run: RunDirectory, policies: Policies, number: int) -> list[Rollou
 
 
 def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
-    """Return the actor's first finished episode, if any, without reading the others."""
+    """Return a list of the first finished rollout by the actor, or an empty list; read no further ones."""
     path = run.rollouts_file(f"iteration_{number}")
     rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))
     finished = (item for item in rollouts if item.trajectory is not None and policies.by_actor([item]))
@@ -250,15 +257,15 @@ def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Roll
 
 
 def _versions(rollouts: Sequence[Rollout]) -> set[int]:
-    """Return the versions of the policies that sampled the tokens; empty if tokens are not stored."""
+    """Return the policy versions that sampled the rollouts' tokens; empty if no versions are stored."""
     steps = (step for item in rollouts if item.trajectory is not None for step in item.trajectory.steps)
     return {sampler for step in steps if (call := exact_tokens(step)) for _, sampler in call.versions}
 
 
 def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
-    """Return the newest checkpoint before the iteration whose version sampled all tokens, or None.
+    """Return the newest checkpoint, saved before the iteration, that sampled all tokens; None if there is none.
 
-    Tokens without a version were sampled by the checkpoint just before the iteration.
+    If no versions are stored with the tokens, this is the checkpoint of the previous iteration.
     """
     versions = _versions(rollouts)
     if not versions:
@@ -298,7 +305,7 @@ def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:
 
 
 async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
-    """Return the task app's description of the job's environment; refuse one without snapshots."""
+    """Return a task app's description of the job's environment. Raise JobError if it has no snapshots."""
     client, info = await describe_environment(planner, apps)
     if info.conversation or not info.restorable:
         why = "has no snapshots"
@@ -315,9 +322,9 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
-    """Yield all decisions in an order whose every prefix is spread evenly over rewards, turns and states.
+    """Yield all decisions, so that the first n, for any n, are spread evenly over rewards, turns and states.
 
-    An episode that ran out of time is yielded without its last decision, which did not end the episode.
+    If the deadline ended an episode, its last decision is left out, because what would follow is unknown.
     """
     decisions = []
     for rollout in map(with_records, rollouts):
@@ -337,7 +344,7 @@ def _sort_key(item: StoredDecision) -> tuple[bool, int, str, tuple[str, int]]:
 
 
 class _Measurer:
-    """Measures several decisions concurrently."""
+    """Measures decisions concurrently, and writes each result to the file."""
 
     def __init__(
         self, player: ContinuationPlayer, file: TruthFile, options: TruthOptions, tell: Tell | None
@@ -377,7 +384,7 @@ class _Measurer:
 
     @property
     def _is_spent(self) -> bool:
-        """Whether the decisions in progress will use up the budget, at the mean cost so far."""
+        """Whether the decisions in progress will use up the budget, judged by the mean cost so far."""
         if self._options.budget is None:
             return False
         tried, played = len(self._file.truths) + self._lost, self._played + self._player.lost_decisions

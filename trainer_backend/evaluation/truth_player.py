@@ -26,14 +26,14 @@ from trainer_backend.core.truth import (
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# A decision's calls, its words, why it was refused (if it was), and the end that it caused (if any).
+# Tool calls of a decision, its text, why it was refused (or None), and the ending that it caused (or None).
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A stored decision to measure; `with_records` has added decision rewards to the rollout."""
+    """A stored decision to measure. Its rollout has decision rewards, which `with_records` may have added."""
 
     rollout: Rollout
     step: StepData
@@ -53,24 +53,24 @@ class StoredDecision:
         return self.step.turn < len(self.episode.steps)
 
     def cut_after(self, step: StepData) -> Rollout:
-        """Return the rollout up to this decision, which `step` replaces."""
+        """Return the rollout up to this decision, with `step` in place of the stored decision."""
         before = self.episode.steps[: self.step.turn - 1]
         episode = self.episode.model_copy(update={"steps": (*before, step)})
         return self.rollout.model_copy(update={"trajectory": episode})
 
 
 class _Side(NamedTuple):
-    """One side of a pair: a decision and its result."""
+    """The start of one of a pair's two continuations: a decision and the snapshot after it."""
 
     step: StepData
     episode: Trajectory
-    """The decision's episode."""
+    """The episode that contains `step`: the stored one, or one played to sample a choice."""
     moment: str | None
     """The snapshot after the decision; None if the episode ended there."""
 
     @property
     def choice(self) -> Choice:
-        """Return the policy's choice; two decisions with equal values made the same choice."""
+        """Return what the policy chose, in a form in which equal choices are equal."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
@@ -79,9 +79,9 @@ class _Side(NamedTuple):
 
 class _Played(NamedTuple):
     episodes: dict[int, Trajectory]
-    """Finished continuations by sibling."""
+    """The finished episodes, by the sibling number of their request."""
     too_long: set[int]
-    """Siblings whose first prompt does not fit the model."""
+    """Sibling numbers of the requests whose first prompt is longer than the model's context."""
 
 
 @dataclass(slots=True)
@@ -92,13 +92,13 @@ class ContinuationPlayer:
     rewards: Rewards
     setting: TruthSetting
     lost_decisions: int = 0
-    """Decisions played without a result; each lost continuation counts as one."""
+    """Number of decisions that were played for failed measurements. A lost continuation counts as one."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
-        """Measure the true advantage of a decision; None if too few of its pairs could be played.
+        """Measure the true advantage of a decision; return None if too few pairs could be played.
 
         Raises:
-            TaskAppError: a replay of the episode differs, or shows another prompt.
+            TaskAppError: a replay of the episode differs from it, or the decision's prompt does.
         """
         moments = await self._moments(item)
         if moments is None:
@@ -139,11 +139,11 @@ class ContinuationPlayer:
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
-        """Sample the policy's choices at the decision."""
+        """Let the policy decide again several times in the state before the decision."""
         count = CHOICES * self.setting.continuations
         firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
-            # If the same state has another prompt now, the policy does not choose as in the stored episode.
+            # If the same state gives another prompt now, the choices are not comparable with the stored one.
             if episode.steps[0].observation_data.messages != item.step.observation_data.messages:
                 told = f"the prompt of decision {item.step.turn} is another one"
                 raise played_elsewhere(item.rollout.rollout_id, told)
@@ -152,12 +152,15 @@ class ContinuationPlayer:
     async def _played_on(
         self, item: StoredDecision, own: Mapping[int, _Side], other: Mapping[int, _Side]
     ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
-        """Play both sides of all pairs from the decision on; lost continuations are missing."""
+        """Continue both sides of each pair. Return the episodes from the decision on, by pair, for each side.
+
+        Pairs whose continuation was lost are missing from the result.
+        """
         sides = {2 * n + place: both[n] for place, both in enumerate((own, other)) for n in both}
         rests, too_long = await self._collect(
             [self._rest(item, number, side) for number, side in sides.items() if side.moment is not None]
         )
-        # The stored episode continued, so its return after such an end is unknown.
+        # Not for the stored decision: its episode did continue, so its return after such an end is unknown.
         ended = {n: side for n, side in sides.items() if n in too_long and side.episode is not item.episode}
         episodes = {
             number: _joined(
@@ -166,7 +169,7 @@ class ContinuationPlayer:
             for number, side in sides.items()
             if side.moment is None or number in rests
         } | {
-            # It ends where the next prompt does not fit the model.
+            # The next prompt does not fit the model, which ends the episode.
             n: _joined(side.step, (), side.episode).model_copy(
                 update={"stop_reason": StopReason.CONTEXT_LENGTH}
             )
@@ -176,9 +179,10 @@ class ContinuationPlayer:
         return first, second
 
     async def _moments(self, item: StoredDecision) -> tuple[str, str | None] | None:
-        """Replay the episode for snapshots before the decision, and after it if the episode continued.
+        """Replay the episode, and return the snapshots before and after the decision.
 
-        Return None if two task apps, one after the other, could not be reached.
+        The second is None if the decision was the last one. Return None if no task app answered in two
+        attempts.
         """
         turn = item.step.turn
         turns = (turn - 1, turn) if item.goes_on else (turn - 1,)
@@ -186,7 +190,7 @@ class ContinuationPlayer:
         return None if snapshots is None else (snapshots[turn - 1], snapshots.get(turn))
 
     def _first(self, item: StoredDecision, before: str, number: int) -> RolloutRequest:
-        """Return a request for a new choice of the policy: one decision, and a snapshot after it."""
+        """Return a request to decide again: from `before`, play one decision and take a snapshot after it."""
         done = item.step.turn - 1
         start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
         is_last = item.step.turn >= self.planner.players.max_decisions
@@ -198,7 +202,7 @@ class ContinuationPlayer:
         )  # fmt: skip
 
     def _rest(self, item: StoredDecision, number: int, side: _Side) -> RolloutRequest:
-        """Return a request to continue a side; sides 2k and 2k + 1 are a pair and draw the same numbers."""
+        """Return a request to continue a side. Numbers 2k and 2k + 1 are a pair, and have the same seeds."""
         k = number // 2
         draws = derived_seed("truth draws", *self._seed_parts(item, k))
         start = Start(
@@ -220,7 +224,7 @@ class ContinuationPlayer:
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
 
     async def _collect(self, requests: Sequence[RolloutRequest]) -> _Played:
-        """Play requests; episodes that ran out of time are dropped, since their returns are incomplete."""
+        """Play the requests. Drop episodes that a deadline ended, because their returns are incomplete."""
         batch = await self.dispatcher.collect(requests)
         if requests:
             await self.dispatcher.ack(self.planner.run_id, batch.all)
@@ -245,10 +249,11 @@ class ContinuationPlayer:
 def _without_lost(
     stratum: Stratum, others: Container[int], differences: Mapping[int, float]
 ) -> list[tuple[float, list[float]]]:
-    """Return the share of a stratum and the differences of its pairs, as two parts if some pairs were lost.
+    """Return a stratum as (share, differences of its pairs); as two parts if some of its pairs were lost.
 
-    Only pairs in `others` are played and can be lost. The remaining ones keep the share of all `others`;
-    otherwise pairs that chose as stored, whose difference is 0, would gain the weight of the lost ones.
+    Only pairs in `others`, whose choice differs from the stored one, are played and can be lost. They become
+    a part of their own, which keeps their share of the stratum. Otherwise the weight of lost pairs would pass
+    to pairs with the stored choice, whose difference is 0.
     """
     share, members = stratum
     kept = [differences[n] for n in members if n in differences]
@@ -264,13 +269,13 @@ def _without_lost(
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """Return the episode of a decision and the `rest` after it, which ends like `ending`."""
+    """Return an episode of the decision `step` and the decisions `rest`; it ends like `ending`."""
     steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
     return ending.model_copy(update={"steps": steps})
 
 
 def _at_turn(step: StepData, turn: int) -> StepData:
-    """Return the decision and its record of rewards with `turn` as their turn."""
+    """Return a copy of the decision with the given turn, also in its record of rewards."""
     metadata = step.metadata
     if (rewards := metadata.decision_rewards) is not None:
         metadata = metadata.model_copy(update={"decision_rewards": rewards.model_copy(update={"turn": turn})})

@@ -12,7 +12,8 @@ from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 
-if TYPE_CHECKING:  # not at run time: checking a server needs no torch
+# Not imported at run time, because a command that only checks a server should not load torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -25,30 +26,34 @@ class SampledToken:
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
-    """(id, log-prob) of the most likely tokens at its position, if requested."""
+    """The most likely tokens at the position of this token, as pairs (id, log-prob); empty unless
+    requested."""
     lost_mass: float | None = None
-    """The probability that truncation removed at its position; None without truncation."""
+    """The probability mass that truncation (such as top-p) removed at the position of this token; None if the
+    request does not truncate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Optional parts of a request."""
+    """Optional settings of a generation request."""
 
     likeliest: int = 0
-    """How many of the most likely tokens to report at every position; the engine reports none if memory runs
-    out."""
+    """How many of the most likely tokens to report at every position. If memory runs out, the engine reports
+    none."""
     stop: StopStrings | None = None
-    """The stop strings that end the generation inside the engine. Each request needs its own object."""
+    """Stop strings: the engine ends the generation once the sampled text contains one of them. The object
+    keeps the state of the search, so each request needs its own object."""
     processed: bool = False
-    """Report log-probs after truncation (see `Generation`)."""
+    """Report log-probs after truncation instead of before it (see `Generation.logprobs`)."""
     on_token: Callable[[SampledToken], None] | None = None
-    """Called in the caller's event loop with each token except the last one, which only the result of
-    `generate` holds."""
+    """A callback for streaming. It receives each sampled token except the last one, in the caller's event
+    loop; only the result of `generate` contains the last token."""
     session: str = ""
-    """The id of the rollout that sends the request; prompts of a rollout begin alike. "" for none."""
+    """The id of the rollout that sends the request, or "". The prompts of a rollout share a long prefix, so
+    an engine with several servers sends all of them to one server."""
     common_draws: bool = False
-    """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines without seeds
-    ignore this option."""
+    """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines that do
+    not support seeds ignore this option."""
 
 
 NO_EXTRAS = Extras()
@@ -59,24 +64,28 @@ class Generation:
     """The sampled continuation of one prompt."""
 
     token_ids: tuple[int, ...]
-    """Sampled ids, including a stop token that ended the generation."""
+    """The sampled ids. If a stop token ended the generation, it is the last id."""
     logprobs: tuple[float, ...]
-    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32). If
-    `Extras.processed` is set: after truncation, renormalised. At temperature 0: under softmax(logits)."""
+    """The log-prob of each sampled id, in fp32. It is taken before truncation, under softmax(logits /
+    temperature). If `Extras.processed` is set, it is taken after truncation, under the renormalised
+    distribution. At temperature 0 it is taken under softmax(logits)."""
     finish_reason: FinishReason
-    """Why the generation ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial
-    result)."""
+    """Why the generation ended: "stop" (a stop token or a stop string), "length" (`max_tokens` was reached)
+    or "abort" (the request was aborted, so the result is partial)."""
     versions: tuple[tuple[int, int], ...]
-    """((first_token, policy_version), ...): the version that sampled from each first token on."""
+    """Pairs (first_token, policy_version): the version sampled the tokens from index `first_token` on, up to
+    the `first_token` of the next pair."""
     stop_string: str | None = None
     """The stop string that the last token completed, or None."""
     prompt_tokens_reused: int = 0
-    """Prompt tokens whose keys and values were cached."""
+    """The number of prompt tokens whose keys and values were taken from the cache."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """(id, log-prob) of the most likely tokens at each position, as many as `Extras.likeliest` requests."""
+    """For each position, the most likely tokens as pairs (id, log-prob). `Extras.likeliest` is their
+    number."""
     experts: ExpertColumns | None = None
-    """The experts, [L, W], of all tokens of prompt and continuation except the last token; None unless the
-    engine records experts (`models.routers`)."""
+    """The experts that the routers chose, [L, W]: one row for each of the L tokens of prompt and continuation
+    except the last token, with the W choices of all layers. None unless the engine records experts
+    (`models.routers`)."""
 
     def sampled(self) -> list[SampledToken]:
         tops = self.likeliest or ((),) * len(self.token_ids)
@@ -86,7 +95,10 @@ class Generation:
 def refuse_too_long(
     prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model's own"
 ) -> None:
-    """Raise ContextLengthExceeded if prompt and answer exceed a limit; `whose` says whose limit it is."""
+    """Raise ContextLengthExceeded if `prompt_tokens` + `max_tokens` exceeds `max_model_len`.
+
+    `whose` tells the reader of the error message where the limit comes from.
+    """
     if prompt_tokens + max_tokens > max_model_len:
         raise ContextLengthExceeded(
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=max_model_len, whose=whose
@@ -94,21 +106,22 @@ def refuse_too_long(
 
 
 class FrozenEngine(Protocol):
-    """An engine that generates from token ids and does not load weights itself.
+    """An engine that samples continuations of token ids and has no method to load weights.
 
-    Any thread with a running event loop may call the engine. A subclass overrides only what it needs.
+    Any thread with a running event loop may call the engine. Methods whose body is a bare `return` do nothing
+    by default; a subclass overrides those that it needs.
     """
 
     breakdown: Future[str]
-    """This future gets the reason as its result once the engine has failed for good."""
+    """If the engine fails for good, the reason becomes the result of this future."""
 
     @property
     def version(self) -> int:
-        """Return the policy version that samples now."""
+        """Return the number of the policy version that the engine currently samples from."""
 
     @property
     def max_model_len(self) -> int:
-        """Return the largest number of tokens of prompt and continuation together."""
+        """Return the largest total number of tokens of a prompt and its continuation."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -116,8 +129,8 @@ class FrozenEngine(Protocol):
         """Sample a continuation of `ids`. Cancelling the call aborts the request.
 
         Raises:
-            ContextLengthExceeded: prompt + max_tokens exceed `max_model_len`.
-            InferenceError: see its leaves in `trainer_backend.errors`.
+            ContextLengthExceeded: the prompt and `max_tokens` together exceed `max_model_len`.
+            InferenceError: any other failure; `trainer_backend.errors` lists its subclasses.
         """
 
     def start(self) -> None:
@@ -125,39 +138,48 @@ class FrozenEngine(Protocol):
         return
 
     def stop(self) -> None:
-        """Stop the engine and wait for its end; unfinished requests get an InferenceError."""
+        """Stop the engine and wait until it has ended. Unfinished requests raise an InferenceError."""
         return
 
     async def close(self) -> None:
-        """Release what belongs to the running event loop. The gateway calls `close` before its loop ends."""
+        """Release resources that belong to the running event loop, such as connections.
+
+        The gateway calls `close` before its loop ends.
+        """
         return
 
 
 class Engine(FrozenEngine, Protocol):
-    """The actor's engine, whose weights are replaced: `LocalEngine`, or `Servers` for vLLM."""
+    """An engine whose weights can be replaced. It samples for the actor, the policy in training.
+
+    Implementations are `LocalEngine`, and `Servers` for vLLM.
+    """
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve this version from now on.
+        """Load the weights of `version`, and sample with them from now on.
 
         Raises:
-            WeightsRefused: the engine still serves the version before.
+            WeightsRefused: the weights do not fit the model, or no server loaded them in time.
         """
 
     async def release(self) -> None:
-        """Free the memory that the engine shares with the learner, until the next load."""
+        """Give device memory back, so that the learner can use it until the next `load`."""
         return
 
     def totals(self) -> dict[str, float]:
-        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+        """Return counters since the start by name, such as `requests` and `sampled_tokens`."""
 
     async def probe(self) -> None:
-        """Return once the engine has given a sign of life."""
+        """Return once the engine has responded. With a timeout, a caller can thus detect a hanging engine."""
         return
 
     async def look_after(self) -> None:
-        """Keep the engine serving; raise an error that says why, if the engine cannot continue."""
+        """Watch the engine, and restore parts that fail; raise an error if the engine cannot continue."""
         return
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Call `report` (`Reporter.process`) for each process of the engine, now and at each change."""
+        """Call `report` for each process of the engine: now, and whenever the state of the process changes.
+
+        `report` has the parameters of `Reporter.process`.
+        """
         return

@@ -1,7 +1,7 @@
 """Build the text of a prompt that contains earlier answers exactly as they were sampled. Pure functions.
 
-A template writes a parsed message in its own way. Therefore the template gets the sampled text of every
-unedited answer, and its output is compared with the expected text.
+A chat template may write a parsed message differently from the text that the model sampled. Therefore the
+template gets the sampled text of every unedited answer as content, and its output is compared with that text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,44 +11,51 @@ from typing import Any
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import BLANK, ChatRenderer, JsonObject
 
-# Guards around text whose outer white space a template would trim. Unicode reserves them for private use.
+# These characters surround a text whose outer white space a template would trim. Unicode reserves them for
+# private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the model, and its index among the messages."""
+    """An earlier answer of the model, and the form in which the template gets it.
+
+    `index` is the position of the answer among the messages of the request.
+    """
 
     index: int
     message_hash: int  # `hash_message` of the message that was returned to the caller
-    raw_text: str  # the response as sampled
-    stop_text: str  # its stop token; "" if there is none
-    opening: str = ""  # the beginning of the answer that stood in the prompt, if a call was forced
-    reasoning: str = ""  # the reasoning that the message has apart from its content, if any
-    content: str | None = None  # given to the template; None: the message as the caller sends it back
+    raw_text: str  # all sampled text, without the stop token
+    stop_text: str  # the text of the stop token; "" if there is none
+    opening: str = ""  # if a call was forced: the beginning of the answer, which was a part of the prompt
+    reasoning: str = ""  # the reasoning that the message contains outside its content, if any
+    content: str | None = None  # what the template gets; None: the message as the caller sends it back
     has_guards: bool = False  # whether OPEN and CLOSE surround the content
 
     @property
     def written(self) -> str:
-        """Return the whole answer, without its stop token."""
+        """Return the whole text of the answer without the stop token; `opening` is included."""
         return self.opening + self.raw_text
 
     def thought(self, renderer: ChatRenderer) -> str:
-        """Return the reasoning of the answer, from the message or from the sampled text."""
+        """Return the reasoning of the answer: from the message if possible, else from the sampled text."""
         return self.reasoning.strip(BLANK) or renderer.find_reasoning(self.written)
 
     def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
-        """Return the message that the template gets. The caller may have dropped the reasoning."""
+        """Return the message that the template gets. Reasoning that the caller dropped is restored."""
         if self.content is not None:
             return {"role": "assistant", "content": self.content}
         return renderer.with_reasoning(message, self.reasoning)
 
     def stands_in(self, hashes: Sequence[int]) -> bool:
-        """Return whether the conversation still contains the answer, unedited."""
+        """Return whether a conversation with these message hashes still contains the answer, unedited."""
         return self.index < len(hashes) and hashes[self.index] == self.message_hash
 
     def forms(self) -> Iterator["Answer"]:
-        """Yield the forms that may reproduce the sampled text, most likely first, the parsed message last."""
+        """Yield copies of this answer whose `content` may make the template reproduce the sampled text.
+
+        The most promising form comes first, and the parsed message (`content` is None) comes last.
+        """
         yield replace(self, content=self.written)
         if self.written != self.written.strip():
             yield replace(self, content=f"{OPEN}{self.written}{CLOSE}", has_guards=True)
@@ -56,9 +63,10 @@ class Answer:
 
 
 def hash_message(message: JsonObject) -> int:
-    """Return a 64-bit hash of a message's content, without empty fields, which clients add and drop.
+    """Return a 64-bit hash of the role, content, tool calls and `tool_call_id` of a message.
 
-    Every message of every request is compared, so the hash is stored instead of the message.
+    Empty content counts as absent, and so does an empty list of calls, because clients add and drop both. The
+    gateway compares every message of every request with the stored conversation, and stores only the hashes.
     """
     get = message.get
     content, calls = get("content") or "", get("tool_calls")
@@ -77,9 +85,10 @@ def _function(call: Any) -> object:
 
 @dataclass(slots=True)
 class View:
-    """The messages of a request, rendered with a form (`Answer.forms`) of each sampled answer.
+    """Renders the messages of a request, with each sampled answer in one of its forms (`Answer.forms`).
 
-    The forms of `earlier` answers are known; callers try forms of the newest. Each text is rendered once.
+    The answers in `earlier` already have their forms. The newest answer does not, so callers try several
+    forms of it. The text for each form is rendered once and then cached.
     """
 
     messages: Sequence[JsonObject]
@@ -89,26 +98,28 @@ class View:
     _texts: dict[Answer, str | None] = field(default_factory=dict)
 
     def text(self, newest: Answer) -> str | None:
-        """Return the prompt with the last answer in this form, or None if the template cannot write it."""
+        """Return the prompt with the newest answer in this form, or None if the template cannot render it."""
         if newest not in self._texts:
             answers = [*self.earlier, newest]
             self._texts[newest] = text_with(self.messages, answers, self.tools, self.renderer)
         return self._texts[newest]
 
     def form_extending(self, newest: Answer, text: str) -> Answer | None:
-        """Return the form for which the prompt begins with `text`, or None."""
+        """Return the first form of the newest answer with which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
     def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
-        """Return a form for which the text continues `prompt`, and where in the text the answer ends.
+        """Return a form of the newest answer with which the text continues `prompt`, and the answer's end.
 
-        The caller replaces the template's version of the answer by the sampled text. The result is None if
-        the template writes the text before the answer differently from `prompt`, drops the answer's
-        reasoning, or writes the answer differently because other messages follow.
+        The text is the request rendered with this form, and the end is an index into the text. The caller
+        replaces the template's version of the answer by the sampled text. The result is None if the template
+        writes the text before the answer differently from `prompt`, if it drops the answer's reasoning, or if
+        it writes the answer differently because messages follow it.
         """
         thought = newest.thought(self.renderer)
         form = replace(newest, content=None, has_guards=False)
-        # If prompts begin reasoning, GLM and Nemotron write an answer without reasoning differently.
+        # If the prompt begins the reasoning, the templates of GLM and Nemotron write an answer without
+        # reasoning differently. BLANK is an empty reasoning that they do not trim.
         forms = [form] if thought else [form, replace(form, reasoning=BLANK)]
         for form in forms:
             upto = text_with(
@@ -125,9 +136,11 @@ class View:
         return None
 
     def exact(self, newest: Answer) -> Answer:
-        """Return the form that reproduces the sampled answer after an edit, or else the parsed message.
+        """Return the form that reproduces the sampled answer, even if messages before the answer were edited.
 
-        The prompt must begin with the new text before the answer, followed by the sampled answer.
+        With this form, the prompt begins with the messages before the answer, as the template writes them
+        now, followed by the sampled answer. If no form achieves that, return the form with the parsed
+        message.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
@@ -137,10 +150,11 @@ class View:
 
 
 def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
-    """Return where the answer at the end of `upto` ends in `whole`; None if `whole` writes it differently.
+    """Return the index in `whole` at which the last answer of `upto` ends.
 
-    The end lies after the stop token, if one was sampled. White space may follow an end token, and the stop
-    token may be the beginning of the next message.
+    `upto` is the conversation rendered up to this answer, and `whole` the conversation with later messages.
+    Return None if `whole` does not begin like `upto`. If a stop token was sampled, the answer ends after it.
+    The template may write white space after an end token, and the stop token may begin the next message.
     """
     body = upto.rstrip()
     if not stop:
@@ -158,19 +172,19 @@ def text_with(
     *,
     add_generation_prompt: bool = True,
 ) -> str | None:
-    """Return the prompt with each of `answers` in its form, or None if the template cannot write them."""
+    """Render the messages with each of `answers` in its form; return None if the template cannot do that."""
     shown = list(messages)
     for answer in answers:
         shown[answer.index] = answer.shown(messages[answer.index], renderer)
     try:
         text = renderer.prompt_text(shown, tools, add_generation_prompt=add_generation_prompt)
     except BadChatRequest:
-        return None  # some templates count turns, and count a call differently from its text
+        return None  # for example, a template that counts turns treats a call differently from its text
     if any([answer.reasoning == BLANK for answer in answers]):
         text = text.replace(BLANK, "")
     guards = sum([answer.has_guards for answer in answers])
     if not guards:
         return text
     if text.count(OPEN) != guards or text.count(CLOSE) != guards:
-        return None  # the template dropped a guard with its content, or a message uses these characters
+        return None  # the template dropped a guard and its content, or a message contains these characters
     return text.replace(OPEN, "").replace(CLOSE, "")

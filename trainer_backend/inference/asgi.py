@@ -21,7 +21,7 @@ _ROUTES = "Known: POST /v1/chat/completions, /v1/completions and /tokenize, GET 
 
 
 class Outgoing:
-    """A `Send` that knows whether the reply has begun; a later error can no longer set the status."""
+    """An ASGI `Send` that remembers whether the reply has begun: an error can then not set its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -45,7 +45,7 @@ class Outgoing:
 
 
 async def boundary(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run a route and convert every error to a problem body without internal details."""
+    """Run a route, and send every error as a problem body (RFC 9457) without internal details."""
     outgoing = Outgoing(send)
     try:
         await app(scope, receive, outgoing)
@@ -59,7 +59,10 @@ async def boundary(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> 
 
 
 def problem_body(error: ServiceError) -> bytes:
-    """Return RFC 9457's fields and OpenAI's `error` object; for a full context also the token counts."""
+    """Return an error as JSON that contains RFC 9457's fields and OpenAI's `error` object.
+
+    The body of ContextLengthExceeded also contains its token counts.
+    """
     body = error.problem().model_dump()
     body["error"] = openai_error(str(error), status=error.status, code=error.code, where=error.where)
     if isinstance(error, ContextLengthExceeded):
@@ -81,7 +84,8 @@ async def json_response(send: Send, body: dict[str, Any], headers: Headers = ())
 
 
 def _json_bytes(body: dict[str, Any]) -> bytes:
-    """Return the body as JSON. Pydantic takes a quarter of json.dumps's time, but refuses lone surrogates."""
+    """Return the body as JSON."""
+    # Pydantic takes a quarter of the time of json.dumps, but refuses lone surrogates.
     try:
         return to_json(body, inf_nan_mode="constants")
     except PydanticSerializationError:
@@ -89,7 +93,7 @@ def _json_bytes(body: dict[str, Any]) -> bytes:
 
 
 class EventStream:
-    """A reply of server-sent events; its head is sent with the first event."""
+    """A reply of server-sent events. Its status and headers are sent together with the first event."""
 
     def __init__(self, send: Send, headers: Headers = ()) -> None:
         self._send, self._headers = send, headers
@@ -99,7 +103,7 @@ class EventStream:
         await self._write(_json_bytes(event))
 
     async def end(self) -> None:
-        """Send the event after which `openai` clients stop reading."""
+        """Send `[DONE]`, the event after which `openai` clients stop reading, and end the reply."""
         await self._write(b"[DONE]")
         await self._send({"type": "http.response.body", "body": b""})
 

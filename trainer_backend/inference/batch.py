@@ -1,4 +1,4 @@
-"""Manage the running batch: the rows of requests, their prefill, and one decode step for all rows."""
+"""Manage the running batch: one cache row per request, the prefill of prompts, and joint decode steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from trainer_backend.models.routers import Routers
 
 
 class RunningBatch:
-    """The rows of running requests. Row i of the cache belongs to `rows[i]`; there are no gaps.
+    """The batch of running requests. The request `rows[i]` has row i of the cache.
 
-    Only the engine thread uses the batch, inside `torch.inference_mode()`. A call that raises (out of memory)
-    changes nothing and may be repeated.
+    Rows are numbered without gaps. Only the engine thread uses the batch, inside
+    `torch.inference_mode()`. A call that raises because memory ran out changes nothing and may be repeated.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class RunningBatch:
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
         self._columns = Columns()
-        self._settings: RowSettings | None = None  # made when the rows have changed
+        self._settings: RowSettings | None = None  # None: the rows have changed since the last step
         self._runner = choose_runner(
             model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
         )
         self.cache: RowCache = self._runner.cache
-        # Whether a request that does not fit now may fit once other rows have ended.
+        # Whether a request that does not fit in memory now may fit once other rows have ended.
         self.can_wait = isinstance(self._runner, PagedRunner)
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
         self.prefixes = Prefixes(self.cache, most=kept_prefixes if can_go_on else 0)
@@ -58,23 +58,23 @@ class RunningBatch:
 
     @property
     def free_slots(self) -> int:
-        """Return the number of rows for new requests; it is 0 after `wait`, until a row ends."""
+        """Return how many new requests may join. After `wait`, the number is 0 until a row ends."""
         return 0 if self._is_full else self.cache.slots - len(self.rows)
 
     def to_prefill(self, request: Request) -> int:
-        """Return how many tokens of a prompt would need computation if the request joined now."""
+        """Return how many prompt tokens would have to be prefilled if the request joined now."""
         return request.cached - self.prefixes.find(request.prefix).length
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Give rows to new requests: copy the cached part of their prompts, and prefill the rest.
+        """Give rows to new requests: copy the cached part of each prompt, and prefill its other tokens.
 
-        The first decode step computes the last token of a prompt. So only decode steps sample, a prefill
-        needs no logits, and no last positions of rows with different lengths have to be gathered.
+        The last token of a prompt is not prefilled: the next decode step feeds it to the model, like a
+        sampled token. So a prefill computes no logits, and only decode steps sample.
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
 
         def order(request: Request) -> tuple[bool, bool, int]:
-            """Sort uncached prompts before partly cached and cached ones, then by the rest, longest first."""
+            """Sort by the cached part (none, some, all), then by the tokens to prefill, most first."""
             length = matches[request].length
             return length == request.cached, length > 0, length - request.cached
 
@@ -105,17 +105,17 @@ class RunningBatch:
         self.prefixes.mark(Prefix(request.cached_ids()[:length], request.experts), row)
 
     def step(self) -> "SampledTokens | None":
-        """Feed rows their next tokens; return the sampled next tokens.
+        """Feed each row its next token, and return the sampled tokens.
 
-        A paged runner returns the tokens of the step before, or None if there is none. Some of the tokens may
-        be of rows that have ended since.
+        A paged runner launches this step, but returns the tokens of the previous step, or None if there was
+        no previous step. Some of these tokens may belong to rows that have ended since.
         """
         if isinstance(self._runner, PagedRunner):
             return self._read(self._runner.step(self.rows, self._columns))
         return self._step_now(self._runner)
 
     def settle(self) -> "SampledTokens | None":
-        """Return the tokens of the step that is under way, if there is one."""
+        """Wait for the step that a paged runner has launched; return its tokens, or None without a step."""
         return self._read(self._runner.settle()) if isinstance(self._runner, PagedRunner) else None
 
     def _read(self, step: Step | None) -> "SampledTokens | None":
@@ -138,7 +138,7 @@ class RunningBatch:
         host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B], 1).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
-        if not isinstance(runner, DecoderRunner):  # its models have no experts
+        if not isinstance(runner, DecoderRunner):  # models that DecoderRunner supports have no experts
             for request, experts_1W in zip(self.rows, runner.experts(), strict=False):
                 request.note_experts(experts_1W)
         columns.ids[:count] = host[:, 0]
@@ -146,7 +146,7 @@ class RunningBatch:
         return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])
 
     def _is_plain(self) -> bool:
-        """Return whether no row truncates or reports other tokens than the drawn ones."""
+        """Return whether every row samples without truncation and reports only the sampled tokens."""
         is_truncated = self._columns.truncated[: len(self.rows)].any()
         return not is_truncated and not any(row.extras.likeliest for row in self.rows)
 
@@ -161,7 +161,7 @@ class RunningBatch:
         return SampledTokens(list(self.rows), ids_B.tolist(), logprobs_B.tolist(), None, None)
 
     def drop(self, index: int) -> None:
-        """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
+        """Free a row and move the last row into the gap. The freed row may be copied for later prompts."""
         request = self.rows[index]
         self.prefixes.end_row(request.prefix, index, request.cached_ids())
         self.cache.close_row(index)
@@ -175,11 +175,14 @@ class RunningBatch:
             self.prefixes.move(last.prefix, index)
 
     def wait(self) -> None:
-        """Let no request join before a row has ended."""
+        """Set `free_slots` to 0 until a row ends. Without running rows, change nothing."""
         self._is_full = bool(self.rows)
 
     def preempt(self) -> Request | None:
-        """Free the youngest request's row; return the request to compute again, or None if one row runs."""
+        """Free the row of the youngest request and return the request, which must be computed again.
+
+        Return None if fewer than two requests run.
+        """
         index = choose_victim([request.arrival for request in self.rows])
         if index is None:
             return None
@@ -191,7 +194,10 @@ class RunningBatch:
         return request
 
     def release(self) -> list[Request]:
-        """Free all memory of a paged cache; return the requests that ran, which the caller computes again."""
+        """Free all memory of a paged cache and return the requests that ran; they must be computed again.
+
+        Without a paged cache, do nothing and return [].
+        """
         if not isinstance(self._runner, PagedRunner):
             return []
         self._runner.settle()
@@ -204,22 +210,23 @@ class RunningBatch:
         return requests
 
     def drop_invalid(self, index: int) -> None:
-        """Free a row with numbers that are not finite, and share no part of the row."""
+        """Free a row that contains non-finite numbers. No other request reuses any part of the row."""
         self.prefixes.unshare(self.rows[index].prefix)
         self.cache.clear_row(index)
         self.drop(index)
 
     def take_weights(self) -> None:
-        """Compute with new weights: later requests reuse no current row or copy."""
+        """Compute with new weights. Later requests do not reuse keys and values of the old weights."""
         self._runner.take_weights()
         self.prefixes.forget(row.prefix for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One sampled token per request, by columns: an object per token would cost more than the sampling.
+    """The tokens of one decode step, one per request. Each field is a column over the requests.
 
-    `likeliest` and `lost_masses` (see `SampledToken`) are None if no row has any.
+    An object per token would take more time than the sampling. `likeliest` is None if no row requested it,
+    and `lost_masses` is None if no row truncates; see `SampledToken` for both.
     """
 
     requests: list[Request]
@@ -233,7 +240,10 @@ class SampledTokens:
         cls, requests: list[Request], host_BN: NDArray[np.float64], likeliest: Likeliest | None,
         truncated_B: NDArray[np.bool_],
     ) -> "SampledTokens":  # fmt: skip
-        """Build from `host_BN`: columns of ids, log-probs and, if a row truncates, the mass that was kept."""
+        """Build the tokens from the array `host_BN`.
+
+        Its columns are the ids, the log-probs and, if a row truncates, the probability mass that was kept.
+        """
         lost: list[float | None] | None = None
         if truncated_B.any():
             rows = zip(truncated_B.tolist(), host_BN[:, 2].tolist(), strict=True)
@@ -247,17 +257,20 @@ class SampledTokens:
 
 
 def drawing_device(device: torch.device) -> torch.device:
-    """Return the device that draws tokens: the model's, or the CPU for mps, which has no float64.
+    """Return the device that draws tokens: the model's device, or the CPU for mps, which has no float64.
 
-    On mps, [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
+    With mps, each step copies the logits [B, V] to the CPU: 0.6 MB per request for a vocabulary of 150,000.
     """
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
-    """Split requests into those to prefill now, and those that copy more if they join after one of them.
+    """Split requests into those to prefill now and those to prefill after them.
 
-    If rows cannot be cut (`RowCache.cuts`), the first sibling keeps a state near the end of the shared part.
+    A request of the second list shares a longer beginning with a request of the first list than with any
+    cached prefix, so it should join later and copy that beginning. If rows cannot be cut to any length
+    (`RowCache.cuts`), the request of the first list is also told to keep its state near the end of the shared
+    beginning.
     """
     first: list[Request] = []
     later: list[Request] = []

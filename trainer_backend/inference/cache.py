@@ -1,8 +1,9 @@
-"""Store keys and values of all running requests: one row per request, no gaps, positions per row.
+"""Store the keys and values of all running requests, in one row per request. Rows have different lengths.
 
-In a `SlotCache`, rows that begin alike may share their first tokens in a trunk, which is stored once
-(`trunks`). A row itself holds the tokens after its trunk. The columns after a row's last token hold old data,
-which masks hide and later tokens overwrite. So rows can be added, moved and removed without clearing.
+In a `SlotCache`, rows that begin with the same tokens may share these tokens in a *trunk*, which is stored
+once (`trunks`). The row itself then stores only the tokens after its trunk. The columns after the last token
+of a row contain old data, which attention masks hide and later tokens overwrite. So rows can be added, moved
+and removed without clearing memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,25 +19,26 @@ from transformers import __version__ as transformers_version
 from trainer_backend.inference.trunks import BLOCK, Trunk, Trunks, most_rows, pays
 
 FIRST_CAPACITY = 128
-# The name of the cache argument in the models of `transformers`, which 5.24 renamed.
+# The name of the argument for the cache in the models of `transformers`. Version 5.24 renamed the argument.
 _IS_RENAMED = tuple(map(int, transformers_version.split(".")[:2])) >= (5, 24)
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 
 
 class RowCache:
-    """The cache interface of the running batch and its prefixes.
+    """The interface between a cache and its users: the running batch and the index of prefixes.
 
-    If memory runs out, a method raises a RuntimeError that says so. The batch opens a row, with room for
-    `room` tokens, before it writes to the row. If opening raises, the row is not open. A cache whose copies
-    lie outside the rows' memory needs neither `drop_copy` nor `on_shortage`.
+    If memory runs out, a method raises a RuntimeError that `models.folder.is_out_of_memory` recognizes. The
+    batch opens a row, with room for `room` tokens, before it writes to the row. If opening raises, the row
+    stays closed. A cache that stores its copies outside the memory of the rows need not override `drop_copy`
+    and `on_shortage`.
     """
 
     slots: int
     cuts: bool = True
-    """Whether a row and a copy can be cut to any length."""
+    """Whether rows and copies can be cut to any length. The states of recurrent layers cannot."""
 
     def holds(self, place: Any, length: int) -> bool:
-        """Return whether a row or a copy can be cut to its first `length` tokens."""
+        """Return whether `place`, a row or a copy, can be cut to its first `length` tokens."""
         return True
 
     def open_row(self, row: int, *, room: int) -> None:
@@ -44,25 +46,28 @@ class RowCache:
         raise NotImplementedError
 
     def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
-        """Open a row that begins with `ids`, the first tokens of an open row."""
+        """Open row `target` with the tokens `ids`, which are the first tokens of the open row `source`."""
         raise NotImplementedError
 
     def copy_in(self, copy: Any, target: int, ids: Sequence[int], *, room: int) -> None:
-        """Open a row that begins with `ids`, the first tokens of a copy."""
+        """Open row `target` with the tokens `ids`, which are the first tokens of the copy."""
         raise NotImplementedError
 
     def copy_out(self, row: int, length: int) -> Any:
-        """Copy a row's first `length` tokens, so that they outlive the row; return the copy."""
+        """Return a copy of the first `length` tokens of a row. The copy outlives the row."""
         raise NotImplementedError
 
     def drop_copy(self, copy: Any) -> None:
-        """Forget a copy; without this call, a copy is freed with the last reference to it."""
+        """Free a copy. By default this does nothing: a copy is freed with the last reference to it."""
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
-        """Set the function that drops a copy when memory is short; `evict` returns False if there is none."""
+        """Set `evict`, which the cache calls when memory is short.
+
+        `evict` drops one copy, or returns False if no copy is left.
+        """
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Move the row `source`, of `length` tokens, to the closed row `target`."""
+        """Move the row `source`, which has `length` tokens, to the closed row `target`."""
         raise NotImplementedError
 
     def close_row(self, row: int) -> None:
@@ -70,11 +75,11 @@ class RowCache:
         raise NotImplementedError
 
     def clear_row(self, row: int) -> None:
-        """Make a row with numbers that are not finite harmless for the next row in its place."""
+        """Clear a row that contains non-finite numbers, if they could spoil the next request in this row."""
 
 
 class RowCopy(NamedTuple):
-    """A row's first tokens outside the cache: its trunk, and the tokens after the trunk."""
+    """The first tokens of a row: the trunk that the row refers to, and the tokens after the trunk."""
 
     trunk: Trunk | None
     tensors: tuple[Tensor, ...]
@@ -82,13 +87,15 @@ class RowCopy(NamedTuple):
 
 
 class SlotCache(Cache, RowCache):
-    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer.
+    """A cache with preallocated keys and values for each layer, [slots, heads, capacity, head_dim].
 
-    The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
-    `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
+    The capacity doubles on demand up to `max_len`, so short episodes do not take the memory of a long
+    context. Call `begin_prefill` or `begin_append` before a `transformers` model runs: they select the rows
+    that the model writes and reads.
 
-    If `shares` is true, a row that begins like a running row refers to a trunk (`trunks` maps rows to them),
-    and the forward pass must support trunks, like `RowAttention`. If it is false, rows hold all their tokens.
+    If `shares` is true, a row that begins like a running row refers to a trunk; `trunks` maps the numbers of
+    such rows to their trunks. The forward pass must then support trunks, as `RowAttentions` does. If `shares`
+    is false, each row stores all its tokens.
     """
 
     def __init__(
@@ -109,13 +116,16 @@ class SlotCache(Cache, RowCache):
         self._visible = 0
 
     def begin_prefill(self, *, first_row: int, length: int) -> None:
-        """Let the next forward pass write new rows from position 0 on; the first is row `first_row`."""
+        """Let the next forward pass write `length` tokens, from position 0, to rows from `first_row` on."""
         self.reserve(length)
         self._first_row = first_row
         self._positions_BQ = None
 
     def begin_append(self, positions_BQ: Tensor, *, first_row: int, visible: int) -> None:
-        """Let the next pass add Q tokens, at positions below `visible`, to B rows from `first_row` on."""
+        """Let the next forward pass append Q tokens to each of B rows, the first of which is row `first_row`.
+
+        `positions_BQ` are the positions of the tokens. The pass reads the positions below `visible`.
+        """
         self.reserve(visible)
         self._first_row = first_row
         self._positions_BQ = positions_BQ
@@ -131,7 +141,7 @@ class SlotCache(Cache, RowCache):
         self._begin(target, self._held(source), trunk, len(ids), room=room)
 
     def close_row(self, row: int) -> None:
-        """Forget the row's trunk; the row's own memory stays allocated."""
+        """Remove the row's reference to its trunk. The row's own memory stays allocated."""
         self._refer(row, None, room=0)
 
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -139,14 +149,14 @@ class SlotCache(Cache, RowCache):
         self._refer(target, trunk, room=0)
         own = length - start_behind(trunk)
         for tensor in (*self._keys, *self._values):
-            # Views and copies by torch would take ten times as long for a few numbers.
+            # For a few numbers, torch's views and copies take ten times as long as those of numpy.
             is_plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32
             rows: Any = tensor.numpy() if is_plain else tensor
             rows[target, :, :own] = rows[source, :, :own]
         self.close_row(source)
 
     def clear_row(self, row: int) -> None:
-        """Zero a row: old data is harmless only if finite, since a masked NaN still makes a sum NaN."""
+        """Set a row to 0. Old data is harmless only if it is finite: even a masked NaN makes a sum NaN."""
         trunk, tensors = self._held(row)
         self._known.discard(trunk)
         for tensor in tensors:
@@ -161,15 +171,15 @@ class SlotCache(Cache, RowCache):
         self._begin(target, copy, self._known.find(ids), len(ids), room=room)
 
     def starts(self, rows: Iterable[int]) -> NDArray[np.int64]:
-        """Return how many tokens of each row lie in its trunk."""
+        """Return, for each row, how many of its tokens lie in its trunk."""
         return np.array([start_behind(self.trunks.get(row)) for row in rows], dtype=np.int64)
 
     def forget_trunks(self) -> None:
-        """Let no row that is opened from now on refer to an existing trunk."""
+        """Ensure that rows opened from now on refer to none of the existing trunks."""
         self._known.clear()
 
     def _refer(self, row: int, trunk: Trunk | None, *, room: int) -> None:
-        """Let a row of `room` tokens, its trunk included, begin with the trunk."""
+        """Set or remove (None) the trunk of a row, and make room for `room` tokens, the trunk included."""
         self.reserve(room - start_behind(trunk))
         if trunk is None:
             self.trunks.pop(row, None)
@@ -177,11 +187,15 @@ class SlotCache(Cache, RowCache):
             self.trunks[row] = trunk
 
     def _held(self, row: int) -> RowCopy:
-        """Return views of a whole row, including the old data after its last token."""
+        """Return views of a whole row. They include the old data after the row's last token."""
         return RowCopy(self.trunks.get(row), tuple(tensor[row] for tensor in (*self._keys, *self._values)))
 
     def _begin(self, row: int, held: RowCopy, trunk: Trunk | None, length: int, *, room: int) -> None:
-        """Open a row with its first `length` tokens taken from the trunk and from `held`."""
+        """Open a row that begins with the first `length` tokens of `held`.
+
+        If `trunk` is given, the row refers to it for its first tokens, and only the tokens after it are
+        copied.
+        """
         first = start_behind(trunk)
         self._refer(row, trunk, room=room)
         for tensor, parts in zip(self._held(row).tensors, _parts(held, first, length), strict=True):
@@ -191,9 +205,11 @@ class SlotCache(Cache, RowCache):
                 column += part.shape[1]
 
     def _trunk_for(self, source: int, ids: Sequence[int]) -> Trunk | None:
-        """Return a trunk that begins like `ids`, the first tokens of row `source`; None if there is none.
+        """Return a trunk for a new row that begins with `ids`, the first tokens of row `source`, or None.
 
-        A new trunk is made if it pays (`trunks.pays`) and has room. A row with a shorter trunk takes it.
+        A new trunk is made from the row `source` if it would be long enough to replace the known trunk
+        (`trunks.pays`), and if the limit on trunks leaves room for it. If the returned trunk is longer than
+        the trunk of row `source`, that row refers to the returned trunk from now on.
         """
         trunk, held = self._known.find(ids), self._held(source)
         length = len(ids) // BLOCK * BLOCK
@@ -212,7 +228,10 @@ class SlotCache(Cache, RowCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values of a layer and return the visible ones; attention layers call this."""
+        """Write the new keys and values of a layer, and return those that the queries may attend to.
+
+        The attention layers of `transformers` call this method.
+        """
         # Under autocast, the rotary embedding produces float32.
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
         keys, values = self.layer(layer_idx, key_states, value_states)
@@ -227,9 +246,13 @@ class SlotCache(Cache, RowCache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values; the first call allocates them, shaped like the arguments."""
+        """Return a layer's keys and values.
+
+        The first call allocates them. The arguments then determine the number and the size of heads.
+        """
         if number == len(self._keys):
-            # Allocate both first: running out of memory in between would leave a layer without values.
+            # Allocate both tensors before storing one: if memory ran out in between, the layer would lack
+            # values.
             sizes = (
                 (self.slots, new.shape[-3], self.capacity, new.shape[-1])
                 for new in (key_states, value_states)
@@ -240,7 +263,7 @@ class SlotCache(Cache, RowCache):
         return self._keys[number], self._values[number]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per row. If memory runs out, the contents stay valid."""
+        """Make room for `length` tokens per row. If memory runs out, the contents of the cache stay valid."""
         if length <= self.capacity:
             return
         assert length <= self.max_len, "the engine refuses requests longer than max_len"
@@ -248,7 +271,8 @@ class SlotCache(Cache, RowCache):
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
         for tensors in (self._keys, self._values):
-            # One by one: the old and new tensors of all layers together may not fit.
+            # Enlarge one tensor at a time: the old and new tensors of all layers may not fit in memory
+            # together.
             for layer, old in enumerate(tensors):
                 tensors[layer] = self._grow(old, capacity)
         self.capacity = capacity
@@ -270,12 +294,15 @@ class SlotCache(Cache, RowCache):
 
 
 def start_behind(trunk: Trunk | None) -> int:
-    """Return how many tokens of a row lie in its trunk."""
+    """Return how many tokens of a row with this trunk lie in the trunk; 0 without a trunk."""
     return 0 if trunk is None else len(trunk)
 
 
 def _parts(held: RowCopy, first: int, last: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tokens `first` to `last` (excluded) of each tensor of a row or copy, in up to two parts."""
+    """Yield, for each tensor of `held`, its tokens from `first` to `last` (excluded) in up to two parts.
+
+    The first part comes from the trunk, and the second part from the tokens after the trunk.
+    """
     start = start_behind(held.trunk)
     for number, own in enumerate(held.tensors):
         part = own[:, max(0, first - start) : last - start] if last > start else None

@@ -24,15 +24,16 @@ QUESTION = [{"role": "system", "content": "You play."}, {"role": "user", "conten
 
 
 def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse a chat template that cannot carry system and user messages with tools, as environments need.
+    """Raise ModelFolderError if the chat template cannot render what environments need.
 
-    The template must show tools, and write a call as the model's tool-call format reads it: the warm-up
-    teaches the template's calls, and the gateway parses calls in that format.
+    Environments need system messages, user messages, tools and tool calls. The template must write a call in
+    the model's tool-call format, because the warm-up trains on calls as the template writes them, and the
+    gateway parses calls in the model's format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     renderer, name = ChatRenderer(tokenizer), detect_tool_format(tokenizer)
     try:
-        # The presets never see tools: they learn calls in the warm-up.
+        # The template of the presets shows no tools, because presets learn their calls in the warm-up.
         if name != "turnwise" and PROBE_NAME not in renderer.prompt_text(QUESTION, PROBE_TOOLS):
             raise ModelFolderError(
                 "it shows no tools to the model, and the environments answer to tool calls alone",
@@ -75,7 +76,7 @@ _NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": 
 
 
 def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Describe the model's tool-call format and what its template does with earlier reasoning."""
+    """Return a text that names the tool-call format and says whether the template keeps earlier reasoning."""
     name, renderer = detect_tool_format(tokenizer), ChatRenderer(tokenizer)
     answer = renderer.with_thought(PROBE_ANSWER, PROBE_THOUGHT)
     try:
@@ -102,10 +103,11 @@ _EXCERPT = 40
 
 
 def first_difference(own: Tokenizer, other: Tokenizer) -> str | None:
-    """Return the first reason why samples of `other` cannot be weighed under `own`; None if they can.
+    """Return the first reason why samples of `other` cannot be importance-weighted under `own`, or None.
 
-    The reason is a sentence about `other`. In this order are compared: the vocabulary's size and entries, the
-    special ids, the chat template and its settings, the tool-call format, and the ids of a probe.
+    In the returned sentence, "it" is the model of `other`, and "the actor" is the model of `own`. The
+    tokenizers are compared in this order: size and entries of the vocabulary, special ids, chat template and
+    its settings, tool-call format, and ids of a probe text.
     """
     return next(_differences(own, other), None)
 
@@ -167,13 +169,13 @@ def _chat(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
 
 
 def _template(tokenizer: Tokenizer) -> str:
-    """Return the chat template, or all templates by name if there are several."""
+    """Return the chat template. If there are several, return all of them by name, as JSON."""
     template: Any = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 def probe_text(renderer: ChatRenderer) -> str:
-    """Return a conversation with a call, as the template writes it."""
+    """Render a short conversation with a tool call, or without the call if the template refuses it."""
     try:
         return renderer.prompt_text(
             [*QUESTION, PROBE_ANSWER, {"role": "user", "content": "Go on."}], PROBE_TOOLS
@@ -183,7 +185,10 @@ def probe_text(renderer: ChatRenderer) -> str:
 
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
-    """Return where two encodings of a text differ, as a sentence about the model of `other`; else None."""
+    """Return a sentence about the first id that differs between two encodings of a text, or None.
+
+    In the sentence, "it" is the model of `other`, and "the actor" is the model of `own`.
+    """
     pairs = enumerate(zip_longest(own, other))
     others = (
         f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"

@@ -1,8 +1,9 @@
 """Check the form of the messages and tools of a chat request, so that a chat template can read them.
 
-No value is null, since `shared_schemas.chat.without_nulls` has removed nulls. The checks are written by hand,
-because every message of every decision is checked, and because a location such as `messages.2.content.0.text`
-must name the item as the caller wrote it.
+The checked values are never null, because `shared_schemas.chat.without_nulls` has removed nulls. The checks
+are written by hand instead of as pydantic models for two reasons. They must be fast, because every message of
+every decision is checked. And an error location such as `messages.2.content.0.text` must name the item as it
+appears in the caller's request.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from trainer_backend.inference.reply import TOOL_CALL_ERROR
 # OpenAI's newer name of the role "system".
 DEVELOPER = "developer"
 _ROLES = (*ROLES, DEVELOPER)
-# The keys of a message that this server, a chat template or a rollout reads: those with a text as value, and
-# others. Clients add the keys of _OF_ANSWERS to answers; the listed values have no effect.
+# _TEXTS and _OTHER_KEYS are the keys of a message that this server, a chat template or a rollout reads. The
+# values of _TEXTS must be strings. _OF_ANSWERS are keys that clients add to answers; the listed values have
+# no effect.
 _TEXTS = frozenset({"name", "tool_call_id", "tool_name", "reasoning", "reasoning_content"})
 _OTHER_KEYS = frozenset({"role", "content", "tool_calls", "msg_id", "msg_id(invoking_assistant)"})
 _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
@@ -29,7 +31,7 @@ _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
 
 
 def check_message(message: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a message with an invalid form or a key that would be ignored."""
+    """Raise BadChatRequest if a message has an invalid form, or a key that would be ignored."""
     role = message.get("role")
     if role not in _ROLES:
         reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
@@ -48,7 +50,10 @@ def check_message(message: Mapping[str, Any], *, where: str) -> None:
 
 
 def _refuse_with_effect(name: str, value: object, where: str) -> None:
-    """Refuse a key that is not read, unless clients add the key to answers and its value has no effect."""
+    """Raise BadChatRequest for a key that is not read.
+
+    Keys that clients add to answers are accepted if their value has no effect.
+    """
     if name == TOOL_CALL_ERROR or value in _OF_ANSWERS.get(name, ()):
         return
     keys = [*_TEXTS, *_OTHER_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
@@ -59,13 +64,13 @@ def _refuse_with_effect(name: str, value: object, where: str) -> None:
 
 
 def check_tool(tool: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a tool that is no function, or whose function has an invalid form."""
+    """Raise BadChatRequest if a tool is not a function, or if its function has an invalid form."""
     _check_function(tool, where)
     function, place = tool["function"], f"{where}.function"
     for name, kind, needed in (("description", str, "a text"), ("parameters", dict, "a JSON Schema")):
         if name in function:
             _check(function, name, kind, needed, place)
-    # Many templates iterate over the arguments, and read no deeper.
+    # Many templates iterate over the properties, but read nothing below them.
     schema, place = function.get("parameters", {}), f"{place}.parameters"
     if "properties" in schema:
         _check(schema, "properties", dict, "an object", place)
@@ -99,7 +104,7 @@ def _check_call(call: object, *, where: str) -> None:
 
 
 def _check_function(item: Mapping[str, Any], where: str) -> None:
-    """Check the fields that tools and calls have in common."""
+    """Check the fields that tools and tool calls have in common: `type`, `function` and its `name`."""
     if item.get("type", "function") != "function":
         raise BadChatRequest(f"type is {shown(item['type'])}; 'function' is allowed", where=f"{where}.type")
     _check(item, "function", dict, "an object", where)

@@ -1,4 +1,4 @@
-"""Read the body of POST /v1/chat/completions; unsupported keys are refused, not ignored."""
+"""Read the body of POST /v1/chat/completions. Unsupported keys are refused instead of ignored."""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -20,7 +20,7 @@ OF_LIBRARIES = frozenset({RESPONSE_FORMAT, "parallel_tool_calls"})
 
 
 def _strings(value: object) -> object:
-    """Convert `stop`, a string or a list of strings, to a tuple; "" and [] mean none."""
+    """Convert the value of `stop`, a string or a list of strings, to a tuple; "" and [] give ()."""
     if value == "":
         return ()
     if isinstance(value, str):
@@ -35,7 +35,10 @@ class StreamOptions(Body):
 
 
 class ChatRequest(SamplingRequest):
-    """A chat request. If `tool_choice` forces a call, the prompt ends with the beginning of the call."""
+    """The body of a request for a chat completion.
+
+    If `tool_choice` forces a call, the gateway ends the prompt with the beginning of the call.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -76,12 +79,12 @@ class ChatRequest(SamplingRequest):
 
     @cached_property
     def choice(self) -> ToolChoice:
-        """Return the tool choice; ValueError for an invalid `tool_choice`."""
+        """Return the parsed `tool_choice`. Raise ValueError if `tool_choice` is invalid."""
         return ToolChoice() if self.tool_choice is None else read_tool_choice(self.tool_choice)
 
     @cached_property
     def active_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the prompt shows; ValueError for an invalid `tool_choice`."""
+        """Return the tools that `tool_choice` lets the prompt show. Raise ValueError if it is invalid."""
         tools = self.tools or []
         names = [str(tool["function"]["name"]) for tool in tools]
         return [tools[place] for place in chosen_tools(self.choice, names)]
@@ -96,7 +99,7 @@ class ChatRequest(SamplingRequest):
 
 
 class TokenizeRequest(ChatRequest):
-    """The body of vLLM's POST /tokenize with messages."""
+    """The body of POST /tokenize, in the form in which vLLM accepts messages."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ChatRequest.neutral,
@@ -108,7 +111,10 @@ class TokenizeRequest(ChatRequest):
 def read_chat_request(
     body: bytes, leaves_out: Collection[str] = (), kind: type[ChatRequest] = ChatRequest
 ) -> ChatRequest:
-    """Parse and check a body; see `read_request` for `leaves_out`."""
+    """Parse the body of a request as a `kind`, and raise BadChatRequest if it is invalid.
+
+    Keys in `leaves_out` are ignored: they are neither read nor refused.
+    """
     request = read_request(kind, body, leaves_out)
     for place, message in enumerate(request.messages):
         check_message(message, where=f"messages.{place}")

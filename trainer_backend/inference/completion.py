@@ -25,7 +25,10 @@ from trainer_backend.inference.stop_strings import StopStrings, cut_before
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A parsed and rendered request. An empty `rollout_id` means none."""
+    """A chat request with its rendered prompt. The methods sample the choices and build the reply.
+
+    `rollout_id` is "" if the request belongs to no rollout.
+    """
 
     completion_id: str
     created: int
@@ -35,11 +38,15 @@ class Completion:
     max_tokens: int
     rollout_id: str
     call_opening: str = ""
-    """The beginning of a forced call, which ends the prompt and is put before the answer for parsing."""
+    """The beginning of a forced call, or "". The prompt ends with it, so the sampled text lacks it; for
+    parsing, it is put before the sampled text."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return the settings that have no effect: a `tool_choice` that cannot be met, unsupported keys."""
+        """Return the names of settings in the request that have no effect.
+
+        They are the ignored keys, and `tool_choice` if the gateway could not force the call that it demands.
+        """
         is_free = self.request.forces_call and not self.prompt.opening
         return (*(["tool_choice"] if is_free else []), *self.request.left_out)
 
@@ -54,7 +61,7 @@ class Completion:
         )
 
     def choice(self, index: int, generation: Generation) -> Choice:
-        """Return the sampled text before a stop string or stop token, parsed as a message."""
+        """Build a choice; the text before a stop string or a stop token is parsed as its message."""
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
@@ -68,7 +75,7 @@ class Completion:
         )
 
     def turn(self, choice: Choice) -> Turn:
-        """Return the state from which the rollout's next prompt continues."""
+        """Return the prompt and this choice as a turn, from which the rollout's next prompt continues."""
         answer = Answer(
             index=len(self.request.messages),
             message_hash=hash_message(choice.message),
@@ -80,7 +87,7 @@ class Completion:
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:
-        """Return the first fields of a reply and of its chunks."""
+        """Return the fields with which a reply begins, and each chunk of a streamed reply."""
         return {
             "id": self.completion_id,
             "object": kind,
@@ -105,19 +112,22 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields of a choice except its message; see `shared_schemas.chat`."""
+        """Return the fields that say how a choice ended and list its tokens; see `shared_schemas.chat`."""
         body = choice_body(choice)
         return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Return the prompt's ids that the caller lacks; {} unless it asks for ids or sent a rollout's id."""
+        """Return the reply's fields about the prompt's ids, without ids that the caller already has.
+
+        Return {} if the request neither asks for token ids nor belongs to a rollout.
+        """
         if not (self.request.return_token_ids or self.rollout_id):
             return {}
         return {"prompt_ids_reused": self._reused, "prompt_token_ids": self.prompt.ids[self._reused :]}
 
     @property
     def _reused(self) -> int:
-        """Return how many of the prompt's first ids the caller already has."""
+        """Return how many of the prompt's first ids the reply omits, because the caller already has them."""
         return 0 if self.request.return_token_ids else self.prompt.reused
 
     def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
@@ -139,7 +149,7 @@ class Completion:
 
 
 async def all_generations(completion: Completion) -> list[Generation]:
-    """Generate all choices. If one choice fails or the caller disconnects, abort the others."""
+    """Sample all choices. If one choice fails or the caller disconnects, abort the others."""
     if completion.request.n == 1:
         return [await completion.generation(0)]
     tasks = [asyncio.ensure_future(completion.generation(i)) for i in range(completion.request.n)]

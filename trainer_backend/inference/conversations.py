@@ -1,7 +1,8 @@
-"""Remember each rollout in the gateway, so that a conversation continues from its exact tokens.
+"""Store the conversation of each rollout in the gateway, so that its next prompt continues the exact tokens.
 
-Tokenising an earlier answer again may give ids other than the sampled ones, and writing its tool call again
-may give other text. Either would break the prefix, and with it the training sequence.
+Tokenising an earlier answer again may give ids other than the sampled ones, and rendering its tool call again
+may give other text. In both cases the next prompt would not begin with the tokens of the previous prompt and
+answer, and the decisions could not be trained as one token sequence.
 """
 
 from array import array
@@ -27,7 +28,7 @@ from trainer_backend.inference.drift import (
 )
 from trainer_backend.inference.rendering import ChatRenderer, JsonObject
 
-# A position in a text, and the same position in its ids.
+# An index into a text, and the index of the same place in the token ids of the text.
 Cut = tuple[int, int]
 
 
@@ -43,28 +44,28 @@ class RequestHashes:
 
 @dataclass(frozen=True)  # without slots: `ids` is a cached property
 class Prompt:
-    """A rendered prompt, and how it continues the rollout's last prompt."""
+    """A rendered prompt, and how it continues the rollout's previous prompt and response."""
 
     text: str
     packed_ids: "array[int]"
-    """The prompt's ids, four bytes each, since 10,000 conversations are kept."""
+    """The prompt's token ids, in four bytes each, because the gateway keeps thousands of conversations."""
     hashes: RequestHashes
     plain: str
-    """The prompt as the template writes it, without `opening`. It differs from `text` if `text` contains
+    """The prompt as the template writes it, without `opening`. `text` differs from it if `text` contains
     sampled answers that the template would write differently."""
     opening: str = ""
-    """The end of `text` that begins a forced call."""
+    """The beginning of a forced call, with which `text` ends; "" if no call is forced."""
     reused: int = 0
-    """The number of first ids that come from the last prompt and response."""
+    """How many of the first ids were copied from the previous prompt and response."""
     break_cause: str | None = None
-    """Why the prompt does not continue all of the last prompt and response, one of `drift.CAUSES`; None if it
-    does, and for the first prompt of a rollout."""
+    """Why the prompt does not begin with all of the previous prompt and response: one of `drift.CAUSES`. None
+    if the prompt begins so, or is the first one of its rollout."""
     answers: tuple[Answer, ...] = ()
-    """The sampled answers among the messages, as far as they are known."""
+    """The earlier answers whose sampled text the gateway knows."""
     cuts: tuple[Cut, ...] = ()
-    """Ends of earlier prompts and answers, where both text and ids may be cut."""
+    """The ends of earlier prompts and answers: the places at which the text and the ids can both be cut."""
     drift: Drift | None = None
-    """The drift of the last answer, if the caller sent the answer back unedited."""
+    """The drift of the last answer (`drift`); None if the caller did not send the answer back unedited."""
 
     @cached_property
     def ids(self) -> list[int]:
@@ -72,25 +73,25 @@ class Prompt:
 
     @property
     def extends(self) -> bool:
-        """Return whether the prompt continues all of the last prompt and response."""
+        """Return whether the prompt begins with all of the previous prompt and response."""
         return self.break_cause is None and bool(self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last prompt of a rollout and its response, as one text; its size is linear in the conversation."""
+    """The last prompt of a rollout and its response, as one text. Its size is linear in the conversation."""
 
     text: str
     ids: "array[int]"
     hashes: RequestHashes
-    plain: str | None  # `Prompt.plain`, if it differs from the beginning of the text
-    answers: tuple[Answer, ...]  # those of the prompt, and the new one, whose form the next prompt determines
-    cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
-    renderer: ChatRenderer  # of the ids, which no other tokenizer understands
+    plain: str | None  # `Prompt.plain`; None if the text begins with it
+    answers: tuple[Answer, ...]  # the prompt's, then the new one, whose form the next prompt determines
+    cuts: tuple[Cut, ...]  # the prompt's, then the ends of the prompt and the response
+    renderer: ChatRenderer  # `ids` belong to the tokenizer of this renderer
 
     @classmethod
     def of(cls, prompt: Prompt, answer: Answer, token_ids: Sequence[int], renderer: ChatRenderer) -> "Turn":
-        """Join a prompt and its answer; token_ids are as sampled, stop token included."""
+        """Join a prompt and its answer. `token_ids` are the sampled ids, including a stop token."""
         text = prompt.text + answer.raw_text + answer.stop_text
         ids = prompt.packed_ids + array("i", token_ids)
         ends = (len(prompt.text), len(prompt.packed_ids)), (len(text), len(ids))
@@ -100,15 +101,16 @@ class Turn:
 
     @property
     def plain_prompt(self) -> str:
-        """Return the prompt as the template wrote it."""
+        """Return the prompt as the template wrote it, without the beginning of a forced call."""
         end = self.cuts[-2][0] - len(self.answers[-1].opening)
         return self.text[:end] if self.plain is None else self.plain
 
 
 class Conversations:
-    """A bounded memory of rollouts. The next prompt of a forgotten rollout is tokenised from its text.
+    """Stores the last turn of each rollout, for at most `most` rollouts.
 
-    A rollout requests one decision at a time; if two requests overlap, the later answer counts.
+    The least recently used rollout is forgotten first; its next prompt is tokenised from its text. A rollout
+    requests one decision at a time. If two requests of a rollout overlap, the later answer is stored.
     """
 
     def __init__(self, *, most: int) -> None:
@@ -123,11 +125,11 @@ class Conversations:
         refuse_too_long: Callable[[str], None] = lambda text: None,
         opening: str = "",
     ) -> Prompt:
-        """Render the messages, reusing the exact ids of the unchanged part.
+        """Render and tokenise the messages. The unchanged part of the conversation keeps its exact ids.
 
         Args:
-            refuse_too_long: receives the text before it is encoded, and may raise.
-            opening: begins the answer, at the end of the prompt.
+            refuse_too_long: is called with the text before the text is tokenised; raises if it is too long.
+            opening: the beginning of a forced call, which is appended to the prompt.
         """
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:
@@ -152,18 +154,18 @@ def next_prompt(
     refuse_too_long: Callable[[str], None] = lambda text: None,
     opening: str = "",
 ) -> Prompt:
-    """Return the prompt after a turn; it keeps the turn's ids up to the first place where the text differs.
+    """Return the prompt that follows a turn. It keeps the turn's ids up to the first difference in the text.
 
-    Every unedited answer appears as it was sampled: the template gets the sampled text as content; if the
-    template writes it differently, the sampled text replaces the template's output. If the prompt still does
-    not begin with everything that the model saw and wrote, a message was edited, or the template drops or
-    rewrites a part. Then only the ids before the first difference are kept.
+    Every unedited answer appears as it was sampled. For this, the template gets the sampled text as content;
+    if the template writes that text differently, the sampled text replaces the template's output. The prompt
+    may still not begin with the whole text of the turn, because a message was edited, or because the template
+    drops or rewrites a part of it. Then only the ids before the first difference are kept.
     """
     hashes = RequestHashes.of(messages, tools)
     text, plain, answers = _render(turn, hashes, messages, tools)
     text += opening
     refuse_too_long(text)
-    cut_count = len(turn.cuts)  # the cuts in the common beginning
+    cut_count = len(turn.cuts)  # the number of cuts in the beginning that both texts share
     if not text.startswith(turn.text):
         cut_count = bisect_left(turn.cuts, True, key=lambda cut: not text.startswith(turn.text[: cut[0]]))
     text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)
@@ -173,7 +175,7 @@ def next_prompt(
         start, first = turn.cuts[-2]
         before, sampled = turn.text[max(0, start - TAIL) : start], turn.ids[first:]
         drift = measure_drift(newest, sampled, before, messages[newest.index :], turn.renderer)
-    is_repeat = ids_end == len(ids)  # a repeated prompt is a new request
+    is_repeat = ids_end == len(ids)  # the request repeats an earlier prompt, so it counts as a new one
     return Prompt(
         text,
         ids,
@@ -191,7 +193,10 @@ def next_prompt(
 def _render(
     turn: Turn, hashes: RequestHashes, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
 ) -> tuple[str, str, tuple[Answer, ...]]:
-    """Return the text, the template's own version of the text, and the answers in it with their forms."""
+    """Render the messages of a request, with the sampled answers as they were sampled where possible.
+
+    Return the text, the text as the template alone writes it, and the answers in the text with their forms.
+    """
     *earlier, newest = turn.answers
     present = tuple([answer for answer in earlier if answer.stands_in(hashes.messages)])
     if newest.stands_in(hashes.messages):
@@ -199,7 +204,7 @@ def _render(
         is_unedited = turn.hashes.messages == hashes.messages[: newest.index]
         form = None
         if is_unedited:
-            # After one answer that the template does not write as sampled, no form reproduces the text.
+            # If the template did not write an earlier answer as sampled, no form reproduces the turn's text.
             if turn.plain is None:
                 form = view.form_extending(newest, turn.text)
             if form is None and (place := view.continuation(newest, turn.plain_prompt)) is not None:

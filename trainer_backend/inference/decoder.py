@@ -1,17 +1,23 @@
 """Compute the forward pass of Qwen3, Qwen2, Llama and Mistral models over a flat list of tokens.
 
-    h += O(attention(rope(norm(Q(n(h)))), rope(norm(K(n(h)))), V(n(h))))        each layer; n is RMSNorm
-    h += Down(silu(Gate(n(h))) * Up(n(h)))                                      logits = Head(n(h))
+    h += O(attention(rope(norm(Q(n(h)))), rope(norm(K(n(h)))), V(n(h))))        in each layer
+    h += Down(silu(Gate(n(h))) * Up(n(h)))                                      in each layer
+    logits = Head(n(h))
 
-The pass has no batch dimension and no padding: prefill and decode differ only in the keys that a token
-attends to, which the cache's `TokenAttention` determines. No step reads a number back from the device.
-Matrices with the same input are joined (Q, K, V; gate, up). The modules' own weights become views of the
-joined matrix, so there is one copy of the weights, which `transformers` uses too, and a swap writes into it
-directly.
+Here h is the residual stream, n is an RMSNorm, and `norm` is an RMSNorm of each head, which only Qwen3
+has. O, Q, K, V, Down, Gate, Up and Head are linear layers.
 
-The pass rounds where `models.precision` says. In float32, logits differ from those of `transformers` only by
-the order of sums. Triton's kernels, if they run, compute everything between the products: a decode step on a
-GPU spent a third of its time on starting torch's kernels.
+The pass has no batch dimension and no padding. Prefill and decode differ only in the keys that a token
+attends to, and the cache's `TokenAttention` determines these keys. The pass never reads a number back from
+the device.
+
+Weight matrices that multiply the same input are joined into one matrix: Q, K and V; gate and up. The weights
+of the model's own modules become views of the joined matrix. So the weights exist only once, `transformers`
+can still use them, and the decoder uses new weights as soon as they are written to the modules.
+
+The pass rounds as `models.precision` specifies. In float32, logits differ from those of `transformers` only
+by the order of summation. If Triton's kernels are selected, they compute everything between the matrix
+products. With torch's operators, a decode step on a GPU spent a third of its time on launching kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,29 +40,35 @@ from transformers import (
 from trainer_backend.models.cpu_kernels import CpuKernels
 
 ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
-# The kinds of rotary positions whose frequencies depend on the position alone.
+# The kinds of rotary embeddings whose angles depend only on the position, not on the length of the sequence.
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 class TokenAttention(Protocol):
-    """The attention of the tokens of one pass: the interface between the decoder and a cache.
+    """Computes the attention of the tokens of one pass. It is the interface between the decoder and a cache.
 
-    Each of the T tokens of a pass has a row and a position, which the constructor receives.
+    Each of the T tokens of a pass belongs to a row of the cache and has a position in that row.
+    Implementations receive rows and positions in their constructor.
     """
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
-        """Store a layer's keys (rotated) and values of the tokens, [T, key-value heads, head_dim]."""
+        """Store the rotated keys and the values of the tokens in a layer, [T, key-value heads, head_dim]."""
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Return the attention of rotated queries, [T, heads, head_dim], each to its row up to itself.
+        """Return the attention outputs of rotated queries, [T, heads, head_dim].
 
-        Call `write` for the layer first.
+        Each token attends to the tokens of its row up to and including itself. Call `write` for the layer
+        first.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adapters of a joined product: scale * x A' B'. A stacks the A of its parts; B has theirs as blocks."""
+    """The low-rank adapters of joined linear layers, which add scale * x A' B' to the layers' outputs.
+
+    `down` (A) stacks the down-projections of the layers. `up` (B) contains their up-projections as diagonal
+    blocks.
+    """
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -65,7 +77,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W' + b with factors rounded to W's type, plus adapters; `cpu` kernels compute in float32."""
+    """A linear layer, or several joined ones: y = x W' + b, plus the adapters' output.
+
+    W' is the transpose of `weight`. The input x is rounded to the dtype of W. If `cpu` kernels are given,
+    they compute products in float32 where they are faster than torch.
+    """
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -92,7 +108,7 @@ class Product:
             residual_TW.addmm_(input_TI, self.weight.t())
 
     def outputs(self, first: int) -> "Product":
-        """Return the product of the outputs from `first` on; it shares the weights' memory."""
+        """Return a product with only the outputs from index `first` on; it shares the weights' memory."""
         low = self.adapters
         return Product(
             self.weight[first:],
@@ -102,7 +118,7 @@ class Product:
         )
 
     def _adapted(self, low: LowRank, input_TI: Tensor) -> Tensor:
-        """Return the product with adapters, rounding the sum once like `learner.adapter.AdaptedLinear`."""
+        """Return the output with adapters. The sum is rounded once, as in `learner.adapter.AdaptedLinear`."""
         given_TI = input_TI.to(self.weight.dtype)
         added_TO = F.linear(F.linear(given_TI, low.down), low.up)
         summed_TO = torch.addmm(added_TO, given_TI, self.weight.t(), beta=low.scale)
@@ -122,29 +138,29 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The numbers of heads, and their size."""
+    """The numbers of query heads and key heads in a layer, and the size of a head."""
 
     queries: int
     keys: int
     size: int
 
     def of(self, flat_TI: Tensor) -> Tensor:
-        """Return the heads of a product, [T, S, size]."""
+        """Return a product's output as S heads, [T, S, size]."""
         return flat_TI.view(len(flat_TI), -1, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Qwen3's norms of single heads."""
+    """The norms that Qwen3 applies to each query head and to each key head."""
 
     queries: Norm
     keys: Norm
 
     def __call__(self, heads_THD: Tensor, keys: int) -> Tensor:
-        """Return normed heads in float32; the last `keys` heads are keys, the others queries."""
+        """Return normed heads in float32. The last `keys` heads are key heads, the others query heads."""
         size = self.queries.weight.shape
         normed_THD = F.rms_norm(heads_THD.float(), size, None, self.queries.eps)
-        if heads_THD.dtype != torch.float32:  # where `transformers` rounds
+        if heads_THD.dtype != torch.float32:  # round here, as `transformers` does
             normed_THD = normed_THD.to(heads_THD.dtype).float()
         normed_THD[:, :-keys].mul_(self.queries.weight)
         normed_THD[:, -keys:].mul_(self.keys.weight)
@@ -153,13 +169,13 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of angles, [T, 1, head_dim]; the sine's first half is negated."""
+    """Cosines and sines of rotary angles, [T, 1, head_dim]. The first half of each sine vector is negated."""
 
     cos_T1D: Tensor
     sin_T1D: Tensor
 
     def at(self, positions_T: Tensor) -> "Rotation":
-        """Return the rotation of some positions; this object has all positions."""
+        """Return the rotation for some positions. Entry i of this object must belong to position i."""
         return Rotation(self.cos_T1D.index_select(0, positions_T), self.sin_T1D.index_select(0, positions_T))
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
@@ -169,33 +185,42 @@ class Rotation:
 
 
 class Stream:
-    """The residual stream of one pass, and its computations between products, by torch's operators.
+    """The residual stream of one pass, and the operations between matrix products, with torch's operators.
 
-    `residual_TW` is float32 and changed in place; `turns` has the rotations of all positions.
+    `residual_TW` is float32 and is changed in place. `turns` contains the rotations of all positions.
     """
 
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
         self._residual_TW, self._rotation = residual_TW, turns.at(positions_T)
 
     def norm(self, norm: Norm) -> Tensor:
-        """Return the norm of the stream, [T, width]."""
+        """Return the normalised stream, [T, width]."""
         return norm(self._residual_TW)
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         product.add_to(self._residual_TW, input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        """Return heads, normed and rotated; the last `keys` heads are keys, the others queries."""
+        """Return the heads after rotation. If `norms` is given, the heads are normed first.
+
+        The last `keys` heads are key heads, the others query heads.
+        """
         return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        """Return silu(gate) * up; each row of the input has gate and up side by side."""
+        """Return silu(gate) * up, [T, M]. Each row of the input, [T, 2 M], contains gate, then up.
+
+        The input may be overwritten.
+        """
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True).mul_(up_TM)
 
 
 class KernelStream(Stream):
-    """A stream computed by kernels such as Triton's; `norm` first adds the product that `add` computed."""
+    """A stream whose operations are computed by kernels such as Triton's.
+
+    `add` only computes a product. The next call of `norm` adds the product to the residual stream.
+    """
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: Any, dtype: torch.dtype
@@ -234,7 +259,10 @@ class KernelStream(Stream):
 
 
 class CpuStream(KernelStream):
-    """A stream computed by CPU kernels in float32, which add a product while they compute it."""
+    """A stream whose operations are computed by CPU kernels in float32.
+
+    The kernels add a product to the residual stream while they compute it.
+    """
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         product.add_to(self._residual_TW, input_TI)
@@ -260,7 +288,7 @@ class Layer:
         stream.add(self.down, stream.swiglu(self.gate_up(stream.norm(self.mlp_norm))))
 
     def write_only(self, number: int, stream: Stream, attention: TokenAttention) -> None:
-        """Store only keys and values: a prefill needs nothing else of the last layer."""
+        """Store the keys and values of this layer without its output, as a prefill does in the last layer."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
         all_TSD = heads.of(key_value(stream.norm(self.attention_norm)))
@@ -269,11 +297,15 @@ class Layer:
 
 
 class Decoder:
-    """The forward pass of a supported model (`unsupported_because`), with the model's own weights.
+    """Computes the forward pass of a model with the model's own weights.
 
-    The decoder moves the weights into joined matrices, so no other decoder may use the model. `max_len` is
-    one more than the last position. `by_kernel` selects Triton's kernels (`kernels_are_here`) and `cpu` the
-    kernels of a CPU (`kernels_for`); otherwise torch computes.
+    `unsupported_because` says which models are supported. The decoder moves the weights into joined matrices,
+    so only one decoder may use a model.
+
+    Args:
+        max_len: the number of positions; the last position is max_len - 1.
+        by_kernel: compute with Triton's kernels (see `kernels_are_here`).
+        cpu: compute with these CPU kernels (see `kernels_for`). Without kernels, torch's operators compute.
     """
 
     def __init__(
@@ -300,12 +332,12 @@ class Decoder:
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
-        """Assert that the decoder reads the weights where the model has them, so that new ones count."""
+        """Assert that the weights were not moved in memory, so that the decoder computes with new weights."""
         moved = any(weight.data_ptr() != place for weight, place in self._places.items())
         assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
-        """Store keys and values of T tokens, int64 [T], without computing logits."""
+        """Store the keys and values of T tokens without computing logits. Ids and positions are int64 [T]."""
         stream = self._new_stream(ids_T, positions_T)
         last = len(self.layers) - 1
         for number in range(last):
@@ -313,7 +345,10 @@ class Decoder:
         self.layers[last].write_only(last, stream, attention)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
-        """Store keys and values of T tokens, int64 [T]; return the logits of each next token, [T, V]."""
+        """Store the keys and values of T tokens, and return the logits for the token after each, [T, V].
+
+        Ids and positions are int64 [T].
+        """
         stream = self._new_stream(ids_T, positions_T)
         for number, layer in enumerate(self.layers):
             layer.run(number, stream, attention)
@@ -322,12 +357,15 @@ class Decoder:
             return self.head(normed_TW)
 
     def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
-        """Return the residual stream of embedded tokens, in its own memory."""
+        """Return a residual stream that begins with the tokens' embeddings, in newly allocated memory."""
         return self._stream(F.embedding(ids_T, self.embedding).float(), self.turns, positions_T)
 
 
 def unsupported_because(model: PreTrainedModel) -> str | None:
-    """Return why the decoder would compute a model differently from `transformers`, or None."""
+    """Return why the decoder does not support a model, or None if the decoder supports it.
+
+    For a supported model, the decoder computes the same as `transformers`.
+    """
     if type(model) not in ARCHITECTURES:
         names = ", ".join(kind.__name__ for kind in ARCHITECTURES)
         return f"{type(model).__name__} is none of {names}"
@@ -349,7 +387,10 @@ def unsupported_because(model: PreTrainedModel) -> str | None:
 
 
 def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosine and signed sine of each position, [longest, 1, head_dim], by the model's own module."""
+    """Compute cosines and sines for the positions below `longest` with the model's module `rotary`.
+
+    Both are [longest, 1, head_dim]. The first half of each sine vector is negated, as in `Rotation`.
+    """
     positions_1L = torch.arange(longest, device=device)[None]
     cos_1LD, sin_1LD = rotary(torch.zeros(1, device=device), positions_1L)
     sin_1LD[..., : sin_1LD.shape[-1] // 2].neg_()
@@ -377,7 +418,7 @@ def _norm(module: Any) -> Norm:
 
 
 def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
-    """Join linear layers with the same input; their weights and biases become views of the joined matrix."""
+    """Join linear layers with the same input. Their weights and biases become views of joined tensors."""
     plain = [linear.parts()[0] if hasattr(linear, "parts") else linear for linear in linears]
     weights = [linear.weight for linear in plain]
     biases = [linear.bias for linear in plain if linear.bias is not None]
@@ -385,7 +426,10 @@ def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
 
 
 def _adapters(linears: Sequence[Any]) -> LowRank | None:
-    """Return the joined adapters of linear layers with the same input; some of the layers may have none."""
+    """Return the joined adapters of linear layers that have the same input, or None if no layer has adapters.
+
+    The layers' own adapter matrices become views of the joined ones.
+    """
     parts = [linear.parts()[1:] if hasattr(linear, "parts") else None for linear in linears]
     found = [part for part in parts if part is not None]
     if not found:

@@ -1,18 +1,22 @@
 """Run the local engine: continuous batching of a causal language model on its own thread.
 
-Each turn of the thread admits waiting requests in order of arrival (a bounded number, so that running
-requests are not held up), prefills them together, and makes one decode step for all. Results go to the event
-loop of the caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
+The thread repeats a *turn*: it admits waiting requests in order of arrival, prefills their prompts together,
+and makes one decode step for all running requests. A turn prefills a limited number of tokens, so that
+running requests do not wait long. Results are delivered to the event loop of the caller. This module contains
+what callers use, `worker` runs the thread, and `inbox` connects the two.
 
-The cache holds the keys and values of a running request in a *row*, and those of some finished requests in
-*kept prefixes*. A prompt is computed from the first token that none of them holds (`prefixes`). On CUDA the
-cache is paged (`paged_runner`), a step is a CUDA graph, the host reads its tokens while the next step runs,
-and a request that does not fit waits. On other devices a request for which memory runs out ends with an
-error. If memory runs out while new weights are copied, the engine frees kept prefixes and pages and copies
-the weights again; if that fails too, it refuses all requests until a later load succeeds.
+The cache stores the keys and values of a running request in a *row*, and those of some finished requests in
+*kept prefixes*. A new prompt reuses the longest beginning that a row or a kept prefix contains, and only its
+other tokens are computed (`prefixes`).
 
-The engine has no compiled decode (compiling takes longer than the first iteration of many runs) and no
-speculative decoding.
+On CUDA the cache is paged (`paged_runner`). A decode step is a CUDA graph there, the host reads the tokens of
+a step while the next step runs, and a request that does not fit in memory waits. On other devices, a request
+for which memory runs out ends with an error. If memory runs out while new weights are copied, the engine
+frees kept prefixes and pages, and copies the weights again. If that fails too, the engine refuses all
+requests until a later load succeeds.
+
+The decode step is not compiled, because compiling takes longer than the first iteration of many runs. The
+engine has no speculative decoding.
 """
 
 import asyncio
@@ -47,26 +51,29 @@ from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.routers import recorded_routers
 
-# At a lower temperature, dividing fp32 logits by it may overflow; for less randomness, callers can send 0.
+# Dividing fp32 logits by a lower temperature may overflow. Callers that want less randomness can send 0.
 LOWEST_TEMPERATURE = 1e-3
-# bench/decision_rate.py finds the thread's CPU time by this name.
+# bench/decision_rate.py uses this name to find the CPU time of the thread.
 ENGINE_THREAD = "turnwise-engine"
 
 
 class LocalEngine(Engine):
-    """An engine on a `transformers` model; the weights can be replaced while the engine serves.
+    """Samples with a `transformers` model in this process; the weights can be replaced while it serves.
 
-    The engine owns the model: train another copy of it. The same seed, prompt and weights give the same
-    tokens, whatever else is being generated.
+    The engine owns the model, so the learner must train another copy of it. The same seed, prompt and weights
+    give the same tokens, whatever other requests run at the same time.
 
     Args:
-        model: any causal model that a runner can compute (`runner`), in evaluation mode, on its device.
-            Our decoder may move the weights in memory (`decoder`); do not move the model to another device.
-        stop_ids: see `stop_token_ids`.
-        keys: None: the defaults, with the model's `max_position_embeddings` as the longest request.
-        read: finds the weights of a version; by default in the version's folder.
-        paged: whether the cache is paged; None: if the device has kernels for pages (CUDA).
-        prefill_tokens: the most tokens that a turn prefills, padding included; a longer prompt goes alone.
+        model: any causal model that a runner can compute (`runner`), in evaluation mode, on its device. Do
+            not move it to another device later, because our decoder has joined its weights in memory
+            (`decoder`).
+        stop_ids: the token ids that end a generation (see `stop_token_ids`).
+        keys: the settings of [inference]. None: the defaults, with the model's `max_position_embeddings` as
+            `max_model_len`.
+        read: returns the weights of a version; by default, the version's folder.
+        paged: whether the cache is paged. None: it is paged if the device has kernels for pages (CUDA).
+        prefill_tokens: the most tokens that a turn prefills, padding included. A longer prompt is prefilled
+            alone.
     """
 
     request_timeout_s = order_timeout_s = 600.0
@@ -136,11 +143,12 @@ class LocalEngine(Engine):
         await self.load_weights(version.number, await asyncio.to_thread(self._read, version))
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
-        """Replace the weights. Running requests finish first and new ones wait; none is lost.
+        """Replace the weights without losing a request: running requests finish first, and new requests wait.
 
-        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
-        and their `versions` say from which token on. They keep the keys and values of the old weights, as in
-        other servers, and no other request reuses these.
+        Between `pause` and `resume`, the weights are replaced at once. Running requests then continue with
+        the new weights, and the `versions` of their results record the token at which the version changed.
+        These requests keep the keys and values of the old weights, as in other servers, but no other request
+        reuses them.
 
         Raises:
             WeightsRefused: the tensors do not fit; the old weights keep serving.
@@ -151,14 +159,14 @@ class LocalEngine(Engine):
         await self._wait_for(self._inbox.swap(partial(self._worker.swap, version, copy)))
 
     async def pause(self) -> None:
-        """Stop sampling after the current step; requests stay where they are."""
+        """Stop sampling after the current step, until `resume`. Requests keep their rows or stay queued."""
         await self._wait_for(self._inbox.command(partial(setattr, self._worker, "paused", True)))
 
     async def resume(self) -> None:
         await self._wait_for(self._inbox.command(partial(setattr, self._worker, "paused", False)))
 
     async def probe(self) -> None:
-        """Return once the engine's thread is between two steps."""
+        """Return once the engine's thread is between two steps, which shows that the thread responds."""
         await self._wait_for(self._inbox.command(lambda: None))
 
     async def release(self) -> None:
@@ -168,7 +176,7 @@ class LocalEngine(Engine):
         return asdict(self.counters)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with its partial result; return False if no request of this id waits or runs."""
+        """End a request; its caller gets the partial result. Return False if no request has this id."""
         return self._inbox.abort(request_id)
 
     def start(self) -> None:
@@ -210,7 +218,10 @@ class LocalEngine(Engine):
 def stop_token_ids(
     generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[int, ...]:
-    """Return the end tokens of a model's generation config, of its tokenizer and of its tool-call format."""
+    """Return the ids of all tokens that end an answer.
+
+    They come from the model's generation config, its tokenizer and its tool-call format.
+    """
     end_ids = generation.eos_token_id if generation is not None else None
     ids = end_ids if isinstance(end_ids, list) else [end_ids]
     ends = tool_format_in_use(tokenizer).ends

@@ -1,9 +1,9 @@
-"""Serve the OpenAI-compatible gateway: POST /v1/chat/completions, /v1/completions and /tokenize, GET
-/v1/models and /health.
+"""Serve the OpenAI-compatible gateway.
 
-The gateway is plain Starlette with JSON bytes, because every decision of every rollout passes through it. It
-renders messages to token ids, checks their length, samples a continuation, and answers with exact ids,
-log-probs and versions.
+Its routes are POST /v1/chat/completions, /v1/completions and /tokenize, and GET /v1/models and /health. For a
+chat request, the gateway renders the messages to token ids, checks the length, samples a continuation, and
+replies with exact ids, log-probs and policy versions. Every decision of every rollout passes through the
+gateway, so for speed its POST routes work on bytes, without a web framework's request and response objects.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 from trainer_backend.inference.streaming import stream_reply
 from trainer_backend.inference.text_completion import TextRequest, text_completion
 
-# From this size of a body on, rendering and encoding run on a thread, so that other answers do not wait.
+# A larger body is rendered and tokenised on a thread, so that other requests do not wait.
 _LARGE_BYTES = 100_000
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Bounds of the gateway.
+    """Limits of a gateway, and the keys of requests that it ignores.
 
-    `default_max_tokens` limits answers to requests that set no limit; a long prompt may leave less room. The
-    keys `leaves_out` of chat requests are ignored here, and refused by other gateways.
+    `default_max_tokens` limits the answer if the request sets no limit; after a long prompt, the answer may
+    be limited further. `leaves_out` contains keys of chat requests that are ignored instead of refused.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -72,10 +72,11 @@ def create_gateway(
     limits: GatewayLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
-    """Build the ASGI app.
+    """Build the ASGI app of a gateway.
 
-    `policies` maps model names (`{job}/{policy}`) to policies. `key` is the Bearer key of this job, which is
-    never logged; None: only requests from this machine are answered, and they need no key.
+    `policies` maps model names (`{job}/{policy}`) to policies. `key` is the Bearer key that requests must
+    carry; it is never logged. If `key` is None, requests need no key, and only those from this machine are
+    accepted.
     """
     secret = SecretStr(key) if isinstance(key, str) else key
     if secret is not None and not secret.get_secret_value():
@@ -124,7 +125,10 @@ def create_gateway(
 
 
 class _Posts:
-    """Calls endpoints by path, without Starlette's router: endpoints convert their own errors to replies."""
+    """Middleware that calls the POST endpoints by path, without Starlette's router and error handlers.
+
+    The endpoints convert their own errors to replies. All other requests go to the router.
+    """
 
     def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, ASGIApp]) -> None:
         self._app, self._endpoints = app, endpoints
@@ -135,12 +139,16 @@ class _Posts:
         await (endpoint or self._app)(scope, receive, send)
 
 
-# The name of the key in hints. A run generates the key of its own gateway; no user needs that key.
+# How hints name the key. A run generates the key of its own gateway, so users only need the key of
+# `turnwise serve`.
 _KEY = "gateway's key (of `turnwise serve`: TURNWISE_API_KEY, or the variable that --api-key-env names)"
 
 
 def gate_for(key: SecretStr | None, limits: GatewayLimits) -> Middleware:
-    """Build the gate that checks the key, except for /health; without a key it admits only this machine."""
+    """Build the middleware that checks the key of all requests except those to /health.
+
+    If `key` is None, it accepts only requests from this machine.
+    """
     door = KeyDoor(
         Keys([] if key is None else [key], variable=_KEY, needed=False),
         open_paths=["/health"],
@@ -151,13 +159,13 @@ def gate_for(key: SecretStr | None, limits: GatewayLimits) -> Middleware:
         door=door,
         max_body_bytes=limits.max_body_bytes,
         max_body_s=limits.max_body_s,
-        unreadable=None,  # each route parses its body once, as every decision passes through here
+        unreadable=None,  # the routes parse the body, so that it is parsed only once
         respond=error_response,
     )
 
 
 def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
-    """Return OpenAI's model object with the fields that our own clients read."""
+    """Return OpenAI's model object, with additional fields that our own clients read."""
     return {
         "id": name,
         "object": "model",
@@ -173,7 +181,7 @@ def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """A route as a plain ASGI app, without request and response objects."""
+    """A route as an ASGI app that works without Starlette's request and response objects."""
 
     policies: Mapping[str, ServedPolicy]
     limits: GatewayLimits
@@ -202,7 +210,7 @@ class ChatEndpoint(_Endpoint):
         else:
             completion = self._completion(request, rollout_id)
         headers: Headers = ()
-        if names := sorted(completion.left_out):  # count and name the settings without effect
+        if names := sorted(completion.left_out):  # settings without effect: count and name them
             completion.policy.left_out.update(names)
             headers = [(IGNORED_HEADER.lower().encode(), ", ".join(names).encode())]
         if completion.request.stream:
@@ -216,7 +224,7 @@ class ChatEndpoint(_Endpoint):
         await json_response(send, completion.body(choices), headers)
 
     def _completion(self, request: ChatRequest, rollout_id: str) -> Completion:
-        """Find the policy, render the prompt, and check that there is room for an answer."""
+        """Find the policy, render the prompt, and check that the context has room for an answer."""
         if rollout_id and request.n > 1:
             raise BadChatRequest(
                 f"n is {request.n}, and a rollout goes on from one answer",
@@ -264,7 +272,7 @@ class ChatEndpoint(_Endpoint):
 
 
 class TokenizeEndpoint(_Endpoint):
-    """POST /tokenize: return the ids of a prompt, which may be longer than the model's limit."""
+    """Handles POST /tokenize: returns the token ids of a prompt, even if it is too long for the model."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = read_chat_request(await whole_body(receive), self.limits.leaves_out, TokenizeRequest)
@@ -284,10 +292,12 @@ class TextEndpoint(_Endpoint):
 
 
 def _rollout_id(scope: Scope) -> str:
-    """Return the conversation that the request continues (of a rollout or a captured agent), or "" for none.
+    """Return the id of the conversation that the request continues, or "" if the request names none.
+
+    The id comes from the header ROLLOUT_HEADER, and names a rollout or a conversation of a captured agent.
 
     Raises:
-        BadChatRequest: the header is there several times.
+        BadChatRequest: the request contains the header several times.
     """
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == _ROLLOUT_HEADER]
     if len(values) > 1:

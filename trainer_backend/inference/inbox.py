@@ -14,13 +14,17 @@ from trainer_backend.inference.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An action that the engine thread runs between two steps."""
+    """An action that the engine thread runs between two steps, and a future for its outcome."""
 
     action: Callable[[], None]
     future: Future[None] = field(default_factory=Future)
 
     def carry_out(self) -> None:
-        """Run the action. An InferenceError goes to the caller; any other error ends the engine for all."""
+        """Run the action and complete the future.
+
+        An InferenceError reaches only the caller, through the future. Any other error is also raised here,
+        which ends the engine.
+        """
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -35,11 +39,12 @@ class Order:
 
 
 class Inbox:
-    """The queue, the requests by id, aborts, and two kinds of orders.
+    """The queue of waiting requests, all requests by id, the ids to abort, and two kinds of orders.
 
-    A *command* runs at the next turn. A *swap* waits until no request runs; meanwhile the inbox admits only
-    requests that have begun and were put back. The inbox is closed before the start and after the end of the
-    engine; callers get the reason.
+    A *command* runs at the next turn of the engine thread. A *swap* replaces the weights; it waits until no
+    request runs, unless the engine is paused. While a swap waits, the inbox admits only requests that already
+    have sampled tokens and were put back. Before the start and after the end of the engine, the inbox is
+    closed: calls raise EngineStopped with the reason.
     """
 
     def __init__(self, *, max_waiting: int) -> None:
@@ -60,7 +65,10 @@ class Inbox:
             self._closed_because = None
 
     def close(self, reason: str) -> None:
-        """Refuse all calls from now on; the first reason is kept. The engine thread ends at its next turn."""
+        """Refuse all calls from now on. The engine thread ends at its next turn.
+
+        If the inbox is closed already, the earlier reason is kept.
+        """
         with self._change:
             self._closed_because = self._closed_because or reason
             self._change.notify_all()
@@ -78,7 +86,7 @@ class Inbox:
             self._change.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Ask for the end of a request; return False if the inbox does not hold the request."""
+        """Ask the engine thread to end a request. Return False if no unfinished request has this id."""
         with self._change:
             if request_id not in self._requests:
                 return False
@@ -107,7 +115,7 @@ class Inbox:
     # ---------------------------------------------------------------- the engine thread
 
     def wait(self, *, running: bool, paused: bool) -> bool:
-        """Wait for work; return False if the engine thread must end."""
+        """Block until the engine thread has work. Return False if the thread must end."""
 
         def has_work() -> bool:
             can_step = not paused and (running or bool(self._queue))
@@ -130,7 +138,7 @@ class Inbox:
         return due
 
     def take_aborts(self) -> list[Request]:
-        """Take the requests to abort; waiting requests leave the queue."""
+        """Remove the requests to abort from the inbox and return them. Waiting ones also leave the queue."""
         with self._change:
             requests = [self._requests.pop(name) for name in self._aborts if name in self._requests]
             self._aborts.clear()
@@ -142,7 +150,12 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest requests that fit; while new weights wait, only those that already have tokens."""
+        """Remove the oldest requests that fit from the queue, and return them.
+
+        At most `free_slots` requests fit. Their tokens to prefill, padded to the longest, may not exceed
+        `prefill_tokens`; a longer request is admitted alone. While a swap waits, only requests that already
+        have sampled tokens are admitted.
+        """
         newcomers: list[Request] = []
         longest = 0
         with self._change:
@@ -157,12 +170,15 @@ class Inbox:
         return newcomers
 
     def holds_begun(self) -> bool:
-        """Return whether a request waits that has begun and was put back; a swap must wait for its end."""
+        """Return whether the queue contains a request that already has sampled tokens.
+
+        Such a request was put back, and a swap must wait until it has ended.
+        """
         with self._change:
             return any(request.token_ids for request in self._queue)
 
     def put_back(self, request: Request) -> None:
-        """Let an admitted request wait again, before the requests that came after it."""
+        """Put an admitted request back into the queue, before the requests that arrived after it."""
         with self._change:
             place = sum(other.arrival < request.arrival for other in self._queue)
             self._queue.insert(place, request)
@@ -173,7 +189,7 @@ class Inbox:
                 del self._requests[request.request_id]
 
     def empty(self, reason: str) -> tuple[list[Request], list[Order]]:
-        """Close the inbox and return the requests and orders that will not be carried out."""
+        """Close and empty the inbox. Return the unfinished requests and the orders that did not run."""
         with self._change:
             self._closed_because = reason
             requests, orders = list(self._requests.values()), [*self._commands, *self._swaps]

@@ -1,4 +1,7 @@
-"""Define the keys of [inference], for the local engine and vLLM servers. No torch: every job reads them."""
+"""Define the keys of the job table [inference], for the local engine and vLLM servers.
+
+This module does not import torch, because every command that reads a job imports it.
+"""
 
 import re
 from math import prod
@@ -13,12 +16,12 @@ from trainer_backend.job.addresses import checked_url
 
 # The largest `top_logprobs` of a request at the gateway.
 _MOST_TOPS = 20
-# The arguments that every vLLM server needs; docs/vllm.md says what is lost without each.
+# The arguments that every vLLM server of an actor needs; docs/vllm.md explains what fails without each.
 CONTRACT = {
     "served_model_name": ACTOR,
     "enable_scale_out": True,
     "logprobs_mode": "processed_logprobs",
-    "max_logprobs": _MOST_TOPS + 1,  # plus the sampled one
+    "max_logprobs": _MOST_TOPS + 1,  # vLLM counts the sampled token too
     "generation_config": "vllm",
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
@@ -40,58 +43,61 @@ _VLLM_OWN = {
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _VLLM_SHARE = 0.92  # the default of vLLM 0.32
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
-# The time for a sample and for detecting a hanging server; the longest time that a task app waits.
+# The time for a sample and for detecting a hanging server; the longest timeout that a task app accepts.
 _SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
 
 
 class VllmKeys(Table):
-    """The choice of the actor's engine, and the vLLM servers that the actor may sample at."""
+    """Keys that select the actor's engine and describe its vLLM servers."""
 
     engine: Literal["local", "vllm"] = "local"
     """where the actor samples. local: in the trainer's process; vllm: at vLLM servers (docs/vllm.md)"""
     urls: tuple[str, ...] = Field(default=(), max_length=256, repr=False)
     """addresses of vLLM servers, each a replica of the actor; absent: the run starts `replicas` servers"""
     replicas: int = Field(default=1, ge=1, le=256)
-    """vLLM servers that the run starts where `urls` is empty"""
+    """number of vLLM servers that the run starts if `urls` is empty"""
     vllm_python: Path | None = None
-    """the Python of the environment that has vLLM, for servers that the run starts"""
+    """path of a Python interpreter that can import vLLM; the run starts its servers with it"""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """arguments of servers that the run starts, under vLLM's own names, such as `tensor_parallel_size = 2`"""
     weight_update: Literal["wait", "keep"] = "wait"
-    """at a vLLM server: wait lets running requests end before new weights are loaded; keep lets them continue
-    with the new weights"""
+    """at a vLLM server: with wait, running requests end before new weights are loaded; with keep, they
+    continue with the new weights"""
     replica_wait_s: float = Field(default=300.0, gt=0, le=86_400)
-    """how long a vLLM server may take to start or to load weights, and how long the run waits while no server
-    serves; then the run saves and ends. If the run started the servers, it restarts a server that has not
-    served for this time, and waits for twice this time"""
+    """the time within which a vLLM server must start or load weights. If no server answers for this time, the
+    run saves and ends. A run that starts its own servers restarts a server that has not answered for this
+    time, and ends only if no server answers for twice this time"""
     sleep: bool = False
-    """vLLM servers give the GPU's memory back while the learner works, and wake with the new weights: for
+    """vLLM servers free their GPU memory while the learner works, and wake with the new weights. Use this for
     servers on the learner's GPU (docs/vllm.md)"""
 
     @property
     def server_devices(self) -> int:
-        """Return the number of accelerators of one server that the run starts, from vLLM's parallel sizes."""
+        """Return the number of accelerators of one server of the run: the product of its parallel sizes."""
         sizes = (self.argument(name, 1) for name in _PARALLEL)
         return prod(size for size in sizes if isinstance(size, int))
 
     @property
     def server_share(self) -> float:
-        """Return the share of a GPU's memory that a server of the run takes."""
+        """Return the fraction of a GPU's memory that one server of the run reserves."""
         share = self.argument("gpu_memory_utilization", _VLLM_SHARE)
         return float(share) if isinstance(share, int | float) else _VLLM_SHARE  # vLLM refuses other values
 
     def argument(self, name: str, default: Any) -> Any:
-        """Return an argument of servers that the run starts; the job may write `-` for `_` in its name."""
+        """Return the value that the job sets for the argument `name` of vLLM's server, or `default`.
+
+        In the job, the name may contain `-` in place of `_`.
+        """
         return {key.replace("-", "_"): value for key, value in self.vllm.items()}.get(name, default)
 
     @property
     def replica_patience_s(self) -> float:
-        """Return how long the run waits while no replica serves; meanwhile it restarts its own servers."""
+        """Return how many seconds the run waits while no replica answers, before it saves and ends."""
         return self.replica_wait_s * (1 if self.vllm_python is None else 2)
 
     @property
     def asks(self) -> dict[str, float]:
-        """Return keys of the actor's policy: with vLLM, a request waits for a replica as long as the run."""
+        """Return keys for the actor's policy. With vLLM, its requests may wait while a replica restarts."""
         if self.engine == "local":
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
@@ -99,7 +105,7 @@ class VllmKeys(Table):
     @field_validator("vllm")
     @classmethod
     def _arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Refuse names and values that are no arguments, and arguments that the run sets itself."""
+        """Refuse names and values that vLLM's server cannot have, and arguments that the run sets itself."""
         for name, value in arguments.items():
             if not _VLLM_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of an argument; write it as vLLM does, without --")
@@ -119,35 +125,37 @@ class VllmKeys(Table):
 
 
 class EngineKeys(Table):
-    """The bounds of the local engine.
+    """Keys of the local engine: its process, the size of its batch and its cache.
 
-    The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
-    head_dim * bytes of a number; a kept prefix takes at most as much as a slot. A paged cache allocates pages
-    on demand, and one longest request always fits. A layer with a state instead takes the state's size for
-    each request and kept prefix; such a model may keep as many states again, inside prompts.
+    The cache of the running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
+    head_dim * bytes per number. Each kept prefix takes at most as much as one slot. A paged cache allocates
+    its pages on demand, and always has room for one request of `max_model_len` tokens. A recurrent layer
+    stores a state of fixed size for each running request and each kept prefix. For a model with such layers,
+    the engine also keeps states at positions inside prompts, at most as many as kept prefixes.
     """
 
     own_process: bool = False
-    """the local engine runs in a process of its own, not in the gateway's, so that parsing and rendering of
-    requests delay no decode step. This needs [cluster]"""
+    """run the local engine in a process of its own instead of the gateway's process, so that parsing and
+    rendering of requests do not delay decode steps. This needs [cluster]"""
     threads: int = Field(default=1, ge=1, le=256)
-    """torch threads while rollouts are collected"""
+    """number of torch threads while rollouts are collected"""
     max_running: int = Field(default=64, ge=1, le=4096)
-    """requests that are decoded together"""
+    """the largest number of requests that are decoded together"""
     max_model_len: int = Field(default=1024, ge=32)
-    """prompt + response, in tokens"""
+    """the largest length of prompt + response, in tokens"""
     kept_prefixes: int | None = Field(default=None, ge=0, le=4096)
-    """finished prompts + responses whose keys and values are kept for prompts that begin like them; absent:
-    as many as max_running; 0: every prompt is computed again"""
+    """number of finished requests whose keys and values are kept for later prompts that begin with the same
+    tokens. Absent: as many as max_running. 0: every prompt is computed from its first token"""
     cache_gib: float | None = Field(default=None, gt=0)
-    """on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what max_running and
-    kept_prefixes can take, as far as the device has that much"""
+    """on CUDA: the largest size of the cache of keys and values, in GiB; requests that do not fit wait.
+    Absent: what max_running and kept_prefixes need, or less if the device has less memory"""
     replay_experts: bool | None = None
-    """for a model with experts: record which experts each token is sent to, and send it to the same ones in
-    updates. Absent: only if the engine computes in bfloat16; in float32 engine and learner choose alike"""
+    """for a mixture-of-experts model: record the experts to which each token is routed, and route the token
+    to the same experts in updates. Absent: only if the engine computes in bfloat16, because in float32 the
+    engine and the learner choose the same experts"""
     deterministic: bool = False
-    """decode one request at a time and keep nothing of finished ones: slower, and on a CPU a killed and
-    resumed run has bit for bit the weights of an uninterrupted one"""
+    """decode one request at a time and keep no finished requests. This is slower, but a run that is killed
+    and resumed on a CPU has bit for bit the same weights as an uninterrupted run"""
 
     @property
     def cache_bytes(self) -> int | None:
@@ -155,12 +163,18 @@ class EngineKeys(Table):
 
     @property
     def slots(self) -> int:
-        """Return how many requests are decoded together. The batch changes the last bits of a result."""
+        """Return the largest number of requests that are decoded together.
+
+        A deterministic engine decodes one, because the size of the batch changes the last bits of a result.
+        """
         return 1 if self.deterministic else self.max_running
 
     @property
     def prefix_slots(self) -> int:
-        """Return how many finished prompts + responses are kept, which depend on the order of events."""
+        """Return the largest number of finished requests whose keys and values are kept.
+
+        A deterministic engine keeps none, because the order of events decides which requests are kept.
+        """
         if self.deterministic:
             return 0
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes

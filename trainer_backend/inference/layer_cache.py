@@ -1,19 +1,22 @@
-"""Cache rows of models whose layers keep something other than keys and values of every position.
+"""Cache running requests of models with layers such as sliding windows, convolutions and recurrences.
 
-A `Stack` is a cache of `transformers` for rows of different lengths:
+Each running request is a row. A `Stack` is a cache of `transformers` for rows of different lengths. What it
+stores depends on the kind of the layer:
 
-    attention    [rows, heads, columns, head_dim] keys and values. All rows end at one column, like a batch
-                 that is padded on the left: so `transformers` needs only a mask [rows, columns], from which
-                 each model makes the masks of its own layers (windows, chunks, sinks)
-    states       [rows, ...] of convolutions and recurrences. They have no length, so nothing is padded
+    attention    keys and values, [rows, heads, columns, head_dim]. All rows end at the same column, like a
+                 batch that is padded on the left. So `transformers` needs only one mask [rows, columns], from
+                 which each model makes the masks of its own layers (windows, chunks, sinks)
+    states       the states of convolutions and recurrences, [rows, ...]. A state has no length, so it needs
+                 no padding
 
-A pass that fails leaves a stack unchanged: states are computed in copies, and the column where rows end moves
-only when all layers are done. Tokens that a window hides are kept, so that a row can be cut to any length. A
-state cannot be cut, only copied at its own length.
+A pass that fails leaves a stack unchanged: states are computed in copies, and the column at which rows end
+moves only after all layers are done. Tokens outside a sliding window are kept too, so that a row can be cut
+to any length. A state cannot be cut: it can only be copied at the length that it has.
 
-Measured by 4d960597:bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): computing one row
-after another takes 7 to 12 times as long as a stack. Groups of rows of equal length take 3 to 7 times as long
-with 8 different lengths, and as long as single rows with arbitrary lengths, so the engine makes no groups.
+Measured by 4d960597:bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): computing the rows
+one after another takes 7 to 12 times as long as computing one stack. Computing groups of rows of equal length
+takes 3 to 7 times as long if there are 8 different lengths, and as long as single rows if all lengths are
+arbitrary. So the engine does not form such groups.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +29,17 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.cache import RowCache
 
-# Moving rows to the front leaves this many free columns after them, so that moves are rare.
+# When rows are moved to the front, this many free columns remain after them, so that moves are rare.
 SPARE = 64
-# The part of a row in one layer: keys and values [heads, length, head_dim], or states; None if there is none.
+# What one layer stores of a row: keys and values [heads, length, head_dim], or states; None: no state.
 LayerState = tuple[Tensor | None, ...]
 
 
 class RowState(NamedTuple):
-    """A row outside a stack. No code writes to its tensors, so rows and copies may share them."""
+    """The contents of one row outside a stack.
+
+    Its tensors are never written to, so rows and copies may share them.
+    """
 
     length: int
     layers: tuple[LayerState, ...]
@@ -43,7 +49,7 @@ NO_TOKENS = RowState(0, ())
 
 
 class Bounds(NamedTuple):
-    """The most rows and columns of a stack, its number type, and the number of its free columns."""
+    """The largest numbers of rows and columns of a stack, its dtype, and its number of spare columns."""
 
     slots: int
     max_len: int
@@ -52,23 +58,30 @@ class Bounds(NamedTuple):
 
 
 class Held:
-    """One layer's part of a stack. This base class is for layers that keep nothing.
+    """The storage of one layer in a `Stack`.
 
-    Such a layer may read the keys and values of another layer.
+    This base class stores nothing. It serves layers without a cache, which may read another layer's keys and
+    values.
     """
 
     def begin(self, rows: int, length: int) -> Any:
-        """Return the layer for a pass over the first rows, whose longest row has `length` tokens."""
+        """Return the cache layer that `transformers` uses in a pass over the first `rows` rows.
+
+        `length` is the number of tokens of the longest of these rows.
+        """
         return cache_utils.DummyLayer()  # type: ignore[no-untyped-call]
 
     def commit(self, new: int) -> None:
-        """End the pass: each of its rows has `new` more tokens."""
+        """End a pass that has added `new` tokens to each of its rows."""
 
     def put(self, row: int, state: LayerState, *, length: int, longest: int) -> None:
-        """Write a row of `length` tokens; `longest` is the length of the longest row, this row included."""
+        """Write `state`, which has `length` tokens, into a row.
+
+        `longest` is the length of the longest row of the stack, this row included.
+        """
 
     def take(self, row: int, *, first: int, last: int) -> LayerState:
-        """Return views of a row's tokens from `first` to `last`, counted back from the row's end."""
+        """Return views of the part of a row from `first` to `last` tokens before the row's end."""
         return ()
 
     def move(self, source: int, target: int) -> None: ...
@@ -77,7 +90,7 @@ class Held:
 
 
 class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call]
-    """Keys and values of a layer, whose rows all end before the column `end`."""
+    """The keys and values of one layer. All rows end at the same column, `_end`."""
 
     def __init__(self, bounds: Bounds, *, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +103,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens of rows; return the keys and values that these rows see."""
+        """Write the new tokens of a pass, and return the keys and values that its rows may attend to."""
         rows, new = key_states.shape[0], key_states.shape[2]
         self._reserve(rows, new, key_states, value_states)
         seen = slice(self._end - self._shown, self._end + new)
@@ -129,7 +142,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
             held[target] = held[source]
 
     def clear(self, row: int) -> None:
-        """Zero a row: old data is harmless only if finite, since a masked NaN still makes a sum NaN."""
+        """Set a row to 0. Old data is harmless only if it is finite: even a masked NaN makes a sum NaN."""
         for held in self._held:
             held[row : row + 1] = 0
 
@@ -138,7 +151,11 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
         return self._longest if self._window is None else min(self._longest, self._window - 1)
 
     def _reserve(self, rows: int, new: int, *like: Tensor) -> None:
-        """Make room for `new` more tokens of the first `rows` rows. If memory runs out, nothing changes."""
+        """Make room for `new` more tokens in each of the first `rows` rows.
+
+        New tensors get their sizes and device from `like`, a key and a value tensor. If memory runs out,
+        nothing changes.
+        """
         least, longest = self._longest + new, self._longest
         held_rows, columns = (self._held[0].shape[0], self._held[0].shape[2]) if self._held else (0, 0)
         if rows <= held_rows and longest <= self._end and self._end + new <= columns:
@@ -161,7 +178,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
 
 
 class States(Held):
-    """The states of a layer, in pairs: of a convolution, then of a recurrence."""
+    """The states of one layer, as pairs of a convolution's state and a recurrence's state."""
 
     def __init__(self, bounds: Bounds, *, states: int) -> None:
         self._bounds, self._states = bounds, states
@@ -169,7 +186,7 @@ class States(Held):
         self._layer = self.begin(0, 0)
 
     def begin(self, rows: int, length: int) -> Any:
-        """Return a layer over copies of the states: some models write to their inputs."""
+        """Return a cache layer with copies of the states, because some models overwrite their inputs."""
         layer: Any = cache_utils.LinearAttentionLayer(number_of_states=self._states)
         self._layer = layer
         for number in range(self._states):
@@ -192,7 +209,7 @@ class States(Held):
         self._held = [state for pair in pairs for state in pair]
 
     def put(self, row: int, state: LayerState, *, length: int, longest: int) -> None:
-        """Write a row's states; a row without tokens gets zeros."""
+        """Write the states of a row; the states of a row without tokens are 0."""
         for number, own in enumerate(state or [None] * len(self._held)):
             held = self._held[number]
             like = own if held is None else held[0]
@@ -220,7 +237,7 @@ class States(Held):
                 held[row : row + 1] = 0
 
 
-# The class that holds a layer in a stack, by the class that `transformers` uses for the layer.
+# How to make the storage of a layer, by the name of the class that `transformers` uses for the layer's cache.
 _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
     "DynamicLayer": lambda layer, bounds: Attention(bounds),
     "DynamicSlidingWindowLayer": lambda layer, bounds: Attention(bounds, window=layer.sliding_window),
@@ -230,7 +247,11 @@ _KINDS: dict[str, Callable[[Any, Bounds], Held]] = {
 
 
 def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
-    """Return a `Held` for each layer of a model; refuse a model that has layers of another kind."""
+    """Return a `Held` for each layer of a model.
+
+    Raises:
+        ModelFolderError: the model has a layer of another kind.
+    """
     layers = DynamicCache(config=config).layers
     for number, layer in enumerate(layers):
         if type(layer).__name__ not in _KINDS:
@@ -244,7 +265,7 @@ def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
 
 
 class Stack(Cache):
-    """A cache of rows that are computed together; a pass takes the first rows of each tensor."""
+    """The cache of rows that are computed together. A pass computes the first rows of the stack."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self._held = held_layers(config, bounds)
@@ -258,13 +279,16 @@ class Stack(Cache):
         self.layers = [held.begin(rows, longest) for held in self._held]
 
     def commit(self, rows: int, new: int) -> None:
-        """End the pass."""
+        """End a pass that has added `new` tokens to each of the first `rows` rows."""
         for held in self._held:
             held.commit(new)
         self.lengths[:rows] = [length + new for length in self.lengths[:rows]]
 
     def mask(self, rows: int) -> Tensor | None:
-        """Return a mask [rows, columns], true where a row has a token, next one included; None if all are."""
+        """Return an attention mask [rows, columns], true at the tokens of each row and at its next token.
+
+        Return None if the rows have equal lengths, because the mask would be true everywhere.
+        """
         longest = max(self.lengths[:rows])
         missing = [longest - length for length in self.lengths[:rows]]
         if not any(missing):
@@ -272,7 +296,7 @@ class Stack(Cache):
         return torch.arange(longest + 1) >= torch.tensor(missing)[:, None]
 
     def put(self, row: int, state: RowState) -> None:
-        """Write a row: the next row, or a replacement of an existing row."""
+        """Write `state` into an existing row, or append it as the next row."""
         lengths = [*self.lengths[:row], state.length, *self.lengths[row + 1 :]]
         layers = state.layers or ((),) * len(self._held)
         for held, layer in zip(self._held, layers, strict=True):
@@ -285,7 +309,7 @@ class Stack(Cache):
         return RowState(length, tuple(h.take(row, first=whole, last=whole - length) for h in self._held))
 
     def move(self, source: int, target: int) -> None:
-        """Move the last row, `source`, to `target`."""
+        """Overwrite row `target` with the last row, `source`."""
         for held in self._held:
             held.move(source, target)
         self.lengths[target] = self.lengths[source]
@@ -296,7 +320,7 @@ class Stack(Cache):
 
 
 class LayerCache(RowCache):
-    """The rows of running requests: in `stack`, or in `waiting` until their first decode step."""
+    """The cache of running requests. A row is in `waiting` until its first decode step, then in `stack`."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
         self.slots = bounds.slots
@@ -325,7 +349,7 @@ class LayerCache(RowCache):
         assert self.holds(row, length), f"a state of {self._length(row)} tokens is none of {length}"
         held = self.waiting.get(row)
         state = self.stack.take(row, length) if held is None else self._cut(held, length)
-        # A view would keep the memory of all rows that were computed together.
+        # A view would keep the memory of all rows that were computed together from being freed.
         copies = [tuple(None if tensor is None else tensor.clone() for tensor in of) for of in state.layers]
         return RowState(length, tuple(copies))
 
@@ -343,7 +367,7 @@ class LayerCache(RowCache):
         self.stack.clear(row)
 
     def enter(self, rows: int) -> None:
-        """Write the waiting rows into the stack, which then holds the first `rows` rows."""
+        """Move the waiting rows into the stack, which then contains exactly the first `rows` rows."""
         del self.stack.lengths[rows:]
         for row in sorted(self.waiting):
             self.stack.put(row, self.waiting[row])

@@ -1,4 +1,4 @@
-"""Run forward passes of the running batch by a model's own layers, with the cache that the layers need."""
+"""Run forward passes of the running batch through a `transformers` model, with a `LayerCache`."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,18 +19,19 @@ from trainer_backend.inference.request import Request
 from trainer_backend.models.precision import tokens_for
 from trainer_backend.models.routers import Routers
 
-# The most tokens of prompts of equal length that are prefilled together.
+# The largest number of tokens, over all prompts, of a prefill that computes several prompts together.
 GROUP_TOKENS = 2048
-# The largest allowed relative difference of a row's logits from a plain pass's, in float32 and in 16 bits.
+# The largest relative difference between logits with and without the cache, in float32 and in 16 bits.
 EXACT, ROUNDED = 1e-3, 0.1
 _AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
 
 
 class LayerRunner:
-    """Runs any causal model whose layers `LayerCache` can hold, with the interface of `DecoderRunner`.
+    """Runs any causal model whose layers `LayerCache` supports. The interface is that of `DecoderRunner`.
 
-    Prompts are not padded, since a state would treat a pad as a token: prompts that begin and end at the same
-    positions are computed together, any other prompt alone. A step is one pass of all rows.
+    Prompts are not padded, since a recurrent state would treat padding as a token. Prompts are prefilled
+    together only if the tokens to compute begin and end at the same positions; any other prompt is prefilled
+    alone. A decode step is one forward pass over all rows.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class LayerRunner:
     def prefill(
         self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Request, int, int], None]
     ) -> None:
-        """Compute the known tokens of requests except the last one, in the rows from `first_row` on.
+        """Compute and cache all known tokens of each request except its last token.
 
-        At each mark, where a state is kept, `keep` gets the request, the number of tokens and the row.
+        The requests have the rows from `first_row` on. At each of a request's marks, the positions at which
+        its state should be kept, call `keep` with the request, the position and the row.
         """
         stops = {
             row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
@@ -96,7 +98,11 @@ class LayerRunner:
     def _compute(
         self, ids: Mapping[int, Sequence[int]], start: int, stop: int
     ) -> list[NDArray[np.uint16] | None]:
-        """Compute tokens `start` to `stop` of rows that have `start` tokens; return their experts."""
+        """Compute the tokens from `start` to `stop` of rows in which `start` tokens are cached.
+
+        `ids` maps each row to its token ids. Return the experts that were chosen in each row, or None for
+        each row.
+        """
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
         experts: list[NDArray[np.uint16] | None] = []
@@ -117,10 +123,13 @@ class LayerRunner:
         return experts
 
     def _can_continue(self) -> bool:
-        """Return whether prompts may continue from kept rows, by a test: no list of families is complete.
+        """Return whether a prompt may continue from a kept row.
+
+        This is found by running the model, since no list of model families would be complete.
 
         Raises:
-            ModelFolderError: logits of rows differ from those of each text alone, or the cache does not fit.
+            ModelFolderError: logits of rows in a batch differ from those of each text alone, or the model
+                does not support the cache.
         """
         limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
         try:
@@ -129,7 +138,7 @@ class LayerRunner:
             raise ModelFolderError(
                 f"its layers take no cache of the engine's: {error}", where="model", hint=_AT_SERVERS
             ) from error
-        # With weights that are not finite the comparisons are false, and the engine refuses to sample later.
+        # If weights are not finite, both comparisons are false; the engine then refuses to sample later.
         if together > limit:
             raise ModelFolderError(
                 f"its rows give logits up to {together:.3g} of their size from those of each text alone",
@@ -140,9 +149,10 @@ class LayerRunner:
 
     @torch.inference_mode()
     def _measure_error(self, *, pieces: int) -> float:
-        """Return the largest relative difference between the logits of rows and of plain passes.
+        """Return the largest relative difference between logits with and without the cache.
 
-        The test computes the rows' prompts in `pieces` pieces, and then two more tokens together.
+        With the cache, each prompt is computed in `pieces` passes, and then two more tokens of all prompts
+        are decoded together.
         """
         self.cache = LayerCache(self._config, self._bounds)
         texts = [list(range(1, 3 + 6 * row)) for row in range(min(2, self.cache.slots))]
@@ -159,20 +169,23 @@ class LayerRunner:
 
 
 class Pass:
-    """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`.
+    """Runs forward passes of a `transformers` model, in the arithmetic of `models.precision`.
 
-    With `routers`, a pass records the chosen experts, which `experts` yields until the next pass.
+    If `routers` is given, each pass records the chosen experts; `experts` returns those of the last pass.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
         self._model, self._routers = model, routers
         self._experts_BLW: NDArray[np.uint16] | None = None
-        # Stored, because `transformers` walks over all modules for each access.
+        # Stored, because these properties of a `transformers` model walk over all its modules.
         self.device, self.dtype = model.device, model.dtype
         self._low = None if self.dtype == torch.float32 else self.dtype
 
     def __call__(self, ids_BL: Tensor, cache: Any, **positions: Tensor) -> Tensor:
-        """Return the logits of each row's last token, [B, V], and write all tokens to the cache, if any."""
+        """Compute tokens, and return the logits at the last token of each row, [B, V].
+
+        Keys, values and states are written to `cache`, unless it is None.
+        """
         low = self._low
         tokens = tokens_for(self._model, ids_BL, low)
         routers, nothing = self._routers, nullcontext[list[Tensor]]([])
@@ -191,5 +204,8 @@ class Pass:
         return logits_BV
 
     def experts(self) -> Iterator[NDArray[np.uint16] | None]:
-        """Yield each row's experts in the last pass, [L, W]; yield None forever if none are recorded."""
+        """Yield the experts that the last pass chose in each row, [tokens, choices of all layers].
+
+        Without recorded experts, yield None forever.
+        """
         return repeat(None) if self._experts_BLW is None else iter(self._experts_BLW)

@@ -1,4 +1,4 @@
-"""Manage the device memory of pages: slabs of keys and values of all layers, allocated on demand."""
+"""Manage the device memory of a paged cache, which is allocated on demand in slabs of many pages."""
 
 import math
 
@@ -8,21 +8,25 @@ from torch import Tensor
 from trainer_backend.inference.pages import PAGE
 from trainer_backend.models.folder import is_out_of_memory
 
-# A slab should be large for the allocator, and small compared with a device's memory.
+# The largest size of a slab: large enough for the allocator, and small compared with a device's memory.
 SLAB_BYTES = 256 * 2**20
-# The fewest slabs into which a small cache is divided, since a slab is allocated whole.
+# Even a small cache is divided into this many slabs, so that it need not be allocated all at once.
 LEAST_SLABS = 8
 # The memory that slabs leave free on a GPU, for prefills and for the capture of graphs.
 RESERVE_BYTES = 2 * 2**30
 
 
 class PageMemory:
-    """Slabs [2, layers, slab_pages, PAGE, kv_heads, head_dim], keys first; `slab_pages` is a power of 2.
+    """The device memory of pages, as a list of slabs.
 
-    Page p is page p % slab_pages of slab p // slab_pages. `bases_S` holds the address of each slab on the
-    device, so that kernels of a captured graph find slabs that are allocated later or again. `limit` is the
-    largest number of pages; further pages of the last slab are not used (see `whole_slabs`). The first
-    `least` pages are allocated even if less than RESERVE_BYTES stays free.
+    A slab has the shape [2, layers, slab_pages, PAGE, kv_heads, head_dim], keys first; `slab_pages` is a
+    power of 2. Page p is page p % slab_pages of slab p // slab_pages. `bases_S` stores the address of each
+    slab on the device, so that the kernels of a captured CUDA graph find slabs that are allocated after the
+    capture.
+
+    `limit` is the largest number of pages. If it is not a multiple of `slab_pages`, a part of the last slab
+    stays unused (see `whole_slabs`). The first `least` pages are allocated even if less than RESERVE_BYTES
+    stays free.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class PageMemory:
         self.bases_S = torch.zeros(-(-limit // self.slab_pages), dtype=torch.int64, device=device)
 
     def grow(self, most: int) -> int:
-        """Allocate a slab; return how many of its pages may be used, or 0 if memory runs out."""
+        """Allocate a slab. Return how many of its pages may be used, at most `most`; 0 if memory runs out."""
         if self.device.type == "cuda" and not self.may_grow(free_memory(self.device)):
             return 0
         try:
@@ -58,12 +62,15 @@ class PageMemory:
         return min(most, self.slab_pages)
 
     def may_grow(self, free: int) -> bool:
-        """Return whether a slab fits in `free` bytes next to the reserve, or is needed for `least` pages."""
+        """Return whether another slab may be allocated if the device has `free` free bytes.
+
+        This is so if RESERVE_BYTES stay free, or if fewer than `least` pages are allocated yet.
+        """
         needed = math.prod(self._shape) * self.dtype.itemsize + RESERVE_BYTES
         return len(self.slabs) * self.slab_pages < self._least or free >= needed
 
     def release(self) -> None:
-        """Give all memory back to the device. The next `grow` allocates the first slab."""
+        """Free all slabs. The next call of `grow` then allocates the first slab."""
         self.slabs.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -73,7 +80,7 @@ class PageMemory:
         self.slabs[to_slab][:, :, target] = self.slabs[from_slab][:, :, source]
 
     def offsets(self, layer: int) -> tuple[int, int]:
-        """Return where a layer's keys and values begin in a slab, counted in numbers of its type."""
+        """Return the offsets of a layer's keys and of its values in a slab, as numbers of elements."""
         layer_size = self.slab_pages * PAGE * self.heads * self.dim
         return layer * layer_size, (self.layers + layer) * layer_size
 
@@ -84,25 +91,26 @@ class PageMemory:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that are free or that torch's allocator holds unused."""
+    """Return the bytes of a CUDA device that are free, or reserved by torch's allocator but unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
-    """Return the number of bytes of a page, which has the keys and values of all layers."""
+    """Return the size in bytes of a page, which stores the keys and values of all layers."""
     return 2 * layers * PAGE * heads * dim * dtype.itemsize
 
 
 def slab_pages(page: int, limit: int) -> int:
-    """Return the number of pages of a slab, a power of 2; a page has `page` bytes.
+    """Return the number of pages of a slab, which is a power of 2.
 
-    The slab has at most SLAB_BYTES and at most `limit` / LEAST_SLABS pages, but at least 1 page.
+    A page has `page` bytes, and the cache has at most `limit` pages. A slab has at most SLAB_BYTES bytes and
+    at most `limit` / LEAST_SLABS pages, but at least one page.
     """
     most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)
 
 
 def whole_slabs(page: int, limit: int) -> int:
-    """Return the largest number of pages up to `limit`, of `page` bytes each, that fill whole slabs."""
+    """Return the largest number of pages up to `limit` that fills whole slabs; a page has `page` bytes."""
     return limit - limit % slab_pages(page, limit)

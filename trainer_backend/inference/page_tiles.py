@@ -1,8 +1,10 @@
-"""Group running rows that begin with the same pages into tiles; a step reads shared pages once per tile.
+"""Group rows that begin with the same pages into tiles; a decode step reads shared pages once per tile.
 
-Rows share whole pages of a known prefix (`pages`), and continue in their own pages. So the page numbers show
-the shared part, which changes only with the running rows. Each row is in one group at most: if all rows share
-a system message and some rows share more, the grouping that saves most reads is chosen.
+A tile is a set of rows whose queries one program of the kernel computes together. Rows that begin with the
+same known prefix share its whole pages (`pages`), and continue in pages of their own. So equal page numbers
+at the start of rows show what they share, which changes only when the running rows change. Each row is in at
+most one group. If all rows share a system message and some rows share more, the grouping that saves the most
+reads is chosen.
 """
 
 from collections.abc import Sequence
@@ -15,35 +17,38 @@ from torch import Tensor
 
 from trainer_backend.inference.prefixes import shared_length
 
-# The fewest rows and pages for which a separate shared part pays for joining it.
+# The smallest numbers of rows and of shared pages for which one read saves more than joining the parts costs.
 LEAST_ROWS, LEAST_PAGES = 4, 2
 
 
 class Tiles(NamedTuple):
-    """Tensors on the device with room for the most tiles of a step, so that a CUDA graph can use them."""
+    """The tiles of one step, as device tensors of a fixed size, so that a CUDA graph can use them."""
 
     rows_NM: Tensor
-    """int32, the rows of each tile; -1 after its last row and in unused tiles."""
+    """int32, the rows of each tile; -1 fills the entries after its last row, and unused tiles."""
     shared_B: Tensor
-    """int32, the number of tokens that a row shares with its tile, in whole pages; 0 for a row in no tile."""
+    """int32, the number of tokens, in whole pages, that each row shares with its tile; 0 for a row without a
+    tile."""
 
 
 class Group(NamedTuple):
-    """Rows in ascending order and the number of pages with which all of them begin."""
+    """Rows in ascending order, and the number of first pages that all of them share."""
 
     rows: list[int]
     pages: int
 
 
 def most_tiles(rows: int) -> int:
-    """Return the most tiles of a step: groups of LEAST_ROWS rows or more fill at most rows / 2 tiles."""
+    """Return an upper bound on the number of tiles of a step with `rows` rows."""
+    # A group has at least LEAST_ROWS rows, so it needs at most half as many tiles as rows.
     return max(1, rows // 2)
 
 
 def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
-    """Return the disjoint groups of rows that save the most reads in tiles of `tile_rows` rows.
+    """Return the disjoint groups of rows that save the most page reads.
 
-    `pages_B` are the full pages of each row. A group has at least LEAST_ROWS rows.
+    `pages_B` lists the full pages of each row. A group has at least LEAST_ROWS rows, and is later divided
+    into tiles of at most `tile_rows` rows.
     """
     if tile_rows < LEAST_ROWS:
         return []
@@ -52,10 +57,14 @@ def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
 
 
 def _choose_groups(rows: list[int], pages_B: Sequence[list[int]], tile_rows: int) -> list[Group]:
-    """Group rows that are sorted by pages: all in one group, or parts that share more, and the rest."""
+    """Return groups of `rows`, which the caller has sorted by their pages.
+
+    Either all rows form one group; or the parts of the rows that share more pages form groups, and the
+    remaining rows form one more group.
+    """
     if len(rows) < LEAST_ROWS:
         return []
-    depth = shared_length(pages_B[rows[0]], pages_B[rows[-1]])  # sorted rows in between share these too
+    depth = shared_length(pages_B[rows[0]], pages_B[rows[-1]])  # sorted: rows between share these too
     longer = (row for row in rows if len(pages_B[row]) > depth)
     apart = [
         group
@@ -72,14 +81,14 @@ def _choose_groups(rows: list[int], pages_B: Sequence[list[int]], tile_rows: int
 
 
 def _count_saved(groups: Sequence[Group], tile_rows: int) -> int:
-    """Count the page reads that groups save: a tile reads each page once."""
+    """Return how many page reads the groups save, if each tile reads each shared page once."""
     return sum((len(group.rows) - -(-len(group.rows) // tile_rows)) * group.pages for group in groups)
 
 
 def fill_tiles(
     groups: Sequence[Group], rows_NM: NDArray[np.int32], shared_B: NDArray[np.int32], *, page: int
 ) -> None:
-    """Write groups into the tensors of `Tiles`; `page` is the number of tokens of a page."""
+    """Write groups into arrays with the layout of `Tiles`. A page has `page` tokens."""
     rows_NM[:], shared_B[:] = -1, 0
     tile, width = 0, rows_NM.shape[1]
     for group in groups:

@@ -1,8 +1,8 @@
-"""Store keys and values in pages, and attend from one new token per row to the row's pages.
+"""Write keys and values into pages, and compute the attention of one new token per row to the row's pages.
 
 Triton's kernels compute if they run (torch for CUDA on Linux includes `triton`, which needs a C compiler).
-Otherwise plain torch computes, and gathers all pages of the tables. `torch.nn.attention.varlen` cannot
-replace the kernels: it takes page tables since torch 2.12, but computes only in 16 bits.
+Otherwise plain torch computes: it first gathers all pages of the page tables. `torch.nn.attention.varlen`
+cannot replace the kernels: since torch 2.12 it accepts page tables, but it computes only in 16 bits.
 """
 
 from functools import cache
@@ -21,9 +21,10 @@ log = structlog.get_logger(__name__)
 
 
 def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-    """Write keys and values of T tokens, of any type, into their slots; the last axis has stride 1.
+    """Write the keys and values of T tokens into the tokens' slots.
 
-    `slots_T` are int64, page * PAGE + position in the page, all different; -1 stores nothing.
+    Keys and values may have any dtype; their last axis has stride 1. `slots_T` (int64) are slot numbers: page
+    number * PAGE + position in the page. A token with slot -1 is not stored; all other slots must differ.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel
@@ -43,14 +44,14 @@ def attend(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the attention of one query per row to the row's tokens, [B, H, D], in the cache's type.
+    """Return the attention output of one query per row over the row's tokens, [B, H, D], in the cache's type.
 
     Args:
-        q_BHD: of any type, rounded to the cache's type; the last axis has stride 1. H is a multiple of the
-            cache's heads; the queries of a head are adjacent.
-        table_BP: int32, the pages of each row in order; pages after the row's length are not read.
-        lengths_B: int32, the tokens that each row sees; 0 for a padding row, whose result is 0.
-        tiles: rows whose shared pages the kernels read once; torch reads them row by row.
+        q_BHD: of any dtype, rounded to the cache's dtype; the last axis has stride 1. H is a multiple of the
+            number of key-value heads, and the query heads that share a key-value head are adjacent.
+        table_BP: int32, the page numbers of each row in order; pages after the row's length are not read.
+        lengths_B: int32, how many tokens each row attends to; 0 for a padding row, whose result is 0.
+        tiles: groups of rows whose shared pages the kernels read once. Plain torch ignores them.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel
@@ -60,7 +61,7 @@ def attend(
 
 
 def gather(memory: PageMemory, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of int64 slots, [T, heads, dim] each; zeros for slot -1."""
+    """Return the keys and the values in int64 slots, [T, heads, dim] each; zeros for slot -1."""
     size = memory.slab_pages * PAGE
     k_THD = torch.zeros((len(slots_T), memory.heads, memory.dim), dtype=memory.dtype, device=memory.device)
     v_THD = torch.zeros_like(k_THD)
@@ -102,7 +103,7 @@ def attend_by_torch(
 
 
 def tile_rows(memory: PageMemory, heads: int) -> int:
-    """Return the number of rows, of `heads` query heads each, that read shared pages in one tile."""
+    """Return the largest number of rows, with `heads` query heads each, that fit in one tile."""
     from trainer_backend.inference import paged_kernel
 
     group = heads // memory.heads
@@ -115,7 +116,10 @@ def kernels_are_here(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Return why Triton's kernels do not run on a GPU, and log it once; None if they run, or on a CPU."""
+    """Return why Triton's kernels do not run on a GPU, and log the reason once.
+
+    Return None if they run, or if the device is not a GPU.
+    """
     reason = _failure(device) if device.type == "cuda" else None
     if reason is not None:
         log.warning("runs_without_kernels", device=str(device), reason=reason)
@@ -123,7 +127,7 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def _failure(device: torch.device) -> str | None:
-    """Return why kernels do not run on a GPU, found by running them on one token; None if they run."""
+    """Run the kernels on one token. Return why this failed, or None if it succeeded."""
     if find_spec("triton") is None:
         return "triton is not installed"
     try:

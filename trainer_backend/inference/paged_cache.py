@@ -1,4 +1,4 @@
-"""Cache running requests in pages: rows by number, prefixes shared by reference."""
+"""Store the keys and values of running requests in pages. Requests that begin alike share pages."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,11 +14,14 @@ Ints = NDArray[np.int64]
 
 
 class PagedCache(RowCache):
-    """A cache in pages, which copies only the last page of a shared prefix. A copy is a list of pages.
+    """A cache in which each row, and each copy of a row, is a list of pages.
 
-    If no page is free and every kept prefix is evicted, a method raises `torch.OutOfMemoryError`. `limit` is
-    the largest number of pages, at least those of one row of `max_len`. `tables`, [slots, pages of a row]
-    int32, has each row's page numbers. Data after a row's length is never read: `clear_row` does nothing.
+    A new row that begins with cached tokens shares their full pages; only a partly filled last page is
+    copied. If no page is free and no kept prefix is left to evict, a method raises `torch.OutOfMemoryError`.
+
+    `limit` is the largest number of pages, and suffices for at least one row of `max_len` tokens. `tables`,
+    [slots, pages of a row] int32, contains the page numbers of each row. `clear_row` does nothing, because
+    data after the end of a row is never read.
     """
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
@@ -27,7 +30,7 @@ class PagedCache(RowCache):
         self.tables: NDArray[np.int32] = np.zeros((slots, pages_for(max_len)), dtype=np.int32)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
         self.version = 0
-        """A number that changes when the first pages of rows change, but not when rows grow."""
+        """A number that changes when the first pages of a row change. It does not change when a row grows."""
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
@@ -37,7 +40,7 @@ class PagedCache(RowCache):
         self._begin(row, [], 0, room)
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Give the row `source` the number `target`, which no row has."""
+        """Change the number of a row from `source` to `target`; no open row may have the number `target`."""
         self.version += 1
         self._rows[target], self._rows[source] = self._rows[source], []
         self._note(target)
@@ -63,7 +66,10 @@ class PagedCache(RowCache):
         self.version += 1
 
     def extend(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Give rows pages for `lengths` tokens. If memory runs out, some rows may have their pages."""
+        """Give each row enough pages for its number of tokens in `lengths`.
+
+        If memory runs out, the rows that already got their pages keep them.
+        """
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             pages = self._rows[row]
             if len(pages) * PAGE < length:
@@ -72,11 +78,11 @@ class PagedCache(RowCache):
                 self._note(row)
 
     def full_pages(self, row: int, length: int) -> list[int]:
-        """Return the pages of a row that `length` tokens fill, which are not written again."""
+        """Return the pages that the first `length` tokens of a row fill. They are not written again."""
         return self._rows[row][: length // PAGE]
 
     def release(self) -> None:
-        """Give all memory back to the device. No row may be open and no copy kept."""
+        """Give all memory back to the device. Every row must be closed, and every copy dropped."""
         self.pool.clear()
         self.memory.release()
 
@@ -101,6 +107,9 @@ class PagedCache(RowCache):
 
 
 def find_slots(tables_BP: NDArray[np.int32], rows: Ints | int, positions: Ints) -> Ints:
-    """Return the slot, page * PAGE + position in the page, of the token at each position of each row."""
+    """Return the slot of each token: page * PAGE + position in the page.
+
+    `rows` and `positions` contain the row of each token in `tables_BP`, and its position in that row.
+    """
     pages: Ints = tables_BP[rows, positions // PAGE].astype(np.int64)
     return pages * PAGE + positions % PAGE

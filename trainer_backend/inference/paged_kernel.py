@@ -1,14 +1,16 @@
-"""Define Triton kernels of the paged cache, which store keys and values and attend to them.
+"""Define the Triton kernels of the paged cache: they store keys and values, and compute attention.
 
-A decode step uses Flash-Decoding: the keys of a row are divided into splits, each of which keeps an online
-softmax in float32 for all query heads that share its keys; a second kernel joins the splits. Kernels read
-lengths and tables on the device, so a launch does not depend on them and a CUDA graph can hold it. The splits
-of a row depend only on its own length, so its sums do not change with its neighbours. If rows begin with the
-same pages (`page_tiles`), separate splits read these pages once for a tile of rows. Later pages are read row
-by row, and the second kernel joins both.
+A decode step uses Flash-Decoding. The keys of a row are divided into splits. For each split, one program
+computes an online softmax in float32 for all query heads that share the keys; a second kernel joins the
+splits. Kernels read lengths and page tables on the device, so a launch does not depend on their values, and a
+CUDA graph can contain it. The splits of a row depend only on its own length, so the other rows of a batch do
+not change its result. Rows that begin with the same pages are an exception (`page_tiles`): separate splits
+read these pages once for a tile of rows. The pages after them are read row by row, and the second kernel
+joins both kinds of splits.
 
-Pages lie in slabs (`page_memory`), whose addresses are read from the device too: slabs may be added or
-replaced under a captured graph. A slab is [2, layers, pages, PAGE, kv_heads, head_dim], keys first.
+Pages lie in slabs (`page_memory`) of the shape [2, layers, pages, PAGE, kv_heads, head_dim], keys first. The
+addresses of the slabs are read from the device too, so slabs may be added or replaced after a graph is
+captured.
 
 A prefill uses FlashAttention; each program computes a block of queries of one row.
 
@@ -29,22 +31,23 @@ from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.pages import PAGE
 
-# The number of splits of the longest rows, and the fewest keys of a split for which joining pays.
+# The largest number of splits of a row, and the smallest number of keys of a split for which joining pays.
 SPLITS, LEAST = 16, 256
-# The fewest keys of a split of shared pages: few programs run, with many queries each.
+# The same for shared pages: it is smaller, because fewer programs run, each with more queries.
 LEAST_SHARED = 64
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2_E = 1.4426950408889634
-# The fewest rows of tl.dot.
+# The smallest number of rows that tl.dot supports.
 _LEAST_ROWS = 16
-# Shared memory for keys and values of a tile, two tiles at a time, and for the queries of a block. The sum is
-# below 99 KB, the smallest shared memory of a GPU. A decode step has few queries, and room for three tiles.
+# Bytes of a GPU's shared memory for keys and values, which are loaded for two iterations at a time, and for
+# the queries of a block. The sum is below 99 KB, the smallest shared memory of a GPU. A decode step has few
+# queries, so that keys and values for three iterations fit.
 _TILE_BYTES, _QUERY_BYTES, _STAGES = 64 * 1024, 16 * 1024, 2
 
 
 @triton.jit
 def _page_starts(bases_ptr, pages, SLAB: tl.constexpr, PAGE_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the address of each page's first key in layer 0."""
+    """Return the address of the first key of each page in layer 0."""
     slab = tl.load(bases_ptr + pages // SLAB).to(tl.pointer_type(DTYPE))
     # Without this hint, addresses from memory count as unaligned, and keys are loaded one by one.
     return tl.multiple_of(slab, 16) + (pages % SLAB) * PAGE_SIZE
@@ -52,7 +55,7 @@ def _page_starts(bases_ptr, pages, SLAB: tl.constexpr, PAGE_SIZE: tl.constexpr, 
 
 @triton.jit
 def _share(length, SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of keys of a split."""
+    """Return the number of keys in each split, if `length` keys are divided into splits."""
     return tl.maximum(LEAST, tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE)
 
 
@@ -62,11 +65,11 @@ def _attend_keys(
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the online softmax of queries [ROWS, WIDTH] over keys `start` to `end` of a page table.
+    """Compute the online softmax of queries [ROWS, WIDTH] over the keys from `start` to `end` of one row.
 
-    A query sees keys up to its `last` position, which is >= `start`, so every maximum exists. Return the
-    maximum of the scores and, relative to the maximum, the sum of exponentials and the weighted sum of
-    values.
+    Each query attends to keys up to its own position in `last`. All these positions are >= `start`, so every
+    query has a key. Return, for each query, the maximum of the scores and, relative to this maximum, the sum
+    of the exponentials and the weighted sum of the values.
     """
     d, n = tl.arange(0, WIDTH), tl.arange(0, TILE)
     in_head = d < DIM
@@ -135,7 +138,7 @@ def _attend_shared(
     PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     PARTS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the queries of all rows of a tile to one split of their shared pages."""
+    """Compute the attention of all rows of a tile to one split of the pages that they share."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     one = tl.load(tiles_ptr + tile * MEMBERS)
     if one < 0:
@@ -157,7 +160,7 @@ def _attend_shared(
         bases_ptr, table_ptr + one.to(tl.int64) * table_row, head, keys, values, scale, DTYPE,
         HEADS, DIM, ROWS, WIDTH, PAGE, SLAB, TILE,
     )  # fmt: skip
-    # The shared splits follow the splits of the row's own keys.
+    # In the scratch memory, the shared splits follow the splits of the row's own keys.
     places = (row * (HEADS * GROUP) + query_head) * PARTS + (PARTS - SPLITS) + split
     tl.store(weights_ptr + places, best + tl.log2(total), mask=is_query)
     tl.store(parts_ptr + places[:, None] * DIM + d[None, :], sums / total[:, None], mask=mask)
@@ -183,11 +186,11 @@ def _join_splits(
     in_head = d < DIM
     place = row.to(tl.int64) * HEADS + head
     logs = tl.load(weights_ptr + place * PARTS + s, mask=is_split, other=float("-inf"))
-    # A row without keys has no maximum.
+    # A row without keys has the maximum -inf; -1e30 in its place avoids NaN.
     weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))
     mask = is_split[:, None] & in_head[None, :]
     parts = tl.load(parts_ptr + (place * PARTS + s[:, None]) * DIM + d[None, :], mask=mask, other=0.0)
-    # A padding row attends to nothing: the result is 0.
+    # A padding row has no keys: 1e-30 in place of its sum 0 makes the result 0.
     joined = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
     tl.store(out_ptr + place * DIM + d, joined.to(out_ptr.dtype.element_ty), mask=in_head)
 
@@ -259,7 +262,10 @@ def attend(
     scale: float,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Implement `paged_attention.attend`, with scratch [B, H, SPLITS, D] float32, twice that with tiles."""
+    """Implement `paged_attention.attend`.
+
+    The scratch memory is [B, H, SPLITS, D] in float32, or twice that with tiles.
+    """
     rows, heads, dim = q_BHD.shape
     group, width, tile = heads // memory.heads, triton.next_power_of_2(dim), _tile(memory)
     count = SPLITS if tiles is None else 2 * SPLITS
@@ -294,13 +300,16 @@ def attend(
 
 
 def block_rows(memory: PageMemory, group: int) -> int:
-    """Return how many queries a program of `attend_blocks` has, counting all heads of a group."""
+    """Return how many queries one program of `attend_blocks` computes.
+
+    Each token has `group` queries, one for each query head that shares a key-value head.
+    """
     fits = _QUERY_BYTES // (triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
     return int(max(_LEAST_ROWS, min(64, fits), triton.next_power_of_2(group)))
 
 
 def _tile(memory: PageMemory) -> int:
-    """Return how many keys are read together."""
+    """Return how many keys a program reads at a time."""
     fits = _TILE_BYTES // (2 * _STAGES * triton.next_power_of_2(memory.dim) * memory.dtype.itemsize)
     return int(max(_LEAST_ROWS, min(64, fits)))
 
@@ -308,10 +317,11 @@ def _tile(memory: PageMemory) -> int:
 def attend_blocks(
     memory: PageMemory, layer: int, q_THD: Tensor, tables_BP: Tensor, blocks_N4: Tensor, scale: float
 ) -> Tensor:
-    """Return causal attention of many queries per row, [T, H, D], in the cache's type.
+    """Return the causal attention output of many queries per row, [T, H, D], in the cache's dtype.
 
-    `blocks_N4` (int32) has four numbers for each block: its first token in `q_THD`, the number of its tokens,
-    their row, and the first token's position. A block has at most `block_rows` queries.
+    `blocks_N4` (int32) describes a block of queries by four numbers: the index of its first token in `q_THD`,
+    its number of tokens, their row in `tables_BP`, and the position of the first token in this row. A block
+    has at most `block_rows` queries.
     """
     tokens, heads, dim = q_THD.shape
     keys, values = memory.offsets(layer)

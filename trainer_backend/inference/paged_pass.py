@@ -14,7 +14,10 @@ from trainer_backend.inference.row_attention import Counts, list_tokens
 
 
 class DecodeAttention:
-    """The attention of one token per row, whose keys and values go to `slots_B` (int64, on the device)."""
+    """The attention of a decode step, which computes one token per row.
+
+    The keys and values of these tokens are written to the slots `slots_B` (int64, on the device).
+    """
 
     def __init__(
         self,
@@ -38,11 +41,11 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """The attention of many tokens per row; the tokens of a row are adjacent.
+    """The attention of a prefill, which computes several tokens per row; the tokens of a row are adjacent.
 
-    `tables_BP` are int32 pages of B rows. `starts_B` is the position of each row's first token in the pass,
-    the tokens before it are cached. `counts_B` is the number of each row's tokens in the pass, at least 1.
-    `heads` is the number of query heads.
+    `tables_BP` (int32) lists the pages of B rows. `starts_B` is the position of the first computed token of
+    each row; all tokens before it are cached. `counts_B` is the number of computed tokens of each row, at
+    least 1. `heads` is the number of query heads.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class PrefillAttention:
         return torch.cat(parts)
 
     def _attend_row(self, layer: int, row: int, q_QHD: Tensor, scale: float) -> Tensor:
-        """Return the attention of one row, [Q, H, D], by torch."""
+        """Return the attention output of one row, [Q, H, D], computed by torch."""
         start, count = int(self._starts_B[row]), int(self._counts_B[row])
         slots = find_slots(self._tables_BP, row, np.arange(start + count))
         k_LKD, v_LKD = gather(self._memory, layer, self._on_device(slots))
@@ -98,7 +101,10 @@ class PrefillAttention:
         return out_1HQD[0].transpose(0, 1)
 
     def _blocks(self, group: int) -> NDArray[np.int32]:
-        """Return the blocks for `paged_kernel.attend_blocks`, [N, 4]; first those that see the most keys."""
+        """Return the blocks for `paged_kernel.attend_blocks`, [N, 4].
+
+        Blocks whose queries attend to the most keys come first.
+        """
         from trainer_backend.inference.paged_kernel import block_rows
 
         size = block_rows(self._memory, group) // group

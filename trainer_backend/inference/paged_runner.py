@@ -1,4 +1,7 @@
-"""Run forward passes of the running batch by our decoder over a paged cache; read results one step later."""
+"""Run forward passes of the running batch with our own decoder and a paged cache.
+
+The results of a step are read only after the next step is launched.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +31,11 @@ Likeliest = list[tuple[tuple[int, float], ...]]
 
 
 class PageLimits(NamedTuple):
-    """Whether the cache is paged (None: if the device has kernels for it), and its largest size in bytes."""
+    """Settings of the paged cache.
+
+    `paged` decides whether the cache is paged; if it is None, the cache is paged on devices that run the
+    kernels. `most_bytes` is the largest size of the cache; None: no limit.
+    """
 
     paged: bool | None
     most_bytes: int | None
@@ -41,7 +48,7 @@ BY_DEVICE = PageLimits(None, None)
 
 
 class Step(NamedTuple):
-    """A launched step, and what the host needs to read it."""
+    """A launched step, and the data with which the host reads its results."""
 
     requests: list[Request]
     launched: Launched
@@ -50,13 +57,15 @@ class Step(NamedTuple):
 
 
 class PagedRunner:
-    """Runs our own decoder over pages, for models that the decoder supports.
+    """Runs our own decoder over a paged cache, for models that the decoder supports.
 
-    `step` launches a step and returns the step before, so the host works on a step's tokens while the device
-    computes the next step. A row that has ended meanwhile has sampled one token too many, which is not read
-    and lies after everything that is kept of the row. `kept` is the largest number of kept prefixes. There
-    are pages for `slots` rows and `kept` prefixes of `max_len` tokens, or fewer if they exceed `most_bytes`,
-    but at least for one row.
+    `step` launches a step and returns the previous step, so that the host can process the tokens of the
+    previous step while the device computes the next step. If a row turns out to have ended, the next step has
+    already sampled one token too many. This token is not read, and lies after all tokens that are kept of the
+    row.
+
+    The cache has pages for `slots` rows and `kept` prefixes of `max_len` tokens each. If these exceed
+    `most_bytes`, it has fewer pages, but at least those of one row.
     """
 
     def __init__(
@@ -81,13 +90,16 @@ class PagedRunner:
             self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda",
             by_kernel=self._by_kernel, tile_rows=self.tile_rows,
         )  # fmt: skip
-        # The cache's version and the rows for which groups were found.
+        # The cache's version and the rows for which `last_groups` was found.
         self._grouped: tuple[int, bytes] | None = None
-        self.last_groups: list[Group] = []  # of the step launched last
+        self.last_groups: list[Group] = []  # the groups of the last launched step
         self._pending: Step | None = None
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute the known tokens of requests except the last one, in the rows from `first_row` on."""
+        """Compute and cache all known tokens of each request except its last token.
+
+        The requests have the rows from `first_row` on.
+        """
         rows = [row for row, request in enumerate(requests) if request.reused < request.cached]
         if not rows:
             return
@@ -104,11 +116,11 @@ class PagedRunner:
         self._decoder.prefill(ids, attention.positions_T, attention)
 
     def take_weights(self) -> None:
-        """Compute with the model's new weights, which lie at the addresses that the graphs hold."""
+        """Use the model's new weights, which must lie at the addresses that captured CUDA graphs contain."""
         self._decoder.assert_in_place()
 
     def step(self, requests: Sequence[Request], columns: Columns) -> Step | None:
-        """Launch a step of all rows that may sample another token; return the step before, or None."""
+        """Launch a step of all rows that may sample another token; return the previous step, or None."""
         count = len(requests)
         rows = np.flatnonzero(columns.counters[:count] < columns.limits[:count])
         launched = self._launch(rows, requests, columns) if len(rows) else None
@@ -116,7 +128,7 @@ class PagedRunner:
         return due
 
     def settle(self) -> Step | None:
-        """Return the step that is under way, and launch no step."""
+        """Return the step that was launched last, if `step` has not returned it yet; otherwise None."""
         due, self._pending = self._pending, None
         return due
 
@@ -140,7 +152,10 @@ class PagedRunner:
         return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, options_BN))
 
     def _find_groups(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Group]:
-        """Return the groups of the step's rows that share pages; search only when the running rows change."""
+        """Return the groups of the step's rows that share pages.
+
+        The groups are found again only when the running rows have changed.
+        """
         key = self.cache.version, rows.tobytes()
         if key != self._grouped:
             pairs = zip(rows.tolist(), positions.tolist(), strict=True)
@@ -149,9 +164,10 @@ class PagedRunner:
         return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
-        """Return the most likely tokens, if requested. Read them now: the next step overwrites the logits.
+        """Return the most likely tokens of each row, or None if no request asks for them.
 
-        The step cannot be repeated, so if memory runs out, each row gets ().
+        They must be read before the next step, which overwrites the logits. The step cannot be repeated, so
+        if memory runs out, each row gets ().
         """
         counts = [request.extras.likeliest for request in requests]
         if not any(counts):

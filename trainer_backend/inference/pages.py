@@ -1,23 +1,24 @@
-"""Count the references to the pages of the cache, without tensors.
+"""Count the references to the pages of a paged cache. Pages are numbers here; no tensors are involved.
 
-A page holds keys and values of PAGE tokens. A row or a kept prefix is the list of its pages in order. Full
-pages of a shared prefix belong to all rows that share it, and are never written again. A partly filled last
-page is copied for each row that continues it.
+A page stores the keys and values of PAGE tokens. A row, and a kept prefix, is a list of pages in order. The
+full pages of a shared prefix belong to all rows that share it, and are never written again. A partly filled
+last page is copied for each row that continues the prefix.
 
-Pages come in slabs, which are allocated when no page is free, up to the limit. If no slab can be allocated,
+Pages are allocated in slabs, when no page is free and the limit is not reached. If no slab can be allocated,
 kept prefixes are evicted, the least recently used first. If no prefix is left, `PagePool` reports that there
-is no room, and the caller preempts a row (`choose_victim`), which is computed again later.
+is no room. The caller then preempts a row (`choose_victim`), which is computed again later.
 
-Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention,
-SOSP 2023, sections 4.2 to 4.5.
+Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP
+2023, sections 4.2 to 4.5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-# The number of tokens of a page, equal to that of a block of the prefix index (`prefixes.BLOCK`): prefixes
-# are found by whole blocks and shared by whole pages. A row wastes half a page on average, 5 % of 300 tokens.
-# The kernel reads tiles of several pages; smaller pages would only lengthen the tables that each step sends.
+# The number of tokens of a page. It equals the length of a block of the prefix index (`prefixes.BLOCK`),
+# because prefixes are found by whole blocks and shared by whole pages. A row wastes half a page on average,
+# 5 % of 300 tokens. The kernel reads several pages at a time; smaller pages would only lengthen the page
+# tables that each step sends to the device.
 PAGE = 32
 
 
@@ -26,14 +27,14 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """The pages by number, and their references. Only the engine thread uses the pool.
+    """Allocates pages by number and counts the owners of each page. Only the engine thread uses the pool.
 
     Args:
         limit: the largest number of pages.
-        grow: allocates the next slab and returns the number of its pages, at most its argument; 0 if the
+        grow: allocates the next slab and returns its number of pages, at most the argument; returns 0 if the
             device has no memory for a slab.
-        evict: drops one kept prefix (`drop`), and returns False if there is none.
-        copy: copies the contents of a page to another page, before either page is written.
+        evict: drops one kept prefix (by `drop`) and returns True; returns False if no prefix is left.
+        copy: copies the contents of the first page to the second, before later writes to either page.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class PagePool:
     ) -> None:
         self.limit = limit
         self._grow, self._evict, self._copy = grow, evict, copy
-        self._free: list[int] = []  # a heap: low numbers first, so that used pages lie together
+        self._free: list[int] = []  # a heap: the lowest number is used first, so that used pages lie together
         self.references: list[int] = []
 
     @property
     def allocated(self) -> int:
-        """Return the number of pages with memory."""
+        """Return the number of pages that have device memory, in use or free."""
         return len(self.references)
 
     @property
@@ -59,13 +60,14 @@ class PagePool:
         return len(self.references) - len(self._free)
 
     def begin(self, source: Sequence[int], shared: int, *, room: int) -> list[int] | None:
-        """Return the pages of a new row of `room` tokens, whose first `shared` tokens are those of `source`.
+        """Return the pages of a new row that has room for `room` tokens.
 
-        The row shares whole pages and gets a copy of the partly filled page. Return None if there is no room;
-        then only kept prefixes may have been evicted.
+        The row begins with `shared` tokens, which are the first tokens in the pages `source`. It shares the
+        full pages of these tokens, and gets a copy of the partly filled page. Return None if there is no
+        room; kept prefixes may have been evicted even then.
         """
         whole, partly = divmod(shared, PAGE)
-        # Hold the pages first: making room may evict the source itself.
+        # Become an owner of the pages first, because making room may evict the source itself.
         held = list(source[: pages_for(shared)])
         self.refer(held)
         own = self._take(pages_for(room) - whole)
@@ -78,7 +80,10 @@ class PagePool:
         return held[:whole] + own
 
     def extend(self, pages: list[int], tokens: int) -> bool:
-        """Give a row pages for `tokens` tokens in all; without room, return False and change nothing."""
+        """Add pages to a row, so that it has room for `tokens` tokens in all.
+
+        Return False, and leave the row unchanged, if there is no room.
+        """
         missing = pages_for(tokens) - len(pages)
         own = self._take(missing) if missing > 0 else []
         if own is None:
@@ -100,7 +105,7 @@ class PagePool:
                 heappush(self._free, page)
 
     def clear(self) -> None:
-        """Forget all slabs, because their memory is given back. No page may have an owner."""
+        """Forget all pages, because their memory is freed. No page may have an owner."""
         assert not self.used, f"{self.used} pages are in use"
         self._free.clear()
         self.references.clear()
@@ -123,7 +128,10 @@ class PagePool:
 
 
 def choose_victim(arrivals: Sequence[int]) -> int | None:
-    """Return the row to preempt: the youngest, so that the oldest always ends; None if there is one row."""
+    """Return the index of the row to preempt, or None if there are fewer than two rows.
+
+    The row that arrived last is preempted, so that the oldest row always finishes.
+    """
     if len(arrivals) < 2:
         return None
     return max(range(len(arrivals)), key=lambda row: arrivals[row])

@@ -1,12 +1,13 @@
-"""Find the longest part of a prompt whose keys and values some row or copy of the cache holds.
+"""Find the longest part of a prompt whose keys and values are already in the cache.
 
-Rows of running requests and copies of finished requests can be reused: a conversation continues its last
-turn, siblings share their prompt, and all prompts of a job share the system message. The least recently used
-copy is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and if hashes are equal,
-the ids are compared too.
+Keys and values are reused from rows of running requests and from copies of finished requests: a conversation
+continues its last turn, sibling rollouts share their prompt, and all prompts of a job share the system
+message. The least recently used copy is dropped first. A search costs O(length of the prompt): ids are hashed
+in blocks, each hash includes the hash of the block before, and if hashes are equal, the ids are compared too.
 
-States of recurrent layers (`layer_cache`) cannot be cut: there a prompt continues only from a whole row or
-copy. So states are also kept at *marks*: positions where a prompt departed from a known prompt.
+States of recurrent layers (`layer_cache`) cannot be cut, so with such layers a prompt can continue only from
+the end of a row or copy. Therefore states are also kept at *marks*: positions at which an earlier prompt
+departed from a known prompt.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,15 +21,16 @@ from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.trunks import BLOCK
 from trainer_backend.models.folder import is_out_of_memory
 
-# The shortest prefix that is reused, a multiple of BLOCK: the rest of a prompt attends under a mask in
-# separate calls, which for a small model cost as much as this number of tokens.
+# The shortest prefix that is reused, a multiple of BLOCK. After a reused prefix, the rest of the prompt needs
+# separate calls with a mask, which cost a small model as much as computing this number of tokens.
 SHORTEST_PREFIX = 3 * BLOCK
 
 
 class Prefix:
     """Token ids, and the `place` of their keys and values: the number of a row, a copy of a row, or None.
 
-    `experts` are those of at least these tokens, in parts [n, W] of n tokens; empty unless recorded.
+    `experts` are the experts of these tokens, and possibly of more tokens, in arrays [n tokens, W choices].
+    It is empty unless experts are recorded.
     """
 
     __slots__ = ("block_keys", "experts", "ids", "place")
@@ -40,7 +42,7 @@ class Prefix:
 
 
 def block_keys(ids: Sequence[int]) -> Iterator[int]:
-    """Yield a key for each whole block; the key depends on all ids up to the end of the block."""
+    """Yield a hash for each whole block of ids; it depends on all ids up to the end of the block."""
     key = 0
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         key = hash((key, *ids[end - BLOCK : end]))
@@ -48,7 +50,7 @@ def block_keys(ids: Sequence[int]) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """The index of cached prefixes: a search compares whole blocks, then the tokens of the last block."""
+    """Index of cached prefixes. A search compares the hashes of whole blocks first, and then ids."""
 
     def __init__(self) -> None:
         self._holders: dict[int, dict[Prefix, None]] = {}
@@ -65,7 +67,10 @@ class PrefixIndex:
                 self._holders.pop(key, None)
 
     def longest(self, target: Prefix) -> "Match":
-        """Return a prefix and how many first ids it shares with `target`; NOTHING below SHORTEST_PREFIX."""
+        """Return the cached prefix that shares the largest number of whole blocks with `target`.
+
+        Return NOTHING if the prefix shares fewer than SHORTEST_PREFIX ids with `target`.
+        """
         for blocks in range(len(target.block_keys), 0, -1):
             holders = self._holders.get(target.block_keys[blocks - 1])
             if holders:
@@ -75,7 +80,10 @@ class PrefixIndex:
         return NOTHING
 
     def longest_whole(self, target: Prefix, holds: Callable[[Any, int], bool]) -> "Match":
-        """Return the longest prefix whose ids all begin `target`, and whose place holds exactly these ids."""
+        """Return the longest cached prefix that `target` continues from its end.
+
+        `target` begins with all ids of this prefix, and `holds(place, number of these ids)` is true.
+        """
         for blocks in range(len(target.block_keys), 0, -1):
             holders = self._holders.get(target.block_keys[blocks - 1], {})
             whole = [
@@ -97,16 +105,17 @@ class Match(NamedTuple):
     prefix: Prefix | None
     length: int
     lost: int = 0
-    """The number of ids after `length` that the cache knows, but without a state to continue from."""
+    """The number of ids after `length` that are cached, but cannot be reused because no state was kept
+    there."""
     mark: int = 0
-    """The length at which to keep a state for the next prompt that shares these ids; 0: keep none."""
+    """The length at which to keep a state for the next prompt that shares these ids; 0: keep no state."""
 
 
 NOTHING = Match(None, 0)
 
 
 def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int = 0) -> int:
-    """Count the ids that two lists share from the start; return 0 for a count below `at_least`."""
+    """Return how many ids two lists share from the start, or 0 if this is less than `at_least`."""
     if one[:at_least] != other[:at_least]:
         return 0
     rest = zip(islice(one, at_least, None), islice(other, at_least, None), strict=False)
@@ -114,10 +123,12 @@ def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int = 0
 
 
 def mark_at(known: Match, target: Prefix) -> int:
-    """Return where a prompt that shares `known` ids should leave a state for the next such prompt.
+    """Return the length at which to keep a state of `target` for the next prompt that shares these ids.
 
-    If both prompts continue, later prompts part at slightly different tokens (an observation's first word is
-    sometimes the same), so the state is kept at the end of the last whole block that both share.
+    `known` is the cached prefix that shares the most ids with `target`. If one of the two ends where they
+    part, the result is the shared length. If both continue, later prompts part from them at slightly
+    different tokens (for example, the first words of two observations may be equal), so the result is the end
+    of the last shared block.
     """
     assert known.prefix is not None
     if known.length in (len(known.prefix.ids), len(target.ids)):
@@ -126,10 +137,10 @@ def mark_at(known: Match, target: Prefix) -> int:
 
 
 class Prefixes:
-    """The index of running rows and copies, and the limit on copies.
+    """The index of running rows and of kept copies; it limits the number of copies.
 
     A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
-    `most` more slots; a cache with states keeps up to `most` marks in addition. If `most` is 0, nothing is
+    `most` more slots. A cache with states keeps up to `most` marks in addition. If `most` is 0, nothing is
     reused, not even running rows. Only the engine thread uses this class.
     """
 
@@ -140,25 +151,28 @@ class Prefixes:
         self.cuts = cache.cuts  # whether a prompt can continue from any part of a known prefix
         self._index = PrefixIndex()
         self.copies: dict[Prefix, None] = {}  # least recently used first
-        self._marks: set[Prefix] = set()  # copies that were kept inside a prompt
+        self._marks: set[Prefix] = set()  # the copies that were kept at marks
 
     def find(self, target: Prefix) -> Match:
-        """Find the cached prefix that shares the most first tokens."""
+        """Return the cached prefix from which the most first tokens of `target` can be reused."""
         known = self._index.longest(target)
         if self.cuts or known.prefix is None:
             return known
         whole = self._index.longest_whole(target, self._cache.holds)
         mark = mark_at(known, target)
-        lost = max(0, known.length - whole.length)  # `known` is exact to the block
+        lost = max(0, known.length - whole.length)  # `known` may be the longest only in whole blocks
         return whole._replace(lost=lost, mark=mark if mark > whole.length else 0)
 
     def mark(self, prefix: Prefix, row: int) -> None:
-        """Keep the state of a row that holds exactly these ids."""
+        """Keep a copy of a row at a mark, when the row contains exactly the ids of `prefix`."""
         if self.enabled and len(prefix.ids) >= SHORTEST_PREFIX:
             self._keep(prefix, row, is_mark=True)
 
     def fill(self, match: Match, row: int, *, room: int) -> int:
-        """Open a row for `room` tokens that begins with a matching prefix; return the prefix's length."""
+        """Open a row that has room for `room` tokens and begins with the matching prefix.
+
+        Return the number of reused tokens, which is 0 if the prefix has been evicted.
+        """
         place = None if match.prefix is None else match.prefix.place
         if match.prefix is None or place is None:  # an earlier row may have evicted the prefix
             self._cache.open_row(row, room=room)
@@ -172,25 +186,25 @@ class Prefixes:
         return match.length
 
     def start_row(self, prefix: Prefix, row: int) -> None:
-        """Record that a row now has the keys and values of a prefix."""
+        """Let later prompts reuse a row, which now contains the keys and values of a prefix."""
         if self.enabled:
             prefix.place = row
             self._index.add(prefix)
 
     def move(self, prefix: Prefix, row: int) -> None:
-        """Record that another row now has the keys and values of a prefix."""
+        """Record that the keys and values of a prefix have moved to another row."""
         if prefix.place is not None:
             prefix.place = row
 
     def end_row(self, prefix: Prefix, row: int, ids: Sequence[int]) -> None:
-        """Record the end of a row, and keep a copy of its `ids` (the prefix and the sampled ids)."""
+        """Record that a row ends, and keep a copy of its `ids`: the ids of the prefix and the sampled ids."""
         is_shared = prefix.place is not None
         self.unshare(prefix)
         if is_shared and len(ids) >= SHORTEST_PREFIX:
             self._keep(Prefix(ids, prefix.experts), row, is_mark=False)
 
     def unshare(self, prefix: Prefix) -> None:
-        """Stop sharing a running row's keys and values."""
+        """Prevent later prompts from reusing a running row."""
         if prefix.place is not None:
             self._index.remove(prefix)
             prefix.place = None
@@ -207,7 +221,10 @@ class Prefixes:
             pass
 
     def forget(self, prefixes: Iterable[Prefix]) -> None:
-        """Forget all computed prefixes: no running row is reused by a later request or copied at its end."""
+        """Drop all copies, and stop sharing the running rows of `prefixes`.
+
+        These rows are then neither reused by a later request nor copied when they end.
+        """
         self.drop_copies()
         for prefix in prefixes:
             self.unshare(prefix)
@@ -219,7 +236,7 @@ class Prefixes:
                 self._touch(base)
                 return
             if length == len(base.ids) and not is_mark and base not in self._marks:
-                self._drop(base)  # the new copy contains it
+                self._drop(base)  # the new copy includes all tokens of `base`
         alike = [copy for copy in self.copies if (copy in self._marks) == is_mark]
         if len(alike) >= self._most:
             self._drop(alike[0])

@@ -1,8 +1,8 @@
 """Sample from an external OpenAI-compatible server, which receives token ids and returns ids and log-probs.
 
-Requests go to POST /v1/completions with the ids of the prompt; vLLM's keys fill gaps in OpenAI's API. The
-server's chat template, tool parser and reasoning parser are not used: the gateway renders prompts and parses
-answers as for the actor.
+Requests go to POST /v1/completions with the ids of the prompt. Keys of vLLM's API are used for what OpenAI's
+API lacks. The server's chat template, tool parser and reasoning parser are not used: the gateway renders
+prompts and parses answers, as it does for the actor.
 
     request: prompt (ids), logprobs, return_token_ids
     reply:   prompt_token_ids, token_ids, logprobs.token_logprobs      in choices[0]
@@ -45,13 +45,15 @@ _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
 class RemoteEngine:
-    """A `FrozenEngine` that belongs to one event loop at a time; the same loop must `close` the engine.
+    """A `FrozenEngine` that sends its requests to a server.
 
-    `stop_ids`, `vocabulary` and `max_model_len` are the actor's, whose tokenizer the server has. `processed`
-    says that the server reports log-probs of its sampling distribution, not of softmax(logits).
+    Only one event loop may use it at a time, and the same loop must call `close`. `stop_ids`, `vocabulary`
+    and `max_model_len` are those of the actor, because the server must have the actor's tokenizer. If
+    `processed` is true, the server reports log-probs under its sampling distribution instead of
+    softmax(logits).
     """
 
-    # The names of the server in an error, and of the part that replied with a sample.
+    # The names in error messages: `label` for the server, `part` for the sender of an invalid reply.
     label = part = "the server of the fixed policy"
     timeout = aiohttp.ClientTimeout(total=600.0)
 
@@ -70,7 +72,7 @@ class RemoteEngine:
         self._key = key.get_secret_value() if key is not None else ""
         self._stop_ids, self._vocabulary = frozenset(stop_ids), vocabulary
         self.version, self.max_model_len, self._processed = _VERSION, max_model_len, processed
-        # Never done, since a server that is down may come back.
+        # This future never completes, since a server that is down may come back.
         self.breakdown: Future[str] = Future()
         self._session: aiohttp.ClientSession | None = None
 
@@ -93,7 +95,7 @@ class RemoteEngine:
         return generation
 
     async def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text by the server's tokenizer, including special tokens written in it."""
+        """Return the ids of a text by the server's tokenizer. Special tokens in the text are recognised."""
         choice = await self._choice(text, Sampling(max_tokens=1), prompt_tokens=0)
         return list(choice.prompt_token_ids)
 
@@ -109,7 +111,7 @@ class RemoteEngine:
             await session.close()
 
     def _refuse_unrecordable(self, sampling: Sampling, extras: Extras) -> None:
-        """Refuse requests whose samples the server cannot describe."""
+        """Refuse a request if the server cannot report the log-probs that have to be recorded."""
         if extras.likeliest:
             raise BadChatRequest("a fixed policy at a server returns no top_logprobs", where="top_logprobs")
         if not self._processed and sampling.changes:
@@ -160,7 +162,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request for a sample and yield the response; leaving the context closes the response."""
+        """Send a request for a sample and yield the response, which is closed at the end of the context."""
         with connection_errors(self.label, self.timeout):
             # No redirects: the key is for this host only.
             async with self._open_session().post(
@@ -175,7 +177,7 @@ class RemoteEngine:
     def _refuse_unsound(
         self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> None:
-        """Refuse sampled tokens that the actor cannot be trained on, or more tokens than requested."""
+        """Refuse a sample with ids that the actor lacks, with no ids, or with more ids than requested."""
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
             raise RemoteRefused(
                 f"{self.part}: choices.0 has {len(token_ids)} token_ids and {len(logprobs)} logprobs; 1 to "
@@ -195,7 +197,10 @@ class RemoteEngine:
     def _end(
         self, token_ids: Sequence[int], reason: str | None, extras: Extras
     ) -> tuple[int, FinishReason, str | None]:
-        """Return how many ids form the answer, and how the answer ended, by the actor's end tokens."""
+        """Find the end of an answer by the actor's end tokens and the request's stop strings.
+
+        Return the number of ids of the answer, the finish reason, and the stop string that ended it, or None.
+        """
         for length, token_id in enumerate(token_ids, start=1):
             if token_id in self._stop_ids:
                 return length, "stop", None
@@ -213,7 +218,12 @@ class RemoteEngine:
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable if no whole answer comes, and RemoteRefused if the answer cannot be read."""
+    """Translate connection errors, raised inside the context, into errors of an engine.
+
+    Raises:
+        RemoteUnavailable: no complete answer arrived.
+        RemoteRefused: the answer cannot be read.
+    """
     try:
         yield
     except TimeoutError as error:
@@ -227,7 +237,7 @@ def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[No
 
 
 def completions_url(url: str) -> str:
-    """Return the completions URL for a base URL, which may already include /v1 or /v1/chat/completions."""
+    """Return the completions URL for a base URL, which may end in /v1 or in a path below /v1."""
     parts = urlsplit(url)
     base = parts.path.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/v1"):
@@ -247,13 +257,13 @@ class _Choice(StrictReply):
 
 
 class _Completion(StrictReply):
-    """The fields of a reply of /v1/completions that are read."""
+    """The reply of /v1/completions, with only the fields that are used."""
 
     choices: tuple[_Choice, ...] = Field(min_length=1)
 
 
 def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = None) -> Model:
-    """Read a reply like `read_reply`, but raise RemoteRefused for an invalid reply."""
+    """Parse a reply with `read_reply`, but raise RemoteRefused if the reply is invalid."""
     try:
         return read_reply(kind, content, part)
     except ReplyInvalid as error:
@@ -261,7 +271,10 @@ def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = Non
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
-    """Return status and the server's message; for 401 and 403 no message, since servers repeat the key."""
+    """Return the HTTP status and the server's error message as one text.
+
+    For 401 and 403 the message is left out, because servers repeat the API key in it.
+    """
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:

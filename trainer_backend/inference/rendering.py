@@ -1,4 +1,4 @@
-"""Convert messages and tools to token ids, and ids back to text; no other module uses chat templates."""
+"""Convert messages and tools to token ids, and ids to text. Only this module uses chat templates."""
 
 import hashlib
 import json
@@ -31,21 +31,21 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # The text of an id that the model embeds but the tokenizer lacks.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
-# A byte in SentencePiece's tokenizers, and the bytes that characters stand for in byte-level tokenizers.
+# The text of a byte token in SentencePiece's tokenizers; the byte of each character in byte-level tokenizers.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 # `surely_more_than` encodes this many characters per token of the limit; a token usually has three or four.
 _START = 16
 
-# Empty reasoning that no template trims away. Unicode reserves the character for private use.
+# A placeholder for empty reasoning, which no template trims away. Unicode reserves it for internal use.
 BLANK = "\ufdd2"
 # The names under which templates read the reasoning of an answer; gpt-oss and LFM2.5 use the last name.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
-# A tool, a call of it and reasoning, which test what a template shows and how it writes a call.
+# A tool, a call of this tool, and reasoning: they test what a template shows and how it writes a call.
 PROBE_NAME, PROBE_THOUGHT = "turnwise_probe", "turnwise_thought"
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 PROBE_TOOLS: Sequence[JsonObject] = (
@@ -61,8 +61,8 @@ PROBE_ANSWER: JsonObject = {
     "tool_calls": [{"id": "call_0", "type": "function", "function": asdict(PROBE_CALL)}],
 }
 _PROBE: Sequence[JsonObject] = (QUESTION, {**PROBE_ANSWER, _REASONING_KEYS[0]: PROBE_THOUGHT})
-# The library's function that compiles a template. The library's renderer copies every message and tool at
-# each call, which takes twice the time of the rendering; our messages and tools are plain already.
+# The library's function that compiles a template. We call it because the library's renderer copies every
+# message and tool at each call, which takes twice the time of the rendering. Ours need no copies.
 _COMPILE: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
 
 
@@ -71,12 +71,12 @@ _SET_FOR_TEMPLATES = {
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "cycler", "dict", "joiner", "lipsum", "namespace", "range",
 }  # fmt: skip
-# A tag that only transformers knows; the text that it surrounds is read as if the tag were absent.
+# A tag that only `transformers` supports. It is removed before jinja parses a template.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class ChatRenderer:
-    """Renders through the tokenizer's own chat template, which `transformers` compiles once."""
+    """Renders conversations with the tokenizer's own chat template, and converts between text and ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         if not tokenizer.chat_template:
@@ -86,7 +86,7 @@ class ChatRenderer:
                 hint="Base models have none: take the instruction-tuned one, or add a chat_template.jinja.",
             )
         self.tokenizer = tokenizer
-        # Decoding six tokens through the library's wrapper takes ten times as long as the call itself.
+        # Decoding six tokens through the library's wrapper takes ten times as long as this object does.
         self._backend = tokenizer.backend_tokenizer
         # Some tokenizer.json files request truncation and padding, which the wrapper would undo.
         self._backend.no_truncation()
@@ -97,11 +97,11 @@ class ChatRenderer:
         settings = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple([token.content for token in added if token.special])
-        self._arguments_as_text = False  # until a template concatenates them
+        self._arguments_as_text = False  # set when a template concatenates them
         self._special_texts = dict(tokenizer.special_tokens_map)
         self._renders_alone = _COMPILE is not None and self._renders_as_the_library()
         self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
-        # SentencePiece decoders drop a leading space; after another token it stays.
+        # SentencePiece decoders drop a space at the start of a text, but not after another token.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
         whole = self._backend.encode("x x", add_special_tokens=False).ids
         self._drops_space = self._decode(whole) != self._decode(self._before) + self._decode(
@@ -115,7 +115,13 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text that the model continues; without a generation prompt, only the messages' text."""
+        """Return the text of a conversation, which the model continues.
+
+        Without a generation prompt, the text ends with the last message.
+
+        Raises:
+            BadChatRequest: the chat template cannot render the messages.
+        """
         return self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)[0]
 
     def prompt_texts(
@@ -125,11 +131,11 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[str]:
-        """Return `prompt_text` of several conversations with the same tools, which are prepared only once."""
+        """Return the `prompt_text` of several conversations with the same tools."""
         if not conversations:
             return []
-        # Templates are programs of others: any error means that they cannot render these messages. Rows of
-        # data may also have messages of an invalid form; those of requests were checked (chat_form).
+        # Templates are other people's programs, so any error means that they cannot render these messages.
+        # Messages in rows of a data set may also be invalid; messages of requests were checked (chat_form).
         try:
             plain = [list(map(_plain_message, messages)) for messages in conversations]
             if any(map(_has_calls, plain)) and self._drops_calls:
@@ -191,11 +197,11 @@ class ChatRenderer:
         ]
 
     def _renders_as_the_library(self) -> bool:
-        """Return whether the template gives the same text without the library's copies."""
+        """Return whether `_render_alone` and the library give the same text for test messages."""
         empty = {"role": "assistant", "content": f"<think>{PROBE_THOUGHT}</think>?", _REASONING_KEYS[1]: ""}
         messages = [list(map(_plain_message, (*_PROBE, QUESTION, empty)))]
         cases = product([messages], (None, [dict(tool) for tool in PROBE_TOOLS]), (False, True))
-        with suppress(Exception):  # a template that cannot render the probe is the library's
+        with suppress(Exception):  # if the probe cannot be rendered, use the library
             return all(self._render_alone(*case) == self._render_by_library(*case) for case in cases)
         return False
 
@@ -203,10 +209,10 @@ class ChatRenderer:
         return self.encode(self.prompt_text(messages, tools))
 
     def refuse_unread_settings(self, settings: JsonObject) -> None:
-        """Refuse model.chat_template_kwargs that the template does not read: jinja ignores them."""
+        """Refuse `model.chat_template_kwargs` that the template does not read, because jinja ignores them."""
         template: str | Mapping[str, str] = self.tokenizer.chat_template
         jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
-        variables = set[str]()  # the names that any of the templates reads from outside
+        variables = set[str]()  # the names that any of the templates reads but does not set
         for text in [template] if isinstance(template, str) else template.values():
             variables |= find_undeclared_variables(jinja.parse(_GENERATION.sub("", text)))
         for name in settings.keys() - variables:
@@ -219,7 +225,10 @@ class ChatRenderer:
             )
 
     def refuse_other_settings(self, settings: JsonObject) -> None:
-        """Refuse template settings that differ from the model folder's, which all prompts of a policy use."""
+        """Refuse template settings of a request that differ from the model folder's settings.
+
+        All prompts of a policy use the settings of the model folder.
+        """
         for name, value in settings.items():
             if name not in self._template_kwargs or not is_among(value, [self._template_kwargs[name]]):
                 raise BadChatRequest(
@@ -231,7 +240,7 @@ class ChatRenderer:
 
     @cached_property
     def question(self) -> str:
-        """Return the prompt with only QUESTION; see `prompt_text` for errors."""
+        """Return the prompt of a conversation that consists of QUESTION; see `prompt_text` for errors."""
         return self.prompt_text([QUESTION], [])
 
     def find_reasoning(self, content: str) -> str:
@@ -241,8 +250,10 @@ class ChatRenderer:
     def with_reasoning(self, message: JsonObject, reasoning: str) -> JsonObject:
         """Return an answer with its reasoning outside its content, if the template reads reasoning there.
 
+        Otherwise, and if there is no reasoning, return the message unchanged.
+
         Args:
-            reasoning: the reasoning that the message lacks; "": take the reasoning in its content, if any.
+            reasoning: the reasoning of the answer; "": take the reasoning from the content, if there is any.
         """
         thought, content = split_reasoning(_text(message.get("content")), str(self.tokenizer.chat_template))
         reasoning = reasoning or thought
@@ -251,7 +262,7 @@ class ChatRenderer:
         return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
 
     def with_thought(self, answer: JsonObject, thought: str) -> JsonObject:
-        """Return an answer that has no content, with this reasoning added to it."""
+        """Add reasoning to an answer that has no content, and return the new answer."""
         if self._shows_reasoning:
             return {**answer, _REASONING_KEYS[0]: thought}
         return {**answer, "content": f"{THINK_START}\n{thought}\n{THINK_END}\n\n"}
@@ -267,16 +278,19 @@ class ChatRenderer:
 
     @cached_property
     def _drops_calls(self) -> bool:
-        """Return whether the template omits the calls of an answer, as templates of SmolLM3 and LFM2 do."""
+        """Return whether the template omits an answer's tool calls, and the tool-call format can write them.
+
+        The templates of SmolLM3 and LFM2 omit them.
+        """
         form = tool_format_in_use(self.tokenizer)
         try:
             (text,) = self._apply([list(map(_plain_message, _PROBE))], [], add_generation_prompt=False)
-        except Exception:  # reported when the template is used
+        except Exception:  # it is reported when the template is used
             return False
         return form.write is not None and PROBE_NAME not in text
 
     def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return an answer with its calls in its content, as the model writes them."""
+        """Return an answer with its tool calls written into its content, in the form that the model uses."""
         write = tool_format_in_use(self.tokenizer).write
         if "tool_calls" not in message or write is None:
             return message
@@ -288,9 +302,10 @@ class ChatRenderer:
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
-        """Return the text that the model must write, end token included, to give `answer` to `messages`.
+        """Return the text that the model must write to give `answer` to `messages`, end token included.
 
-        Return None if the text is unknown, because the template changes the prompt once an answer follows.
+        Return None if this text is unknown, because the template renders the prompt differently when an
+        answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text
@@ -301,7 +316,10 @@ class ChatRenderer:
         answers: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> tuple[list[str], list[str | None]]:
-        """Return the prompts of conversations with the same tools, and the `answer_text` of each."""
+        """Return the prompt of each conversation, and the `answer_text` of each answer.
+
+        All conversations have the same tools.
+        """
         prompts = self.prompt_texts(conversations, tools)
         texts = self._render_answers(prompts, conversations, answers, tools)
         # Mistral's templates show the system message only while the last user message is unanswered.
@@ -314,7 +332,8 @@ class ChatRenderer:
             if text is None and len(without_system[number]) < len(conversations[number])
         ]
         self._fill_in(texts, unknown, without_system, answers, tools)
-        # Nemotron's prompts begin reasoning, and its template writes an answer without reasoning differently.
+        # Nemotron's prompts open the reasoning, but its template renders an answer without reasoning in
+        # another form. So render it with a placeholder as its reasoning.
         unknown = [number for number, text in enumerate(texts) if text is None]
         if unknown and self._shows_reasoning:
             thinking = [{**answer, _REASONING_KEYS[0]: BLANK} for answer in answers]
@@ -329,7 +348,10 @@ class ChatRenderer:
         answers: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> None:
-        """Render the unknown answers once more, for these conversations, and write them into `texts`."""
+        """Render the answers with the indices `unknown` once more, and write the results into `texts`.
+
+        The caller has altered the conversations or answers, so that the template may render them differently.
+        """
         asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
         found = self._render_answers(self.prompt_texts(asked, tools), asked, own, tools)
         for number, text in zip(unknown, found, strict=True):
@@ -351,7 +373,10 @@ class ChatRenderer:
         return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
-        """Return the text after the prompt, up to the end token, or None if `whole` has another prompt."""
+        """Return the text of `whole` after the prompt, up to and including the end token.
+
+        Return None if `whole` does not begin with the prompt.
+        """
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token
@@ -363,7 +388,10 @@ class ChatRenderer:
         return (body if body.endswith(self._specials) else whole)[len(prompt) :]
 
     def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
-        """Return the special token that begins the next message, or "". In GLM this token ends an answer."""
+        """Return the special token with which the message after `messages` begins, or "".
+
+        GLM, for example, ends an answer with this token. `text` is the rendered text of `messages`.
+        """
         result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
         try:
             follower = result if messages[-1].get("tool_calls") else QUESTION
@@ -375,22 +403,23 @@ class ChatRenderer:
         return next((token for token in self._specials if longer.startswith(token, len(text))), "")
 
     def encode(self, text: str) -> list[int]:
-        """Encode rendered text; special tokens in the text are recognised, none are added."""
+        """Encode rendered text. Special tokens in the text are recognised; no special tokens are added."""
         # As a batch, because encoding a single text of 3 MB would hold Python's global lock all the time.
         (ids,) = self.encode_all([text])
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts; the library distributes them over the cores."""
+        """Encode several texts, in parallel on all cores."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def surely_more_than(self, most: int, text: str) -> int | None:
-        """Return a lower bound of a text's tokens if it exceeds `most`, else None.
+        """Return a lower bound on a text's number of tokens if the bound exceeds `most`, else None.
 
-        This function does not encode the whole text. The first bound is the text's length divided by the
-        longest token (as in vLLM). The second bound is half the tokens of the text's start. Encoded alone,
-        the start has about as many tokens as within the whole text, since only merges at its end differ.
+        The whole text is not encoded. The first bound is the length of the text divided by the length of the
+        longest token (as in vLLM). The second bound is half the number of tokens in the text's start. Encoded
+        alone, the start has about as many tokens as within the whole text, since only the merges at its end
+        differ.
         """
         if (tokens := -(-len(text) // self._longest_token)) > most:
             return tokens
@@ -402,7 +431,10 @@ class ChatRenderer:
     def refuse_too_long(
         self, text: str, *, most: int, max_tokens: int, whose: str = "the model's own"
     ) -> None:
-        """Raise ContextLengthExceeded for a surely too long prompt, which would take seconds to encode."""
+        """Raise ContextLengthExceeded if a prompt surely has more than `most` tokens.
+
+        The check is fast, while encoding such a prompt would take seconds.
+        """
         tokens = self.surely_more_than(most, text)
         if tokens is not None:
             raise ContextLengthExceeded(
@@ -410,9 +442,9 @@ class ChatRenderer:
             )
 
     def find_long(self, conversations: Sequence[Sequence[JsonObject]], most: int) -> list[LongPrompt]:
-        """Return the conversations that, rendered without tools, have more than `most` tokens.
+        """Return the conversations that have more than `most` tokens when they are rendered without tools.
 
-        Conversations that the template refuses are skipped: their rollouts fail with the reason.
+        Conversations that the template cannot render are skipped: their rollouts fail later, with the reason.
         """
         texts, long = self._texts_by_place(conversations), []
         for place in [place for place, text in texts.items() if len(text) > _START * most]:
@@ -423,7 +455,7 @@ class ChatRenderer:
         return sorted([*long, *(LongPrompt(place, tokens) for place, tokens in counts if tokens > most)])
 
     def _texts_by_place(self, conversations: Sequence[Sequence[JsonObject]]) -> dict[int, str]:
-        """Return the prompts, by index, of the conversations that the template can render."""
+        """Return the prompts of the conversations that the template can render, by conversation index."""
         try:
             return dict(enumerate(self.prompt_texts(conversations, [])))
         except BadChatRequest:  # at least one conversation cannot be rendered
@@ -436,8 +468,8 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode sampled ids to text, special tokens included.
 
-        Many models embed more ids than their tokenizer has. A replacement character stands for such an id, so
-        that a tool call with such an id does not look intact.
+        Many models embed more ids than their tokenizer has. Each id that the tokenizer lacks becomes a
+        replacement character, so that a tool call with such an id does not look intact.
         """
         if ids and max(ids) >= self._id_count:
             return "".join(
@@ -449,7 +481,7 @@ class ChatRenderer:
         return self._decode(ids)
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return the bytes that a token stands for, perhaps a part of a character; None if not known."""
+        """Return the bytes of a token, which may be a part of a character; None if they are unknown."""
         text = self.decode([token_id])
         if UNKNOWN not in text:
             return list(text.encode())
@@ -471,11 +503,11 @@ class ChatRenderer:
 
 
 def _plain_message(message: JsonObject) -> dict[str, Any]:
-    """Return a message in the form templates expect: text content, and call arguments as an object.
+    """Return a message in the form that templates expect: content as text, call arguments as an object.
 
-    An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
-    digits is replaced by nine characters derived from it, in call and result alike. Reasoning appears under
-    every name that a template may read.
+    An empty `tool_calls` is omitted, because templates only test whether the key exists. A call id that is
+    not nine letters or digits is replaced by nine characters derived from it, both in the call and in its
+    result. The reasoning is stored under every key that a template may read.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
@@ -526,7 +558,7 @@ def _call_id(text: str) -> str:
 
 
 def _arguments(arguments: object) -> object:
-    """Parse arguments, because templates print objects; a text that is no object stays unchanged."""
+    """Parse call arguments, because templates print objects. Text that is no JSON object stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

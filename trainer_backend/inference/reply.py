@@ -1,4 +1,4 @@
-"""Build the parts of a chat completion's body: OpenAI's fields and exact tokens (`shared_schemas.chat`)."""
+"""Build the parts of a chat completion's body: OpenAI's fields, and exact tokens (`shared_schemas.chat`)."""
 
 import hashlib
 from array import array
@@ -13,13 +13,13 @@ from trainer_backend.tool_formats.calls import ParsedReply
 
 # The key of reasoning in a message, if the tool-call format separates reasoning from the content.
 REASONING = "reasoning_content"
-# Our key of a message: why a call in its text could not be parsed.
+# Our own key in a message: the reason why a call in its text could not be parsed.
 TOOL_CALL_ERROR = "tool_call_error"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generation as a message."""
+    """One generation, and the message into which it was parsed."""
 
     index: int
     generation: Generation
@@ -31,7 +31,7 @@ class Choice:
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
-    """Return the sampled text, and the text of the stop token after it ("" without one)."""
+    """Return the sampled text without its stop token, and the text of the stop token ("" without one)."""
     ids = generation.token_ids
     if generation.finish_reason != "stop" or generation.stop_string is not None:
         return renderer.decode(ids), ""
@@ -41,10 +41,13 @@ def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str
 def assistant_message(
     reply: ParsedReply, *, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Build a message from parsed text; `tool_call_error` says why a call in it remains text."""
+    """Build the message of an assistant from a parsed reply.
+
+    A call that could not be parsed stays in the content, and `tool_call_error` contains the reason.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
-        # From the sampled ids, not from a clock: equal rollouts have equal messages.
+        # Call ids are derived from the token ids, so that equal rollouts have equal messages.
         ids = array("q", [*prompt_ids, -1, *token_ids]).tobytes()
         tag = hashlib.blake2b(ids, digest_size=6).hexdigest()
         message["content"] = reply.content or None
@@ -64,7 +67,7 @@ def assistant_message(
 
 
 def choice_body(choice: Choice) -> dict[str, Any]:
-    """Return the fields that say how a choice ended, and its exact tokens."""
+    """Return the fields that describe how a choice ended, and its exact tokens."""
     generation = choice.generation
     return {
         "finish_reason": "tool_calls" if "tool_calls" in choice.message else generation.finish_reason,
@@ -76,7 +79,10 @@ def choice_body(choice: Choice) -> dict[str, Any]:
 
 
 def rollout_body(choice: Choice, *, reused: int) -> dict[str, Any]:
-    """Return the additional fields for a rollout, which already has the first `reused` ids of the prompt."""
+    """Return the additional fields for a rollout: the raw text, and the experts if they are recorded.
+
+    The rollout already has the first `reused` ids of the prompt, so the experts of these ids are left out.
+    """
     body: dict[str, Any] = {"raw_text": choice.raw_text}
     if choice.generation.experts is not None:
         # The rollout lacks the experts of its last token: that token was sampled, but not yet computed.
@@ -86,7 +92,7 @@ def rollout_body(choice: Choice, *, reused: int) -> dict[str, Any]:
 
 
 def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> dict[str, Any]:
-    """Return OpenAI's `usage`: the prompt once, the tokens of all choices, and the prompt's cached part."""
+    """Return OpenAI's `usage`. The prompt is counted once, the sampled tokens over all choices."""
     completion_tokens = sum(len(generation.token_ids) for generation in generations)
     return {
         "prompt_tokens": len(prompt_ids),
@@ -98,7 +104,7 @@ def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> 
 
 
 def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> list[dict[str, Any]]:
-    """Return OpenAI's `logprobs.content`; the bytes of all tokens together are the bytes of the text."""
+    """Return OpenAI's `logprobs.content`. The bytes of the tokens, joined, are the bytes of the text."""
     return [
         {
             **_entry(token.token_id, token.logprob, renderer),

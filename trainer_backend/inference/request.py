@@ -1,4 +1,4 @@
-"""Represent one generation in the engine, from the queue to the delivered result."""
+"""Represent one generation request in the engine, from the queue to the delivered result."""
 
 import asyncio
 import secrets
@@ -16,15 +16,16 @@ from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Gen
 from trainer_backend.inference.prefixes import Prefix
 from trainer_backend.inference.sampler import stream_key
 
-# A token in progress, or the end of the request.
+# What a caller receives: a token while the request runs, and at its end the result or an error.
 Outcome = SampledToken | Generation | InferenceError
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request, which belongs to the inbox until it is admitted, then to the engine thread.
+    """A request. It belongs to the inbox until the engine admits it, and then to the engine thread.
 
-    Of a prompt of n tokens, n - 1 are cached; the first step feeds the last one, like a sampled token.
+    Of a prompt of n tokens, only n - 1 are computed and cached before the first decode step. This step
+    computes the last prompt token, in the same way as later steps compute the sampled tokens.
     """
 
     request_id: str
@@ -35,23 +36,24 @@ class Request:
     extras: Extras = NO_EXTRAS
     key: int = 0
     cached: int = 0
-    """The number of tokens with keys and values in the cache."""
+    """The number of tokens whose keys and values are in the cache."""
     reused: int = 0
-    """The number of cached tokens that needed no prefill."""
+    """The number of cached tokens that were already in the cache, so that they needed no prefill."""
     lost: int = 0
-    """The number of tokens after the reused ones that the cache knew, but without a state to go on from."""
+    """The number of tokens after the reused ones that were cached, but could not be reused without a
+    state."""
     marks: set[int] = field(default_factory=set)
-    """The lengths of the beginnings of the prompt whose state is kept for later prompts."""
+    """The numbers of first prompt tokens after which a state is kept for later prompts."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     experts: list[NDArray[np.uint16]] = field(default_factory=list)
-    """The experts of the cached tokens, in parts [n, W] of n tokens each; empty unless they are recorded."""
+    """The experts of the cached tokens, in arrays [n tokens, W choices]; empty unless recorded."""
     arrival: int = 0
-    """The number of the request in order of arrival."""
+    """The position of the request in the order of arrival."""
     prefix: Prefix = field(init=False)
-    """The cached tokens at the time of admission."""
+    """The tokens that are cached before the first step of the request in its row."""
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
@@ -61,26 +63,26 @@ class Request:
 
     @property
     def last_id(self) -> int:
-        """Return the token that the next step feeds."""
+        """Return the token that the next step computes."""
         return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
 
     def begin_again(self) -> None:
-        """Prepare to wait for another row, where the sampled tokens will be computed like a prompt."""
+        """Prepare to wait for another row, in which the tokens sampled so far are computed like a prompt."""
         self.prefix = Prefix(self.cached_ids(), self.experts)
 
     def begin_experts(self, known: Prefix | None) -> None:
-        """Begin the experts with those of the reused tokens, which the known prefix has recorded."""
+        """Reset the experts to those of the reused tokens; to none if the prefix `known` has no experts."""
         reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
         self.experts.clear()
         self.note_experts(reused)
 
     def note_experts(self, experts_LW: NDArray[np.uint16] | None) -> None:
-        """Add the experts of the next tokens; None if experts are not recorded."""
+        """Append the experts of the next tokens; None means that experts are not recorded."""
         if experts_LW is not None:
             self.experts.append(experts_LW.copy())  # a view would keep the memory of all rows of the pass
 
     def take(self, token: int, logprob: float) -> None:
-        """Record the token that a step sampled after feeding the token before."""
+        """Record a sampled token. The token before it is then cached."""
         self.cached += 1
         self.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -90,7 +92,7 @@ class Request:
         return [*self.prompt_ids, *self.token_ids][: self.cached]
 
     def set_version(self, version: int) -> None:
-        """Record that `version` samples from the next token on."""
+        """Record that `version` samples all tokens from the next one on."""
         first_token = len(self.token_ids)
         if self.versions and self.versions[-1][1] == version:
             return
@@ -112,7 +114,11 @@ class Request:
 
 
 def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens to prefill of B requests: ids [T], and each row's first position and count, [B]."""
+    """Return the tokens that B requests still have to prefill.
+
+    The result is the ids of all requests [T], and for each request the position of the first id and the
+    number of ids, [B] each.
+    """
     starts_B = np.array([request.reused for request in requests])
     counts_B = np.array([request.cached for request in requests]) - starts_B
     rests = chain.from_iterable(request.cached_ids()[request.reused :] for request in requests)
@@ -120,12 +126,12 @@ def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
-    """Deliver results to the waiting event loops, with one wake-up per loop."""
+    """Deliver results to the event loops that wait for them, with one wake-up per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Outcome]]] = {}
     for request, outcome in outcomes:
         by_loop.setdefault(request.loop, []).append((request, outcome))
     for loop, pairs in by_loop.items():
-        # A closed loop has no waiter, and must not end the engine thread.
+        # Nothing waits in a closed loop, and its RuntimeError must not end the engine thread.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, pairs)
 

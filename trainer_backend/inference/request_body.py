@@ -1,4 +1,4 @@
-"""Read the keys that chat and text completions have in common; no key is ignored silently."""
+"""Parse the keys that chat and text completions have in common, and refuse unsupported keys."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ _OPTIONS = tuple(Sampling.model_fields)
 Request = TypeVar("Request", bound="SamplingRequest")
 
 
-# The values without effect, by key. Other values are refused.
+# Keys that the gateway does not support, each with the accepted values, which would have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: (value,) for name, value in PLAIN_SAMPLING.items()},
     "min_tokens": (0,),
@@ -38,7 +38,10 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """OpenAI's names and `Sampling`'s options, all bounded. A key in `neutral` may have only these values."""
+    """A request body with the options of `Sampling`, under OpenAI's names and with bounds.
+
+    A key in `neutral` has no effect here; only the listed values are accepted for it.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -70,7 +73,10 @@ class SamplingRequest(OpenBody):
         return tuple([name for name, value in known if not is_among(value, self.neutral[name])])
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
-        """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
+        """Return the sampling options of one choice.
+
+        Choice 0 uses the seed of the request; any other choice uses a seed that is derived from it.
+        """
         seed = None if self.seed is None else self.seed % 2**63
         given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         changed = {
@@ -83,7 +89,13 @@ class SamplingRequest(OpenBody):
 
 
 def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] = ()) -> Request:
-    """Parse and check a body. A null counts as absent; keys of `leaves_out` are neither read nor refused."""
+    """Parse and check a request body.
+
+    A key with the value null counts as absent. Keys in `leaves_out` are ignored.
+
+    Raises:
+        BadChatRequest: the body is invalid, or has a key or a value that is not supported.
+    """
     try:
         request = kind.model_validate_json(_without_nulls(without_mark(body)))
     except ValidationError as error:
@@ -94,7 +106,7 @@ def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] =
                 decode_text(body)
             except ValueError as fault:
                 message = str(fault)
-        # Without pydantic's names of a union's branches.
+        # The location without the names that pydantic gives to the branches of a union.
         where = ".".join(str(part) for part in first["loc"] if not _BRANCH.match(str(part)))
         raise BadChatRequest(message, where=where or "body") from error
     for name, value in (request.model_extra or {}).items():
@@ -104,7 +116,10 @@ def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] =
 
 
 def _without_nulls(body: bytes) -> bytes:
-    """Return the body without nulls. A body without the word `null`, such as a rollout's, is not parsed."""
+    """Return the body without keys whose value is null.
+
+    To save time, a body that does not contain the word `null`, such as a rollout's, is not parsed.
+    """
     if b"null" not in body:
         return body
     try:

@@ -1,7 +1,9 @@
 """Compute the attention of our decoder over the rows of a `SlotCache`, on any device.
 
-A trunk holds the common first tokens of several rows (`trunks`). These rows read the trunk together, in one
-product. Each row reads its tokens after the trunk alone, and both parts are joined (`models.part_attention`).
+A row of the cache stores the keys and values of one request, with one column per token. A trunk stores the
+first tokens that several rows have in common (`trunks`). The queries of all these rows attend to the trunk in
+one matrix product. Separately, the queries of each row attend to the row's tokens after the trunk. Both
+results are then joined (`models.part_attention`).
 """
 
 from collections.abc import Sequence
@@ -20,32 +22,34 @@ from trainer_backend.models.cpu_kernels import CpuKernels
 from trainer_backend.models.part_attention import attended, attended_under, folded, join, unfolded
 
 Counts = NDArray[np.int64]
-# The longest row for the kernel, which takes one query after the other; for longer rows, torch is faster.
+# The longest row that the CPU kernels prefill. They compute one query after the other, so torch is faster for
+# longer rows.
 SHORT_ROW = 192
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent rows that attend in one call, padded to the longest."""
+    """Adjacent rows whose queries attend in one call, padded to the longest row."""
 
     tokens: slice
-    """The tokens of the rows in the pass."""
+    """The tokens of these rows, among all tokens of the forward pass."""
     rows: slice
     """The rows of the cache."""
     visible: int
-    """The number of columns that the call reads."""
+    """The number of cache columns that the call reads."""
     width: int
-    """The number of tokens of each row, padding included."""
+    """The number of query tokens of each row, padding included."""
     places_N: Tensor | None
-    """The index of each token in the padded [rows * width]; None without padding."""
+    """The index of each token among the rows * width padded tokens; None without padding."""
     mask: Tensor | None
-    """The mask to add to the scores, [rows, 1, width, visible], or [rows * key-value heads, 1, visible] for
-    single tokens; None: each row starts at column 0, and its padding is on the right."""
+    """The mask to add to the scores: [rows, 1, width, visible], or [rows * key-value heads, 1, visible] if
+    each row has a single query token. None: attention is causal, since each row starts at column 0 and has
+    its padding on the right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The tokens of a pass whose rows refer to one trunk: a slice if the tokens are adjacent."""
+    """The tokens of a pass whose rows refer to one trunk, as a slice or (if not adjacent) as indices."""
 
     trunk: Trunk
     tokens: slice | Tensor
@@ -54,15 +58,15 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     positions_T: Tensor
-    """The position of each token in its row, trunk included."""
+    """The position of each token in its sequence; the trunk's tokens count too."""
     columns_T: Tensor
-    """The column of each token in the cache."""
+    """The cache column of each token: its position minus the length of the row's trunk."""
     heads_TK: Tensor
-    """The index of each key-value head of a token among the heads of all rows: row * heads + head."""
+    """For each token and key-value head, the head's index among the heads of all rows: row * heads + head."""
 
 
 class RowAttention:
-    """The `TokenAttention` of a pass over adjacent rows; the tokens of a row are adjacent."""
+    """The `TokenAttention` of one forward pass over adjacent rows. Each row's tokens are adjacent, too."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class RowAttention:
     ) -> None:
         self.positions_T, self._kernels = tokens.positions_T, kernels
         self._cache, self._tokens, self._spans, self._groups = cache, tokens, spans, groups
-        # The capacity, and the places of the tokens' vectors for this capacity.
+        # The cache capacity for which `_places_in` computed its last result (0: none yet), and that result.
         self._places = 0, tokens.heads_TK
         self._layer: tuple[Tensor, Tensor]  # the layer that was written last
 
@@ -91,9 +95,11 @@ class RowAttention:
             tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
 
     def _places_in(self, capacity: int) -> Tensor:
-        """Return each token's indices among the slots * heads * capacity vectors, [T * key-value heads].
+        """Return where the tokens' vectors lie among a tensor's slots * heads * capacity vectors.
 
-        They are computed once, unless a growth ran out of memory and left tensors of several capacities.
+        The result has the shape [T * key-value heads]. It is normally computed once per pass. If the cache
+        ran out of memory while it grew, its tensors differ in capacity, and each capacity needs its own
+        result.
         """
         if self._places[0] != capacity:
             tokens = self._tokens
@@ -112,7 +118,7 @@ class RowAttention:
         return torch.cat([_attend(span, queries_THD[span.tokens], keys, values) for span in self._spans])
 
     def _attend_joined(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Attend to each row's own tokens, then to each trunk, and join the parts."""
+        """Attend to each row's own tokens, then to each trunk, and join the results."""
         out_THD, lse_TH = self._attend_own(queries_THD)
         heads, scale = queries_THD.shape[1], queries_THD.shape[2] ** -0.5
         for group in self._groups:
@@ -128,7 +134,7 @@ class RowAttention:
         return out_THD
 
     def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention to the rows' own tokens, which come after the trunks."""
+        """Return the attention to the rows' own tokens (those after the trunk), and its log-sum-exp."""
         if not self._spans:
             assert self._kernels is not None, "only they need no spans"
             return self._kernels.attend(
@@ -141,10 +147,11 @@ class RowAttention:
 
 
 class RowAttentions:
-    """Creates a `RowAttention` for each pass over a cache, and reserves room in the cache.
+    """Creates a `RowAttention` for each forward pass over a cache, and reserves room for the pass's tokens.
 
-    If memory runs out, the cache stays unchanged. `most_waste`: see `cut_spans`. `cpu`: kernels that need
-    no spans, for single tokens and short rows.
+    If memory runs out, the cache stays unchanged. `most_waste` limits padding (see `cut_spans`). `cpu` is a
+    set of CPU kernels for decode steps and short rows, which attend without padding and therefore without
+    spans.
     """
 
     def __init__(
@@ -162,7 +169,10 @@ class RowAttentions:
         self._hidden = torch.finfo(cache.dtype).min
 
     def decode(self, cached_B: Counts) -> RowAttention:
-        """Return the attention of one new token in each of the first B rows, which have `cached_B` tokens."""
+        """Return the attention of a step that feeds one token to each of the first B rows.
+
+        `cached_B` is the number of tokens of each row before the step.
+        """
         count = len(cached_B)
         own_B = cached_B - self._cache.starts(range(count))
         longest = int(own_B.max()) + 1
@@ -179,7 +189,10 @@ class RowAttentions:
         return RowAttention(self._cache, tokens, spans, groups)
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
-        """Return the attention of `counts_B` (at least 1) tokens, from `starts_B` on, in B new rows."""
+        """Return the attention of a prefill of B new rows.
+
+        Row `first_row` + i gets `counts_B[i]` tokens (at least 1), from position `starts_B[i]` on.
+        """
         trunks_B = self._cache.starts(range(first_row, first_row + len(counts_B)))
         own_B = starts_B - trunks_B
         longest = int((own_B + counts_B).max())
@@ -199,7 +212,10 @@ class RowAttentions:
         return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
 
     def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
-        """Group the tokens by the trunk of their rows; row `first_row` + i has `counts_B[i]` tokens."""
+        """Group the tokens of rows that have a trunk by this trunk.
+
+        In the pass, row `first_row` + i has `counts_B[i]` tokens.
+        """
         tokens: dict[Trunk, list[range]] = {}
         end = 0
         for row, count in enumerate(counts_B.tolist(), start=first_row):
@@ -233,22 +249,26 @@ class RowAttentions:
         return Span(slice(before, before + tokens), cache_rows, visible, width, places_N, mask_R1QL)
 
     def _mask(self, positions: Tensor, visible: int) -> Tensor:
-        """Return the mask [..., L] to add to scores; tokens see columns up to their `positions` [..., 1]."""
+        """Return the mask [..., L] to add to scores; a query sees the columns up to its position [..., 1]."""
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 
 def list_tokens(first_row: int, starts_B: Counts, counts_B: Counts) -> tuple[Counts, Counts]:
-    """Return rows and positions, [T] each, of a pass: row by row, `counts_B` tokens from `starts_B` on."""
+    """Return the row and the position of each token of a pass, [T] each, row by row.
+
+    Row `first_row` + i has `counts_B[i]` tokens, from position `starts_B[i]` on.
+    """
     rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
     befores_B = counts_B.cumsum() - counts_B
     return rows_T, np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
 
 
 def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
-    """Cut rows into spans [first, last): whole prompts separate from others, and similar lengths together.
+    """Cut adjacent rows into spans [first, last), each of which attends in one padded call.
 
-    `starts_B` are first positions, `counts_B` numbers of tokens in the pass. A span may have at most
-    `most_waste` (query, key) pairs of padding.
+    A span contains at most `most_waste` (query, key) pairs of padding. A span of a prefill never mixes whole
+    prompts, which start at position 0, with rests of prompts, which start later. `starts_B` are the first
+    positions of the rows in the pass, and `counts_B` their numbers of tokens.
     """
     spans: list[tuple[int, int]] = []
     first, width, visible, pairs = 0, 0, 0, 0
@@ -265,7 +285,7 @@ def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tu
 
 
 def _index_tokens(ranges: Sequence[range]) -> slice | Tensor:
-    """Return an index of the tokens of ascending ranges: a slice if the ranges are adjacent."""
+    """Return an index of the tokens of ascending ranges: a slice if they are adjacent, else a tensor."""
     first, end = ranges[0].start, ranges[-1].stop
     if sum(map(len, ranges)) == end - first:
         return slice(first, end)
@@ -273,7 +293,7 @@ def _index_tokens(ranges: Sequence[range]) -> slice | Tensor:
 
 
 def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of `_attend`, and its log-sum-exp of scores, [N, H]; on a CPU, in float32."""
+    """Return the result of `_attend` and the log-sum-exp of its scores, [N, H]; for float32 on a CPU only."""
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         scores_NGL, values_NLD = _scores_once(span, span.mask, queries_NHD, keys, values)
         most_NG1 = scores_NGL.amax(-1, keepdim=True)
@@ -293,7 +313,7 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         return _attend_once(span, span.mask, queries_NHD, keys, values)
     groups = queries_NHD.shape[1] // keys.shape[1]
-    # No fused kernel takes both a mask and groups of heads.
+    # No fused kernel supports both a mask and grouped query heads.
     tensors = _padded(span, queries_NHD, keys, values, each=span.mask is not None)
     mixed_BHQD = F.scaled_dot_product_attention(
         *tensors,
@@ -307,10 +327,13 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
 def _padded(
     span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor, *, each: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return padded queries [rows, heads, width, D], keys and values; `each`: repeat these per query head."""
+    """Return the padded queries, [rows, heads, width, D], and the keys and values that they read.
+
+    If `each` is true, keys and values are repeated, so that each query head has its own.
+    """
     rows, padded_NHD = span.rows.stop - span.rows.start, queries_NHD
     if span.places_N is not None:
-        # The results of padding are computed and dropped, row by row.
+        # Padding stays uninitialised: queries do not affect each other, and `_unpadded` drops its results.
         padded_NHD = queries_NHD.new_empty((rows * span.width, *queries_NHD.shape[1:]))
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
     groups = queries_NHD.shape[1] // keys.shape[1]
@@ -327,7 +350,10 @@ def _unpadded(span: Span, mixed_BHQD: Tensor) -> Tensor:
 
 
 def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the attention of one token per row, [B, H, D]; the queries of a key-value head form a matrix."""
+    """Return the attention of one query token per row, [B, H, D].
+
+    Query heads with the same key-value head are computed as the rows of one matrix.
+    """
     if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
         kv_heads, size = keys.shape[1], keys.shape[3]
         cache_rows = span.rows, slice(None), slice(span.visible)
@@ -344,9 +370,10 @@ def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor
 def _scores_once(
     span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return scores of single tokens, [N, G, L], and values, [N, L, D], on a CPU; N = rows * key-value heads.
+    """Return the scores of one query token per row, [N, G, L], and the values, [N, L, D], on a CPU.
 
-    This is 1.7 times as fast as torch's CPU kernel for single queries.
+    N is rows * key-value heads, and G the number of query heads per key-value head. This computation is 1.7
+    times as fast as torch's CPU kernel for single queries.
     """
     kv_heads, size = keys.shape[1], keys.shape[3]
     first, number = span.rows.start * kv_heads, len(mask_N1L)

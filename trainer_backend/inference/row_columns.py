@@ -1,4 +1,4 @@
-"""Keep the inputs of a step as columns over the running requests, so that no step rebuilds them."""
+"""Store the inputs of decode steps as arrays over the running requests, so that no step rebuilds them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,12 @@ _FIRST = 64
 
 class Columns:
     def __init__(self) -> None:
-        self.ids = np.zeros(_FIRST, dtype=np.int64)  # the token that the row feeds next
+        self.ids = np.zeros(_FIRST, dtype=np.int64)  # the token to feed next
         self.cached = np.zeros(_FIRST, dtype=np.int64)  # the position of this token
-        self.keys = np.zeros(_FIRST, dtype=np.uint64)  # with `counters`: selects the random number
+        self.keys = np.zeros(_FIRST, dtype=np.uint64)  # `keys` and `counters` select the random number
         self.counters = np.zeros(_FIRST, dtype=np.uint64)
-        self.limits = np.zeros(_FIRST, dtype=np.uint64)  # tokens that the row may sample
-        # The row's index in the step launched last, whose token it feeds; -1: `ids` has the token.
+        self.limits = np.zeros(_FIRST, dtype=np.uint64)  # the most tokens that the row may sample
+        # The row's index in the last launched step, whose sampled token is fed next; -1: `ids` is fed.
         self.sources = np.zeros(_FIRST, dtype=np.int64)
         self.options = np.zeros((_FIRST, len(OPTIONS)), dtype=np.float64)
         self.processed = np.zeros(_FIRST, dtype=np.bool_)  # log-probs are taken after truncation
@@ -40,6 +40,6 @@ class Columns:
             column[target] = column[source]
 
     def advance(self, rows: NDArray[np.int64] | slice) -> None:
-        """Record that each of the rows has one more token in the cache."""
+        """Advance rows by one token: to the next position, and to the next random number."""
         self.cached[rows] += 1
         self.counters[rows] += np.uint64(1)

@@ -23,9 +23,10 @@ from trainer_backend.models.routers import Routers
 
 log = structlog.get_logger(__name__)
 
-# A CPU prefills prompts together up to this number of tokens, so that activations stay in its cache.
+# On a CPU, prompts are prefilled together up to this number of tokens, so that activations stay in the CPU's
+# cache.
 CHUNK_TOKENS = 512
-# A call of attention costs as much time as reading this many numbers of keys and values (measured on a CPU).
+# A call of attention costs as much time as reading this many elements of keys and values (measured on a CPU).
 # Rows attend in one call, padded to the longest row, unless the padding costs more than another call.
 CALL_NUMBERS = 2**18
 
@@ -39,9 +40,10 @@ def choose_runner(
     pages: PageLimits = BY_DEVICE,
     routers: Routers | None = None,
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
-    """Return the runner of a model, with room for `kept` kept prefixes; log why it is not our own decoder.
+    """Return the runner of a model: our own decoder if it supports the model, else `transformers`.
 
-    A runner by `transformers` records the experts that `routers` choose.
+    In the second case, the reason is logged, and the runner records the experts that `routers` choose. A
+    paged cache has room for `slots` rows and `kept` copies of prefixes.
     """
     layers = why_not_by_position(model, longest=max_len)
     if layers is not None:
@@ -64,7 +66,7 @@ def _log_choice(model: PreTrainedModel, reason: str, **facts: str) -> None:
 class DecoderRunner:
     """Runs our own decoder over flat lists of tokens.
 
-    A call that raises (out of memory) changes no running row, and may be repeated.
+    A call that raises because memory ran out changes no running row, and may be repeated.
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
@@ -89,10 +91,10 @@ class DecoderRunner:
         self.small = small_pass(self._decoder, self.cache, cpu)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute prompts except their last tokens, in the rows from `first_row` on.
+        """Compute keys and values of each prompt without its last token, in the rows from `first_row` on.
 
-        Each row already has its first `reused` tokens. The order of requests is: whole prompts, then rests of
-        prompts, then prompts that need no computation.
+        Each row already contains the first `reused` tokens of its prompt. The requests must be sorted: first
+        those without reused tokens, then those with some, then those that need no computation.
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)
@@ -105,7 +107,10 @@ class DecoderRunner:
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        """Feed a token to each of the first B rows, which have `cached_B` tokens; return logits [B, V]."""
+        """Feed one token to each of the first B rows and return logits [B, V].
+
+        `cached_B` is the number of tokens of each row before this call.
+        """
         if self.small is not None:
             return torch.from_numpy(self.small.logits(ids_B, cached_B))
         attention = self._attentions.decode(cached_B)
@@ -135,13 +140,13 @@ class DecoderRunner:
 
 
 class TransformersRunner:
-    """Runs models with full attention by `transformers` in padded rows, like `DecoderRunner`."""
+    """Runs models with full attention by `transformers`, in padded rows; used like `DecoderRunner`."""
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
     ) -> None:
         self._pass = Pass(model, routers)
-        self.experts = self._pass.experts  # a row's experts may end with those of padding
+        self.experts = self._pass.experts  # of each row; they may end with those of padding tokens
         self._device, self._dtype = self._pass.device, self._pass.dtype
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
 
@@ -168,24 +173,24 @@ class TransformersRunner:
         """Do nothing: a pass reads the model's own weights."""
 
     def _prefill_whole(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute whole prompts, padded on the right to the longest."""
+        """Prefill prompts without a cached prefix, padded on the right to the longest one."""
         length = max(request.cached for request in requests)
         ids_BL = self._padded([request.prompt_ids[:-1] for request in requests])
         self.cache.begin_prefill(first_row=first_row, length=length)
-        # No mask is needed: with padding on the right, causal attention never shows a pad to a token.
+        # No mask is needed: with padding on the right, causal attention hides the padding from all tokens.
         self._pass(ids_BL, self.cache, position_ids=torch.arange(length, device=self._device)[None])
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute the part of each prompt after its cached prefix, padded on the right."""
+        """Prefill the part of each prompt after its cached prefix, padded on the right to the longest one."""
         ids_BQ = self._padded([request.prompt_ids[request.reused : -1] for request in requests])
         visible = 1 + max(request.cached for request in requests)
         starts_B1 = torch.tensor([[request.reused] for request in requests], device=self._device)
         positions_BQ = starts_B1 + torch.arange(ids_BQ.shape[1], device=self._device)
-        # Pads go to a column without tokens: the one after the longest prompt.
+        # Padding is written to a column without tokens: the column after the longest prompt.
         self._append(ids_BQ, positions_BQ.clamp(max=visible - 1), first_row=first_row, visible=visible)
 
     def _append(self, ids_BQ: Tensor, positions_BQ: Tensor, *, first_row: int, visible: int) -> Tensor:
-        """Feed Q tokens to each of B rows, with a causal mask; return [B, V] logits of the last tokens."""
+        """Feed Q tokens to each of B rows with a causal mask; return the logits [B, V] of the last tokens."""
         columns_L = torch.arange(visible, device=positions_BQ.device)
         masked = torch.finfo(self._dtype).min
         mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)

@@ -1,10 +1,10 @@
 """Draw tokens like `sampler.sample` without truncation by Triton kernels, in 2 launches instead of 30.
 
-The first kernel reads the logits once: it finds the maximum of each chunk of the vocabulary and its index,
-and the sum of exp(z - maximum of the chunk) of each block. The second kernel draws a block by these sums,
-then a token of the block. Sums are float32 within a block and float64 across blocks, as in
-`sampler.inverse_cdf`. If a token's share ends within 1e-7 of the random number, kernel and `sampler.sample`
-may choose neighbouring tokens.
+The first kernel reads the logits once. For each chunk of the vocabulary, it finds the maximum and its index.
+For each block of a chunk, it sums exp(logit / temperature - maximum of the chunk). The second kernel draws a
+block in proportion to these sums, then a token of the block. As in `sampler.inverse_cdf`, sums are float32
+within a block and float64 across blocks. If a random number lies within 1e-7 of the boundary between two
+tokens, the kernel and `sampler.sample` may choose different ones of the two.
 
 Import this module only if `triton` is installed.
 """
@@ -35,7 +35,7 @@ def _sum_blocks(
     z /= tl.load(temperatures_ptr + row)
     # With NaN among the logits the index of the maximum may be wrong, but the sums show the NaN.
     highest, place = tl.max(tl.where(z == z, z, float("-inf")), 0, return_indices=True)
-    # A chunk of impossible tokens has sums of 0, not NaN. Chunks with NaN or +inf have sums of NaN.
+    # If all logits of a chunk are -inf, its sums are 0, not NaN. With NaN or +inf, they are NaN.
     z = tl.where(z == float("-inf"), -1e38, z) - tl.maximum(highest, -1e37)
     sums = tl.sum(tl.reshape(tl.where(is_token, tl.exp(z), 0.0), (BLOCKS, BLOCK)), 1)
     place_of_chunk = row * CHUNKS + chunk
@@ -67,7 +67,7 @@ def _draw(
     cdf = tl.cumsum(sums, 0)
     total = tl.sum(sums, 0)
     threshold = tl.load(uniforms_ptr + row) * total
-    # The first block beyond the threshold that has any mass.
+    # The first block whose cumulative sum exceeds the threshold; it has a mass above 0.
     is_before = cdf <= threshold
     block = tl.minimum(tl.sum(is_before.to(tl.int32), 0), tl.cdiv(VOCABULARY, BLOCK) - 1)
     rest = threshold - tl.sum(tl.where(b < block, sums, 0.0), 0)
@@ -76,7 +76,7 @@ def _draw(
     z = tl.load(logits_ptr + row * in_row + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     p = tl.exp(z / temperature - highest).to(tl.float64)
     cdf_of_block = tl.cumsum(p, 0)
-    # The block's float32 sum may exceed this sum, and so may the rest of the threshold.
+    # The block's float32 sum may exceed its float64 sum, and so may the rest of the threshold.
     rest = tl.minimum(tl.maximum(rest, 0.0), tl.sum(p, 0) * BELOW)
     token = block * BLOCK + tl.sum((cdf_of_block <= rest).to(tl.int32), 0)
     token = tl.where(tl.load(greedy_ptr + row) != 0, likeliest, tl.minimum(token, VOCABULARY - 1))
@@ -86,7 +86,7 @@ def _draw(
 
 
 def draw_tokens(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
-    """Draw tokens like `sampler.sample`, with settings that truncate nothing."""
+    """Draw one token per row like `sampler.sample`, with settings from `RowSettings.of` that truncate nothing."""
     temperatures_B, greedy_B = settings.temperatures_B, settings.greedy_B
     assert temperatures_B is not None and greedy_B is not None, "of RowSettings.of"
     rows, vocabulary = logits_BV.shape

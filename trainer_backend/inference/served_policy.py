@@ -29,12 +29,12 @@ class PolicyFacts:
     """The facts that servers of a policy need in addition to its weights."""
 
     table: ModelTable
-    """The table [model] of the job: the settings of the model's chat, and its device."""
+    """The job's table [model], which contains the chat settings and the device."""
     tokenizer: PreTrainedTokenizerFast
     stop_ids: tuple[int, ...]
     """The token ids that end an answer."""
     vocabulary: int
-    """The number of token ids that the model embeds."""
+    """The number of token ids for which the model has an embedding."""
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
@@ -44,14 +44,14 @@ class PolicyFacts:
 
     @classmethod
     def of_folder(cls, table: ModelTable, folder: Path) -> Self:
-        """Read the facts from a model folder, without its weights."""
+        """Read the facts from a model folder without loading its weights."""
         config = folder_config(folder)
         try:  # the generation config that the folder's model would have
             if (folder / "generation_config.json").is_file():
                 generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
             else:
                 generation = GenerationConfig.from_model_config(config)
-        except Exception as error:  # the library raises a dozen types for invalid values
+        except Exception as error:  # the library raises a dozen exception types for invalid values
             raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error
         vocabulary = config.get_text_config().vocab_size
         tokenizer = load_tokenizer(folder, known_ids=vocabulary)
@@ -63,27 +63,28 @@ class PolicyFacts:
 class CallOpening:
     """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
 
-    The prompt of a request that forces a call ends with this opening. The rest is sampled freely, since a
-    grammar would change the distribution that is trained (DESIGN.md 4.9). So the call may be incomplete.
+    If a request forces a tool call, its prompt ends with this opening. The model samples the rest of the call
+    without a grammar, because a grammar would change the distribution that is trained (DESIGN.md 4.9). So the
+    sampled call may be incomplete.
     """
 
     lead: str
-    """The text before the call: the end of reasoning that the prompt has begun. An empty block of reasoning
-    is omitted, since templates drop it from earlier answers."""
+    """The text that ends a reasoning block which the prompt has begun. It is empty if the template writes a
+    whole (empty) reasoning block before the call, since templates drop such blocks from earlier answers."""
     before_name: str
     after_name: str
     rest: str
-    """The arguments of `rendering.PROBE_CALL`, and the end of the call."""
+    """The text after the opening in a sample call: the arguments of `rendering.PROBE_CALL`, and the end."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
-        """Return whether the format can read a call of this tool; in JSON, a quotation mark ends the name."""
+        """Return whether the format can parse a call of the tool `name`: in JSON, not if it has a quotation mark."""
         written = self.before_name + name + self.after_name + self.rest
         return [call.name for call in tool_format.parse(written, PROBE_TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """Return the opening without `lead`, and without an end that tokenizers would join with later text.
+        """Return the opening without `lead`; it ends after the tool's name or, if `name` is None, before it.
 
-        If `name` is None, the opening ends before the tool's name.
+        Characters at the end that tokenizers would join with the sampled text, such as spaces, are left out.
         """
         if name is None:
             return self.before_name.removesuffix('"').rstrip(" ")
@@ -91,7 +92,7 @@ class CallOpening:
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call that the template writes; None if the format cannot read the call."""
+    """Find the opening in a call that the template writes; return None if the format cannot parse the call."""
     try:
         written = renderer.answer_text(QUESTION, PROBE_ANSWER, PROBE_TOOLS)
     except BadChatRequest:
@@ -110,7 +111,7 @@ def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening
 
 
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format; the renderer or the format may be refused."""
+    """A policy that the gateway serves, with its engine, renderer and tool-call format."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
@@ -121,10 +122,10 @@ class ServedPolicy:
         self.left_out: Counter[str] = Counter()  # how often each setting of a request had no effect
 
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the tool's name for the opening of a forced call.
+        """Return the tool's name if the opening of a forced call should contain it, else None.
 
-        Return None if the model must write the name itself (it chooses among several tools, or the template
-        would not escape the name), or if a call of these tools has no name.
+        The result is None if the model must write the name itself, because it chooses among several tools or
+        because the template would not escape the name. It is also None if calls of these tools have no name.
         """
         if self.call_opening is None or len(tools) != 1 or self.tool_format.leaves_out_name(tools):
             return None

@@ -1,13 +1,17 @@
-"""Run several replicas of one policy as one engine: a rollout stays at one; none serves with old weights.
+"""Run several vLLM servers, the replicas of one policy, as one engine.
+
+All requests of a rollout go to the same replica while it serves. No replica serves with old weights. The
+states of a replica are:
 
     starting -> stale -> serving -> lost
                   ^        |          |
-                  |      asleep       |     while the learner works, where they share a GPU (inference.sleep)
+                  |      asleep       |     while the learner works on the same GPU (inference.sleep)
                   |        |          |
-                  +--------+----------+     to serving only by a load that passes its canary, a test prompt
+                  +--------+----------+     back to serving only by a load that passes the canary
 
-A stale replica lacks the current weights; a lost one failed a request, a load or its canary. `/health` proves
-nothing: a hanging server answers it. Other replicas sample the requests of a lost one again, by the same ids.
+A stale replica lacks the current weights. A lost replica has failed a request, a load, or the canary (a test
+prompt that follows each load); other replicas then sample its requests again, under the same ids. `/health`
+is not used, because even a hanging server answers it.
 """
 
 import asyncio
@@ -29,7 +33,8 @@ from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE
 
 State = Literal["starting", "stale", "serving", "asleep", "lost"]
-# The number of remembered sessions. The oldest is forgotten first; its prefix is then computed again.
+# The number of sessions (rollouts) whose replica is remembered. The least recently used session is forgotten
+# first: its next request may go to a replica that must compute the prefix again.
 _MOST_SESSIONS = 20_000
 # A session leaves its replica if another replica has this many fewer running requests.
 _IMBALANCE = 16
@@ -38,41 +43,43 @@ _LOOK_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server, and the pool's knowledge of the server."""
+    """One server and its state, as `Servers` tracks it."""
 
     engine: VllmEngine
     state: State = "starting"
     running: int = 0
-    """The number of requests that the replica samples now."""
+    """The number of requests that the server is sampling."""
     sessions: int = 0
-    """The number of rollouts whose decisions go to the replica."""
+    """The number of rollouts whose requests go to this replica."""
     fit: bool = False
-    """Whether a check has found that the server fits the run."""
+    """Whether `VllmEngine.refuse_unfit` has accepted the server."""
     task: asyncio.Task[None] | None = None
     """The running load, or the last load."""
     loads: int = 0
     """The number of times that the replica began to serve."""
     last_error: str = ""
-    """The last failure; "" before any."""
+    """The message of the last failure; "" before any failure."""
     expected: bool = False
-    """Whether the replica served before the current load began, so that its sessions wait for it."""
+    """Whether the replica served until the current load began. Its sessions then wait for the replica."""
     away_since: float | None = None
-    """The time at which the replica ceased to serve, or was last restarted."""
+    """The time at which the replica stopped serving or was last restarted; None while it serves."""
 
 
 class Servers(Engine):
     """An engine that distributes requests over replicas, and detects hanging replicas itself.
 
-    `generate` runs in the gateway's loop, all other methods run in the run's loop.
+    `generate` runs in the gateway's event loop; all other methods run in the run's event loop.
 
     Args:
-        wait_s: how long a request waits for a replica that serves and has time. If none serves, the run ends.
-        canary_limit: the largest mean difference that rounding explains between a replica's and the learner's
-            log-probs of the canary, a prompt that comes with each version. The canary detects wrong loads:
-            vLLM reports success even for a load that leaves parts of the model unchanged.
-        tell: receives a line for each replica that is lost or serves again.
-        renew: restarts the server at an address; called if it was lost for half of `wait_s`, or cannot sleep.
-        sleeps: whether replicas sleep from a release to the next load.
+        wait_s: how long a request waits for a replica that accepts it. If no replica serves then, the run
+        ends. canary_limit: the largest accepted mean difference between a replica's and the learner's
+        log-probs of
+            the canary, a prompt that comes with each version. Rounding causes smaller differences. The canary
+            detects wrong loads: vLLM reports success even if a load leaves parts of the model unchanged.
+        tell: receives a line of text for each replica that is lost or serves again.
+        renew: restarts the server at an address; called if the server was lost for half of `wait_s`, or if it
+            could not be put to sleep.
+        sleeps: whether replicas sleep from each `release` to the next `load`.
     """
 
     def __init__(
@@ -109,11 +116,15 @@ class Servers(Engine):
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        """Sample a continuation; if the replica is lost, sample again at another replica.
+        """Sample a continuation. If the replica is lost, sample again at another one.
+
+        With `extras.on_token`, the loss of the replica is raised instead, because tokens were already
+        streamed.
 
         Raises:
             EngineStopped: no replica has served for `wait_s`.
-            EngineBusy: no replica has had time for the request for `wait_s`.
+            EngineBusy: no replica has accepted the request within `wait_s`.
+            RemoteUnavailable: the replica was lost while streaming, or the request failed at every replica.
         """
         failed: set[Replica] = set()
         attempts, deadline = 0, time.monotonic() + self._wait_s
@@ -136,24 +147,24 @@ class Servers(Engine):
                     raise
                 await asyncio.sleep(_LOOK_S)
             except RemoteUnavailable as error:
-                if loads == replica.loads:  # else the replica has loaded weights since, and passed the canary
+                if loads == replica.loads:  # else the replica has passed a canary since
                     self._lose(replica, error)
                 failed.add(replica)
-                # The caller has some of the tokens, and another replica would sample different tokens; or
-                # every replica fails on this request.
+                # Give up if the caller may have tokens already, because another replica would sample
+                # different ones. Give up, too, if every replica has failed on this request.
                 if extras.on_token is not None or attempts > len(self.replicas):
                     raise
             finally:
                 replica.running -= 1
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Report each replica now, and later each change of a replica's state, in any thread."""
+        """Call `report` for each replica now, and in any thread whenever the state of a replica changes."""
         self._report = report
         for replica in self.replicas:
             self._report_replica(replica, None)
 
     def move(self, url: str, new_url: str) -> None:
-        """Take the new address of a restarted server; its running samples are lost."""
+        """Use the new address of a restarted server. The requests that it was sampling must be sampled again."""
         for replica in self.replicas:
             if replica.engine.url == url:
                 self._report(_place(url), role="replica", state=GONE)
@@ -162,10 +173,10 @@ class Servers(Engine):
                 self._set_state(replica, "lost")
 
     async def load(self, version: PolicyVersion) -> None:
-        """Load this version into all replicas; replicas that fail are lost, and tried again until they serve.
+        """Load this version into all replicas. Replicas that fail are lost; they try again until they serve.
 
-        The call waits for the first replica, and then for the others for at most the same time. A hanging
-        replica delays only its own sessions, which wait because the others could not take all of them.
+        The call waits until one replica serves, and then at most as long again for the others. During the
+        call, the sessions of a hanging replica wait for it, because the others could not serve all of them.
 
         Raises:
             WeightsRefused: no replica serves the version within `wait_s`.
@@ -185,7 +196,8 @@ class Servers(Engine):
     async def release(self) -> None:
         """Put all replicas to sleep until the next load, if they share the learner's GPU.
 
-        A replica that fails is lost, and killed if the run started it: it may have kept its memory.
+        A replica that does not fall asleep is lost. If the run started its server, the server is restarted,
+        because it may have kept its GPU memory.
         """
         if not self._sleeps or self._is_released:
             return
@@ -225,7 +237,7 @@ class Servers(Engine):
         await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
     async def look_after(self) -> None:
-        """Bring lost replicas back, without end; end the run if no replica serves for too long."""
+        """Bring lost replicas back until cancelled. End the run if requests wait and none serves for `wait_s`."""
         try:
             await self._look_after()
         finally:
@@ -253,7 +265,7 @@ class Servers(Engine):
         now = time.monotonic()
         for replica in self.replicas:
             away_s = 0.0 if replica.away_since is None else now - replica.away_since
-            # While a load of a lost replica is tried, its state is "stale".
+            # A lost replica that tries a load is "stale" at that time, and is not restarted.
             if self._renew is not None and replica.state == "lost" and away_s > self._wait_s / 2:
                 replica.away_since = now
                 self._renew(replica.engine.url)
@@ -264,7 +276,7 @@ class Servers(Engine):
         )
 
     def totals(self) -> dict[str, float]:
-        """Return counts since the start like `EngineCounters`; the servers' steps are not known."""
+        """Return counts since the start, named as in `EngineCounters`. Counts that servers do not report are 0."""
         counts = {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
         if not self._sleeps:
             return counts
@@ -280,7 +292,7 @@ class Servers(Engine):
         return any(replica.state == "serving" for replica in self.replicas)
 
     def _load_all(self) -> list[asyncio.Task[None]]:
-        """Let each replica without a running task load the current version; return the tasks of all."""
+        """Start to load the current version at each replica without a running load; return the tasks of all."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
@@ -290,16 +302,16 @@ class Servers(Engine):
 
     async def _keep_current(self, replica: Replica) -> None:
         version = None
-        # A new version may be published while the replica loads the version before.
+        # A new version may be published while the replica loads the previous one.
         while replica.state != "serving" and version is not self._published:
             version = self._published
             assert version is not None, "no weights were published yet"
             await self._load(replica, version)
 
     async def _load(self, replica: Replica, version: PolicyVersion) -> None:
-        """Load a version into a replica, test the replica, and let it serve."""
+        """Load a version into a replica, test the weights by the canary, and let the replica serve."""
         lost = replica.state == "lost"
-        replica.state = "stale"  # not shown: this may be a trial of a lost replica
+        replica.state = "stale"  # not reported, because a lost replica may only be trying a load
         try:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
@@ -307,8 +319,8 @@ class Servers(Engine):
             await replica.engine.load_weights(version.number, version.address or version.folder, version.base)
             await self._test(replica, version.prompt)
             replica.engine.accept()
-        # After an invalid reply, or if the folder cannot be read now, only this replica is lost: the others
-        # are still looked after.
+        # An invalid reply or an unreadable folder makes only this replica lost; the others are still looked
+        # after.
         except (TrainerError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             replica.last_error = str(error)
             self._set_state(replica, "lost")
@@ -317,7 +329,7 @@ class Servers(Engine):
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if version is not self._published:
-            return  # stale again: another version was published meanwhile
+            return  # still stale: a newer version was published during the load
         replica.loads += 1
         self._set_state(replica, "serving", version.number)
         self._wake()
@@ -338,14 +350,14 @@ class Servers(Engine):
             )
 
     async def _serving(self, session: str, failed: set[Replica]) -> Replica:
-        """Return the replica of a session, or another if it cannot serve; wait if no replica can."""
+        """Return the replica of a session (rollout), or another one if that cannot serve; wait if none can."""
         deadline = time.monotonic() + self._wait_s
         while True:
             with self._lock:
                 replica = self._choose(session, failed)
                 if replica is not None:
                     return replica
-                if failed:  # these were lost then; a replica that serves now was brought back
+                if failed:  # these replicas were lost; one that serves now was brought back
                     failed.clear()
                     continue
                 woken = asyncio.Event()
@@ -356,7 +368,7 @@ class Servers(Engine):
             except TimeoutError as error:
                 if self._is_released:
                     raise EngineBusy("the policy's servers sleep while the learner works") from error
-                # Do not leave this to `_look_after`: by then no request may be waiting.
+                # `_look_after` may come too late: it ends the run only while a request waits.
                 if not self._any_serves:
                     self._break_down()
                 raise EngineStopped(self._describe_absence()) from error
@@ -371,7 +383,7 @@ class Servers(Engine):
         self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
-            """Return a sort key: sessions first for a new session, requests first for one that moves."""
+            """Return a sort key: a new session prefers few sessions, one that moves prefers few requests."""
             counts = replica.sessions, replica.running
             return counts if home is None else counts[::-1]
 
@@ -408,14 +420,14 @@ class Servers(Engine):
         )
 
     def _wake(self) -> None:
-        """Let requests look again for a replica."""
+        """Wake the waiting requests, so that they look for a replica again."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for loop, woken in waiting:
             loop.call_soon_threadsafe(woken.set)
 
     def _break_down(self) -> None:
-        """End the run, because no request can be sampled. Both threads may call this method."""
+        """End the run, because no request can be sampled. The gateway's and the run's threads may call this."""
         with self._lock:
             if not self.breakdown.done():
                 self.breakdown.set_result(self._describe_absence())

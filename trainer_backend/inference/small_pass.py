@@ -1,8 +1,9 @@
-"""Compute the passes of a small decoder, each by one call of C (`models/cpu_pass.c`), on a CPU in float32.
+"""Compute the forward passes of a small decoder on a CPU in float32, each by one C call
+(`models/cpu_pass.c`).
 
-Python spends some microseconds between two operators of torch. A pass of a model with under a million
-parameters has fifty such gaps, which take longer than its products and block the threads that serve requests.
-A call of C releases Python's lock.
+Python spends some microseconds between two torch operators. A forward pass of a model with fewer than a
+million parameters has fifty such gaps. Together they take longer than the matrix products, and they block the
+threads that serve requests. A C call has no such gaps, and releases Python's global interpreter lock.
 """
 
 import ctypes
@@ -22,18 +23,18 @@ from trainer_backend.models.cpu_kernels import CpuKernels
 
 Wholes = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# The most numbers in the products' weights. Larger weights do not fit in a core's caches, and their products
-# take longer than the gaps between them.
+# The most weights of all matrix products together. More weights do not fit in a core's caches, and their
+# products take longer than the gaps between the operators.
 MOST_WEIGHTS = 4_000_000
-# The largest product of a row's tokens, visible keys, heads and head size. Longer rows attend faster by
-# torch, which computes many queries together (measured on a CPU).
+# The largest value of tokens * visible keys * heads * head size of a row. For longer rows torch is faster,
+# since it computes many queries together (measured on a CPU).
 MOST_ATTENTION = 20_000_000
 # The most query heads per key head for which the C source has room.
 _MOST_QUERIES = 256
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the C source; the classes below are its structs of the same names."""
+    """`struct matrix` of the C source. Each class below is the C struct with the same name."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -73,7 +74,7 @@ class _Tokens(ctypes.Structure):
 
 
 class _Front:
-    """A trunk in the form that the C source reads; this object keeps the tensors alive."""
+    """The C struct of a trunk at `address`, and the tensors to which the struct points."""
 
     def __init__(self, trunk: Trunk) -> None:
         self._tensors = [tensor.contiguous() for tensor in trunk.tensors]
@@ -84,9 +85,9 @@ class _Front:
 
 
 class SmallPass:
-    """The passes of a decoder over the rows of a cache. Only the engine thread uses this object.
+    """Computes the forward passes of a small decoder over the rows of a cache, for the engine thread only.
 
-    The passes compute with a reordered copy of the weights; `take_weights` copies new weights.
+    The passes read a reordered copy of the decoder's weights, which `take_weights` updates.
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, kernels: CpuKernels) -> None:
@@ -94,15 +95,15 @@ class SmallPass:
         self._fronts: WeakKeyDictionary[Trunk, _Front] = WeakKeyDictionary()
         self._layers = (_Layer * len(decoder.layers))()
         self._kept: list[Tensor] = []  # the tensors that the structs point to
-        self._panels: list[tuple[Tensor, Tensor]] = []  # each weight's copy, and the weight
+        self._panels: list[tuple[Tensor, Tensor]] = []  # (reordered copy, weight)
         self._fill_structs()
         self.take_weights()
-        # Keys and values without tokens give the cache the shape of the tensors to allocate.
+        # Keys or values of no token: the cache reads the shape of the tensors to allocate from them.
         heads = decoder.heads
         self._none = decoder.embedding.new_empty((heads.keys, 0, heads.size))
 
     def take_weights(self) -> None:
-        """Compute with the decoder's new weights from now on. It allocates nothing and cannot fail."""
+        """Compute with the decoder's new weights from now on. This method allocates nothing and cannot fail."""
         for panels, weight in self._panels:
             (outputs, inputs), panel = weight.shape, self._kernels.panel
             whole, rest = divmod(outputs, panel)
@@ -129,16 +130,16 @@ class SmallPass:
         )  # fmt: skip
 
     def pays(self, starts_B: Wholes, counts_B: Wholes) -> bool:
-        """Return whether a prefill of each row's `counts_B` tokens is at least as fast as torch's."""
+        """Return whether `prefill` computes these rows at least as fast as torch does."""
         seen = int((counts_B * (starts_B + counts_B)).max())
         return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
-        """Store keys and values of `counts_B` tokens, from `starts_B` on, in B rows from `first_row` on."""
+        """Store keys and values: row `first_row` + i gets `counts_B[i]` tokens, from position `starts_B[i]` on."""
         self._run(ids_T, *list_tokens(first_row, starts_B, counts_B))
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
-        """Feed a token to each of the first B rows, which have `cached_B` tokens; return logits [B, V]."""
+        """Feed one token to each of the first B rows, which have `cached_B` tokens so far; return logits [B, V]."""
         logits_BV = self._logits(len(ids_B))
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
@@ -146,7 +147,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens, as `logits` does; draw ids and log-probs, [B] each, as `sampler.sample` does."""
+        """Feed tokens as `logits` does, and sample as `sampler.sample` does; return ids and log-probs, [B] each."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
@@ -154,7 +155,7 @@ class SmallPass:
         return drawn
 
     def _logits(self, rows: int) -> NDArray[np.float32]:
-        """Allocate logits by torch, since the engine recognises torch's error if memory runs out."""
+        """Allocate logits by torch, because the engine recognises torch's out-of-memory error."""
         return torch.empty((rows, self._model.head.outputs)).numpy()
 
     def _run(
@@ -164,7 +165,7 @@ class SmallPass:
         positions_T: Wholes,
         *numbers: NDArray[Any],
     ) -> None:
-        """Run a pass. `numbers`: logits, temperatures, uniforms, ids, log-probs; the last may be left out."""
+        """Run a pass. `numbers` are logits, temperatures, uniforms, ids, log-probs; the last ones may be omitted."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)
@@ -178,7 +179,7 @@ class SmallPass:
         self._kernels.small_pass(self._model, tokens, *places)
 
     def _read_trunks(self, rows: int) -> tuple[Wholes, NDArray[np.uint64]]:
-        """Return the length and the address of each row's trunk, [rows] each; 0 for a row without one."""
+        """Return the length and the address of each row's trunk, [rows] each; both are 0 without a trunk."""
         starts, fronts = np.zeros(rows, np.int64), np.zeros(rows, np.uint64)
         for row, trunk in self._cache.trunks.items():
             if row < rows:
@@ -204,7 +205,7 @@ class SmallPass:
 
 
 def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -> SmallPass | None:
-    """Return the passes of a small decoder by `kernels`, or None if the kernels cannot compute all of it."""
+    """Return a `SmallPass`, or None if the decoder is too large or has parts that the kernels cannot compute."""
     if kernels is None or not isinstance(decoder.head, Product):
         return None
     products = [decoder.head]

@@ -1,1 +1,1 @@
-"""The job TOML: its tables, their layers, its checks, and the page that documents its keys."""
+"""Code of the job TOML: its schema, the merging of files, its checks, and the page that lists its keys."""

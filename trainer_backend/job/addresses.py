@@ -1,7 +1,8 @@
-"""Addresses in a job: the task apps of services.task_url, and the parts of other http URLs.
+"""Checks the URLs in a job, and resolves the entries of services.task_url to addresses of task apps.
 
-`dns+http://name:port` stands for all addresses of a name, such as a headless service of Kubernetes or a
-scaled service of Compose. A plain `http://name:port` is a single task app.
+`dns+http://name:port` stands for all addresses to which DNS resolves the name, such as those of a headless
+service of Kubernetes or of a scaled service of Compose. Each of these addresses is a task app. A plain
+`http://name:port` is a single task app.
 """
 
 import asyncio
@@ -22,21 +23,26 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """The address of one task app."""
+
     url: str
-    """The URL for connections."""
+    """The URL to connect to."""
     name: str = ""
-    """The `host` or `host:port` that was resolved to this address. It is sent as Host and checked against the
-    certificate; empty for a plain URL."""
+    """The `host:port` that DNS resolved to this address; empty for a plain URL. It is sent as the Host
+    header, and the TLS certificate must be valid for its host."""
 
 
 async def look_up_host(host: str, port: int) -> Sequence[str]:
-    """Ask the system's resolver; the answers are sorted, since their order varies."""
+    """Return the IP addresses of a host from the system's resolver, sorted because their order varies."""
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for *_, address in answers})
 
 
 async def resolve_addresses(url: str, resolve: Resolve = look_up_host) -> list[Address]:
-    """Return the addresses for one entry of services.task_url."""
+    """Return the addresses of the task apps that one entry of services.task_url stands for.
+
+    Raises TaskAppError if the name cannot be resolved in time.
+    """
     if not url.startswith(DNS):
         return [Address(url.rstrip("/"))]
     parts = urlsplit(url.removeprefix(DNS))
@@ -53,7 +59,10 @@ async def resolve_addresses(url: str, resolve: Resolve = look_up_host) -> list[A
 
 
 def fault_in(url: str) -> str | None:
-    """Return the fault of an entry of services.task_url as the end of a sentence, or None."""
+    """Return what is wrong with an entry of services.task_url, or None if the entry is valid.
+
+    The text is the end of a sentence that begins with the name of the key.
+    """
     if "@" in url:
         return "holds a user name or password; the key belongs in the environment"
     try:
@@ -74,7 +83,8 @@ def fault_in(url: str) -> str | None:
 def http_parts(url: str) -> SplitResult:
     """Split an http or https URL.
 
-    The text of the ValueError is the end of a sentence, and repeats no possible secret.
+    Raises ValueError if the URL is not valid. The message is the end of a sentence that begins with the name
+    of the key. It omits the parts of the URL that may contain a secret.
     """
     try:
         parts = urlsplit(url)
@@ -91,7 +101,10 @@ def http_parts(url: str) -> SplitResult:
 
 
 def checked_url(url: str, key: str) -> str:
-    """Return an http or https URL without a final slash; the ValueError names the key."""
+    """Return an http or https URL without a final slash.
+
+    Raises ValueError, whose message begins with `key`, if the URL is not valid.
+    """
     try:
         return http_parts(url).geturl().rstrip("/")
     except ValueError as error:
@@ -99,5 +112,5 @@ def checked_url(url: str, key: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Return the URL without its query, which may hold a key."""
+    """Return the URL without its query, which may contain a secret key."""
     return url.partition("?")[0]

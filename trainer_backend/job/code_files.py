@@ -1,7 +1,9 @@
-"""The files that a job's own task apps run: a run records their SHA-256, and a resume refuses changed files.
+"""Records the SHA-256 of the files that a job's own task apps run, and refuses files that have changed.
 
-`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not read these
-files: neither crediting stored rollouts nor a learner on another machine needs them.
+These are the files of `services.task_plugins` and of `multi_turn.interaction_config_path`. `load_job` does
+the same for the files of `job.trainer_plugins`, because it runs them. It does not read the task apps' files,
+because they may be missing where a job is only loaded: on the machine of a remote learner, or where credit is
+computed for stored rollouts.
 """
 
 import re
@@ -25,9 +27,9 @@ _CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
 
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
-    """Add the digests of the task apps' files to a job.
+    """Return the job with the SHA-256 of each file that its task apps run.
 
-    JobError: a file has changed since the run began, or cannot be read.
+    Raises JobError if a file has changed since the run began, or cannot be read.
     """
     for key, value, files in _task_files(loaded.config):
         try:
@@ -38,7 +40,10 @@ def with_known_files(loaded: LoadedJob) -> LoadedJob:
 
 
 def with_files_of_now(job: JobConfig) -> JobConfig:
-    """Add the digests of the current files to a job; JobError: a file cannot be read."""
+    """Return the job with the SHA-256 that the task apps' files have now; recorded values are replaced.
+
+    Raises JobError if a file cannot be read.
+    """
     for key, _, files in _task_files(job):
         table, _, name = DIGESTS[key].partition(".")
         section = getattr(job, table).model_copy(update={name: tuple(digest_files(files, option=key))})
@@ -47,12 +52,12 @@ def with_files_of_now(job: JobConfig) -> JobConfig:
 
 
 def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
-    """Yield each key that names files, its value in TOML, and the files."""
+    """Yield for each key that names files of task apps: the key, its value in TOML, and the files."""
     plugins = job.services.task_plugins
     yield "services.task_plugins", [*map(str, plugins)], plugins
     path = job.multi_turn.interaction_config_path
     files = [] if path is None else [path]
-    # Also the modules in the folder of that file whose classes it names.
+    # The file names classes. If the module of a class is in the folder of the file, it is included.
     interactions = interactions_in(path) if path is not None else ()
     for name in dict.fromkeys(class_name.rpartition(".")[0] for class_name, _ in interactions):
         module = files[0].resolve().parent.joinpath(*name.split("."))
@@ -62,9 +67,9 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 
 
 def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
-    """Return the class, with its module, and the name of each interaction in a file.
+    """Return a pair for each interaction that a file lists: its class as `module.Class`, and its name.
 
-    Empty for an unreadable file: the task app reports what is wrong.
+    The result is empty if the file cannot be read, because the task app reports that fault.
     """
     read = tomli.loads if file.suffix.lower() == ".toml" else yaml.safe_load
     try:
@@ -82,6 +87,6 @@ def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
 
 
 def digests_in(job: JobConfig) -> dict[str, Sequence[str]]:
-    """Return the digests in a job, by the key that names the files."""
+    """Return the SHA-256 values that a job records, by the key that names the files."""
     places = {key: digests.partition(".") for key, digests in DIGESTS.items()}
     return {key: getattr(getattr(job, table), name) for key, (table, _, name) in places.items()}

@@ -1,6 +1,6 @@
 """Prints docs/configuration.md from the job's schema: `python -m trainer_backend.job.docs`.
 
-A house test compares the file with this output, so the page describes every key.
+A test compares the file with this output, so that the page describes every key.
 """
 
 import ast
@@ -77,7 +77,10 @@ def _lines() -> Iterator[str]:
 
 
 def _paper_values() -> Iterator[str]:
-    """Yield the keys that an estimator or a loss sets to its paper's values if the job omits them."""
+    """Yield the Markdown that lists, for each estimator and loss, the values of its paper.
+
+    A key that the job omits has the value of the paper.
+    """
     yield "## Values of papers\n"
     yield (
         "A key that the chosen name does not read is refused where it is set, and the error says which names "
@@ -104,7 +107,10 @@ def _table(name: str, model: type[BaseModel], only: Collection[str] | None = Non
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:
-    """Return the words that a key allows, if they are limited: names in a registry, or words of its own."""
+    """Return the values that a key allows: the names in its registry, or the words of its type.
+
+    The result is empty if the allowed values cannot be listed, as for a number or a path.
+    """
     if dotted in BOARDS:
         return list(BOARDS[dotted])
     if field.annotation is bool:
@@ -116,7 +122,7 @@ def alternatives(dotted: str, field: FieldInfo) -> list[str]:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """Return a list of words in Markdown."""
+    """Return the words as Markdown code, separated by commas."""
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -126,7 +132,7 @@ def _type(dotted: str, field: FieldInfo) -> str:
         return quoted(words)
     options = [item for item in get_args(field.annotation) if item is not type(None)]
     annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
-    if hasattr(annotation, "__metadata__"):  # Annotated[str, ...] | None is str to a reader
+    if hasattr(annotation, "__metadata__"):  # Annotated[str, ...] | None is shown as str
         annotation = get_args(annotation)[0]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
@@ -139,7 +145,7 @@ def _type(dotted: str, field: FieldInfo) -> str:
     if get_origin(annotation) is not tuple:
         return "table"
     inner = get_args(annotation)[0]
-    bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is int to a reader
+    bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is shown as int
     return f"list of {bare.__name__}"
 
 
@@ -156,7 +162,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def meaning(model: type[BaseModel], key: str) -> str:
-    """Return the description of a key with its bounds."""
+    """Return the description of a key, followed by its bounds in parentheses."""
     field, bounds = model.model_fields[key], []
     for item in field.metadata:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
@@ -168,7 +174,7 @@ def meaning(model: type[BaseModel], key: str) -> str:
 
 @cache
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """Return the sentence beneath each field of a class and of its bases."""
+    """Return the text below each field of a class and of its base classes, by the name of the field."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, Table):

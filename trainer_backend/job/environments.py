@@ -1,4 +1,4 @@
-"""The names of environments that a trainer knows without asking a task app."""
+"""Lists the environments that a trainer can name without asking a task app."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from shared_schemas.prefixes import PREFIXES
 
 
 def environment_names() -> frozenset[str]:
-    """Return the built-in environments, and those of installed packages."""
+    """Return the names of the built-in environments and of those that installed packages provide."""
     return frozenset({*built_in_environments(), *find_entry_points("turnwise.environments").names})
 
 
 def describe_environments() -> Iterator[str]:
-    """Yield lines on all names that an environment may have here."""
+    """Yield lines of text that explain every form that the name of an environment may have."""
     yield f"built in: {', '.join(built_in_environments())}"
     packages = find_entry_points("turnwise.environments").names
     yield f"of installed packages: {', '.join(sorted(packages)) or 'none'}"

@@ -1,8 +1,8 @@
-"""Other systems' keys, each with our key for the same setting, for error messages.
+"""Maps the keys of other systems to our keys for the same settings, so that errors can suggest our keys.
 
-A name is spelled as in its system, and matches the end of any key: `rollout.n` also matches
-`actor_rollout_ref.rollout.n`, and a name without a table matches in any table. A target begins with our key;
-the text after it says how the two differ.
+A key is spelled as in its own system, and matches the end of a longer key: `rollout.n` also matches
+`actor_rollout_ref.rollout.n`, and a key without a table matches in any table. The value of an entry begins
+with our key. If the two keys differ in meaning, text after our key says how.
 
 Sources: verl 0.9 (`ppo_trainer.yaml`), TRL 1.16 (`GRPOConfig`, `ModelConfig`), prime-rl of 2026-08 and of
 2026-01 (`rl.toml`), and the TOML of synth-ai's launchers (trainer_backend.jobs.launcher translates that one).
@@ -14,7 +14,8 @@ from functools import partial
 from shared_schemas.rewards import WIRE_NAMES
 from trainer_backend.job.rollout_table import SAMPLING_KEYS
 
-# Tables of other backends, which launchers send and nothing here reads, with our place for the same settings.
+# Tables for other backends, which launchers send and this trainer ignores. Each value names our table or key
+# for the same settings; it is empty if there is none.
 FOREIGN_TABLES = {
     "compute": "[learner] and [inference]",
     "topology": "[learner] and [inference]",
@@ -26,7 +27,7 @@ FOREIGN_TABLES = {
     "tags": "",
     "smoke": "",
 }
-# Published keys that have another name or table here; a launcher's job is translated with them.
+# Published keys that have another name or table here. `jobs.launcher` renames the keys of a launcher's job.
 NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
@@ -224,12 +225,12 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
         "inference.parallel.dp": "inference.replicas",
     },
 }
-# Keys of earlier versions, which a stored job may have, and why they are not needed.
+# Keys of earlier versions that a stored job may contain, each with the reason why it is no longer needed.
 DROPPED = dict.fromkeys(
     ("retention.decisions_iterations", "retention.decisions_days"),
     "the database holds no decisions; pages read them from the files of retention.rollout_files_iterations",
 )
-# Keys without a replacement here, and why they are not needed.
+# Keys that have no counterpart here, each with the reason why none is needed.
 NEEDLESS = {
     **DROPPED,
     "data.return_raw_chat": "messages reach the gateway as they are",
@@ -244,6 +245,7 @@ def _at_longest_end(dotted: str, names: Mapping[str, str]) -> str | None:
     return next((names[end] for end in ends if end in names), None)
 
 
-# Both look for the longest end of a key: our key for another system's, and why some need no key here.
+# Both functions look up the longest end of a dotted key that the mapping contains. The first returns our key
+# for another system's key, the second the reason why a key needs no counterpart here.
 find_our_key = partial(_at_longest_end, names=_OURS)
 find_why_needless = partial(_at_longest_end, names=NEEDLESS)

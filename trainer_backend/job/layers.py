@@ -1,9 +1,10 @@
-"""Layers of a job: several TOML files and `--set table.key=value`, merged key by key.
+"""Merges the layers of a job key by key: one or more TOML files, then each `--set table.key=value`.
 
-A later layer replaces keys of an earlier one. `Places` knows the file or --set that each value came from.
+If several layers set a key, the last of these layers decides. `Places` stores which file or --set each value
+came from.
 
-A relative path in a file starts at the file's folder if something is there; otherwise, as with --set, it
-starts at the working directory.
+A relative path in a file is resolved against the file's folder if something exists there. Otherwise, and in
+--set, it is resolved against the working directory.
 """
 
 import copy
@@ -26,17 +27,17 @@ from trainer_backend.job.tables import table_model
 REWARD_KEYS = (*StepRewardKeys.model_fields, "step_rewards_horizon")
 # A job's name is also a folder's name: it is not `..`, not hidden, and does not look like a flag.
 JOB_NAME, LONGEST_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), 60
-# The published tables for a step-reward switch (DESIGN.md 4.15).
+# The tables in which a step-reward switch may be set, as published (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
-# Keys with files of code, and the keys where a run records their SHA-256 (job.code_files).
+# Keys that name files of code, each with the key in which a run records their SHA-256 (job.code_files).
 DIGESTS = {
     "job.trainer_plugins": "job.trainer_plugins_sha256",
     "services.task_plugins": "services.task_plugins_sha256",
     "multi_turn.interaction_config_path": "multi_turn.interaction_config_sha256",
 }
-# The places of each step-reward switch.
+# For each step-reward switch: its dotted key in each of these tables.
 _SWITCHES = tuple(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS)
-# Alternatives: a later file or --set that gives one of them removes the others.
+# Groups of alternative keys. A later file or --set that sets one key of a group removes the others.
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
@@ -44,7 +45,7 @@ ALTERNATIVES = (
 )
 # Matches a `table.key=value` that a person gave in place of a file by mistake; the value may be a path.
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
-# Keys with a path, or a list of paths, that must exist before a run.
+# Keys whose value is a path, or a list of paths, that must exist before a run starts.
 PATHS = (
     "model.path", "inference.vllm_python", "rollout_only.model_path", "services.task_plugins",
     "services.verifiers_python", "services.textarena_python", "services.reasoning_gym_python",
@@ -55,9 +56,9 @@ PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The tables of a file or of one `--set`, and its place for error messages.
+    """The tables of one TOML file or of one `--set`.
 
-    A place never contains the value of --set, which may be a secret key.
+    `place` names the file or the --set in errors. It omits the value of --set, which may be a secret key.
     """
 
     place: str
@@ -66,17 +67,22 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The origins of a job's keys."""
+    """Stores which file or which `--set` each key of a merged job came from."""
 
     files: Sequence[str]
-    """The files in their given order."""
+    """The names of the files, in the order in which they were given."""
     owners: Mapping[str, str] = field(default_factory=dict)
-    """The place of each value and each empty table, by dotted key."""
+    """The place, a file or a --set, of each value and of each empty table, by dotted key. It is empty if the
+    job has only one layer."""
     idle: Sequence[str] = ()
-    """A warning for each --set that removes a table which no file has."""
+    """A warning for each --set that removes a table which no file contains."""
 
     def of(self, *keys: str) -> str:
-        """Return the places of keys or tables, or else of the tables around them; without keys, all files."""
+        """Return the places where these keys or tables were set, as one text for an error.
+
+        If none of them was set, return the places of the tables that contain them. If these were not set
+        either, or if no key is given, return all files.
+        """
         places: list[str] = []
         while not places and any(keys):
             places = self._find(keys)
@@ -84,7 +90,10 @@ class Places:
         return self._join(places or self.files)
 
     def is_above(self, key: str, other: str) -> bool:
-        """Return whether `key` is in a later file than `other`, or is in --set while `other` is in a file."""
+        """Return whether `key` was set by a later layer than `other`.
+
+        All --set count as one layer, after the files.
+        """
         ranks = []
         for name in (key, other):
             place = next((place for owned, place in self.owners.items() if _is_in(owned, name)), None)
@@ -98,12 +107,15 @@ class Places:
         return replace(self, owners=rest)
 
     def of_all(self, keys: Iterable[str]) -> str:
-        """Return the places of all these keys and tables; at least one file is among them."""
+        """Return the places where these keys and tables were set, as one text for an error.
+
+        If no file set any of them, the text also names all files.
+        """
         places = self._find([*keys])
         return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _find(self, keys: Collection[str]) -> list[str]:
-        """Return the places of these keys, of keys in them, and of tables that hold them."""
+        """Return the places of these keys, of the keys inside them, and of the tables that contain them."""
         return [
             place
             for owner_key, place in self.owners.items()
@@ -111,7 +123,7 @@ class Places:
         ]
 
     def _join(self, places: Iterable[str]) -> str:
-        """Join the files in their order, then the overrides."""
+        """Join places to one text: first the files in their given order, then each --set."""
         names = dict.fromkeys(places)
         files = " + ".join(name for name in dict.fromkeys(self.files) if name in names)
         overrides = " ".join(place for place in names if place not in self.files)
@@ -119,7 +131,14 @@ class Places:
 
 
 def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[Layer]:
-    """Read each file as a layer. Relative paths begin at the file's folder if `anchors_paths`."""
+    """Read each file as a layer. If no file sets job.name, the first layer gets the name of its file.
+
+    Args:
+        anchors_paths: make a relative path absolute if it exists in the folder of its file.
+
+    Raises:
+        JobError: no file is given, or a file cannot be read or is not valid TOML.
+    """
     if not paths:
         raise JobError("a job needs at least one TOML file")
     documents = []
@@ -141,16 +160,17 @@ def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[La
 def merge(
     files: Sequence[Layer], overrides: Sequence[str], tables: Mapping[str, FieldInfo]
 ) -> tuple[dict[str, Any], Places]:
-    """Merge layers from left to right into one document.
+    """Merge the files, then the overrides, into one document. Return it with the place of each key.
 
-    Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list or an
-    empty table inside a table of the job. The value of an override replaces even a table.
+    Tables are merged key by key, at any depth. Any other later value replaces the earlier one as a whole; so
+    does an empty table inside a table of the job. The value of an override replaces even a table.
 
     Args:
-        overrides: `table.key=value` each, the value in TOML; anything else counts as a string. `table={}` and
-            `table.key={}` remove a table or a key of the job, as if no file gave it.
-        tables: the tables of a job. `NAME={}` stays if neither these nor the files have that name; then the
-            schema refuses it.
+        overrides: texts of the form `table.key=value`. The value is parsed as TOML; if that fails, it is a
+            string. `table={}` and `table.key={}` remove a table or a key of the job, as if no file had set
+            it.
+        tables: the tables that a job may have, by name. If neither they nor the files contain NAME, `NAME={}`
+            adds an empty table, so that the schema reports the unknown name.
     """
     document: dict[str, Any] = {}
     layers, idle = list(files), []
@@ -159,7 +179,7 @@ def merge(
     for override in overrides:
         keys, value = _read_override(document, override, tables)
         dotted, home = ".".join(keys), _find_home(document, keys)
-        # It is in a file, as a table that no job has or as a value.
+        # Whether an earlier layer set it, to a value or, at the top level, to any table.
         is_given = home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
         if value == {} and (is_given or _is_known(keys, tables)):
             if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
@@ -176,7 +196,7 @@ def merge(
             value = {key: value}
         layers.append(Layer(f"--set {dotted}=…", value))
         document = _lay_over(document, value)
-    # With one layer every key has the same place.
+    # With one layer every key has the same place, so none is stored.
     paths = _paths(document) if len(layers) > 1 else ()
     owners = {
         ".".join(path): next(layer.place for layer in reversed(layers) if _find_home(layer.tables, path))
@@ -186,7 +206,7 @@ def merge(
 
 
 def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
-    """Return whether jobs have this table, this key in a table, or this place of a step-reward switch."""
+    """Return whether jobs have this table or key, or accept a step-reward switch under this dotted key."""
     if any(".".join(keys) in places for places in _SWITCHES):
         return True
     if keys[0] not in tables or len(keys) > 2:
@@ -205,9 +225,13 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a layer into a document; remove alternatives to its keys, and digests of the files it names."""
-    # A layer that names files accepts them as they are. A layer with digests alone, such as a printed job's
-    # empty ones, removes nothing.
+    """Merge a layer into a document.
+
+    Two kinds of keys are removed from the document: alternatives to keys of the layer, and the recorded
+    SHA-256 of files that the layer names.
+    """
+    # A layer that names files accepts their current content, so their recorded SHA-256 is removed. A layer
+    # that has only the SHA-256 values, such as the empty lists of a printed job, removes nothing.
     gone = [digests for files, digests in DIGESTS.items() if _find_home(layer, files.split("."))]
     for alternatives in ALTERNATIVES:
         others = [dotted for dotted in alternatives if not _find_home(layer, dotted.split("."))]
@@ -216,11 +240,11 @@ def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
 
 
 def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Merge two tables key by key.
+    """Merge two tables key by key; the values of `above` replace those of `below`.
 
-    An empty table inside a table of the job, such as `model.chat_template_kwargs={}`, replaces the lower one.
-    A file that begins a table of the job without giving a key of it removes nothing. `depth` is 0 for the
-    job, 1 for its tables.
+    An empty table inside a table of the job, such as `model.chat_template_kwargs={}`, replaces the table in
+    `below`. An empty table of the job itself, such as a header `[training]` without keys, removes nothing.
+    `depth` is 0 for the whole job and 1 for its tables.
     """
     if depth > 1 and not above:
         return {}
@@ -233,7 +257,7 @@ def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[
 
 
 def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys of all values and of empty tables."""
+    """Yield the path of each value and of each empty table in a table, as a tuple of keys."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _paths(value, (*inside, key))
@@ -244,11 +268,14 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
 def _read_override(
     document: Mapping[str, Any], override: str, tables: Mapping[str, FieldInfo]
 ) -> tuple[list[str], Any]:
-    """Split `table.key=value` into keys and value; the schema refuses unknown tables later."""
+    """Split `table.key=value` into its keys and its value.
+
+    Raises JobError if the override is malformed. The schema, not this function, refuses unknown tables.
+    """
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     value: Any = text
-    with suppress(tomli.TOMLDecodeError):  # anything else is a string
+    with suppress(tomli.TOMLDecodeError):  # text that is not TOML is a string
         value = tomli.loads(f"value = {text}")["value"]
     is_list = keys[0] in tables and tables[keys[0]].default == ()
     if len(keys) == 1 and is_list and value == []:
@@ -272,7 +299,7 @@ def _read_override(
 
 
 def anchor(document: Mapping[str, Any], folder: Path) -> None:
-    """Make each relative path of PATHS absolute if it exists in the folder."""
+    """Make each relative path in the keys of PATHS absolute, in place, if it exists in `folder`."""
     for dotted in PATHS:
         table, _, key = dotted.partition(".")
         section = document.get(table)
@@ -286,14 +313,14 @@ def anchor(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def _anchor_value(value: Any, folder: Path) -> Any:
-    """Join a path with its file's folder if that exists; otherwise keep it."""
+    """Return the absolute path of `value` in `folder` if it exists there, else `value` unchanged."""
     if not isinstance(value, str) or not value or not os.path.exists(folder / value):
         return value
-    return os.path.abspath(folder / value)  # does not resolve links, which may later point to another model
+    return os.path.abspath(folder / value)  # keeps links, because they may later point to another model
 
 
 def _find_home(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
-    """Return the table that holds a key, or None."""
+    """Return the table that contains the last key of `path`, or None if the document lacks this key."""
     table: Any = document
     for name in path[:-1]:
         table = table.get(name) if isinstance(table, dict) else None
@@ -301,7 +328,7 @@ def _find_home(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, An
 
 
 def _is_in(key: str, table: str) -> bool:
-    """Return whether `key` is `table` or a key in it."""
+    """Return whether `key` is `table` itself or a key inside it."""
     return f"{key}.".startswith(f"{table}.")
 
 
@@ -316,7 +343,7 @@ def _text(path: Path) -> str:
 
 
 def text_that_names_its_job(path: Path) -> str | None:
-    """Return a file's text if it has job.name or is not TOML; otherwise None."""
+    """Return the text of a file if the file sets job.name or is not valid TOML; otherwise return None."""
     text = _text(path)
     try:
         return text if _find_home(tomli.loads(text), ("job", "name")) else None

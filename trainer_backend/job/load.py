@@ -1,4 +1,7 @@
-"""Reads a job's TOML into a frozen JobConfig. Errors say where, what was found, and what was likely meant."""
+"""Loads a job's TOML into a frozen JobConfig.
+
+An error names the file and the key, and says what was found and what was probably meant.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,34 +35,38 @@ from trainer_backend.job.tables import table_model
 from trainer_backend.operator_plugins import load_packages, load_plugins, refuse_changed
 from trainer_backend.plugins import BOARDS, BUILT_IN, ESTIMATORS, LOSSES, READ_BY, refuse_unknown
 
-# The most findings in one error; each is costly, since it compares the allowed keys.
+# Maximum number of findings in one error. A finding is costly, because its key is compared with all keys.
 MOST_FINDINGS = 20
 _LONGEST_LINE = 4_000
-# The most characters of a key and of a value in a finding.
+# Maximum number of characters of a key, and of a value, in a finding.
 _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, its warnings, and where each of its keys comes from."""
+    """A valid job, the warnings about it, and the places (files or --set) that its keys came from."""
 
     config: JobConfig
     warnings: tuple[str, ...]
     places: Places = field(compare=False)
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Warnings by key left out: the estimator, loss, ... that a later layer chooses does not read the key."""
+    """The keys that were left out of the job, each with a warning. A key is left out if a later layer chooses
+    an estimator, a loss or another plug-in that does not read the key."""
 
 
 def load_job(
     paths: Path | Sequence[Path], overrides: Sequence[str] = (), *, runs_plugins: bool = True
 ) -> LoadedJob:
-    """Read, override and validate a job.
+    """Read a job's files, apply the overrides, and validate the result.
 
     Args:
-        paths: one TOML file, or several, of which later ones override earlier ones (job.layers.read_layers).
-        overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-        runs_plugins: False to run none of the job's code. Then anything that plug-ins may add, such as an
-            estimator, may have any name, and the keys of an unknown name are not checked.
+        paths: one TOML file or several; later files override earlier ones, as in `job.layers`.
+        overrides: texts of the form `table.key=value`. The value is in TOML; a bare word counts as a string.
+        runs_plugins: False: run none of the job's code. Then any name is accepted for an estimator, or for
+            anything else that plug-ins can define, and the keys of an unknown name are not checked.
+
+    Raises:
+        JobError: the job is not valid.
     """
     document, places = merge(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
@@ -73,14 +80,14 @@ def load_job(
 def parse_job(
     document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = (), runs_plugins: bool = True
 ) -> LoadedJob:
-    """Validate a parsed TOML document as `load_job` does; `where` begins every error."""
+    """Validate a parsed TOML document as `load_job` does. Errors begin with `where`, the document's name."""
     return _parse(
         *merge([Layer(where, document)], overrides, JobConfig.model_fields), runs_plugins=runs_plugins
     )
 
 
 def _validate(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -> JobConfig:
-    """Make the config of a document; check each key by itself."""
+    """Build the config of a document. Each key is checked by itself; rules between keys are checked later."""
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
     nulls = [*_nulls_in_lists(tables, "")]
     if nulls:
@@ -111,7 +118,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     for name in sorted(FOREIGN_TABLES.keys() & document.keys()):
         ours = f"; here it is {FOREIGN_TABLES[name]}" if FOREIGN_TABLES[name] else ""
         warnings.append(f"[{name}] is for other backends and is not read{ours}")
-    # Whether a name in the job may come from its own files or from a package.
+    # Whether a name in the job may be defined by code that was not run: the job's own files, or a package.
     is_foreign = not runs_plugins and (
         bool(config.job.trainer_plugins)
         or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
@@ -154,11 +161,11 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
 
 
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the TOML to send to a trainer service, and warnings of keys that are left out of it.
+    """Return the TOML text to send to a trainer service, and warnings, such as about keys left out of it.
 
-    A file that names its job is sent unchanged, others as one merged document. Unlike in `load_job`, paths
-    stay unchanged, because they are paths on the service's machine. The service checks the job, since its
-    version may differ.
+    A single file that sets job.name is sent unchanged. Otherwise the files and overrides are merged into one
+    document. Paths stay as they are, unlike in `load_job`, because they are paths on the service's machine.
+    Only the service checks the job, because its version may differ.
     """
     if len(paths) == 1 and not overrides and (text := text_that_names_its_job(paths[0])) is not None:
         return text, ()
@@ -171,9 +178,10 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
 
 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
-    """Join the first findings into one error, a line each, and count the rest.
+    """Return one error that shows the first MOST_FINDINGS lines and says how many more there are.
 
-    Only the lines that are shown are computed.
+    `count` is the number of all lines. A generator is not read beyond the lines that are shown, because each
+    line is costly to compute.
     """
     shown = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
     if count > len(shown):
@@ -182,7 +190,7 @@ def join_findings(lines: Iterable[str], count: int) -> JobError:
 
 
 def dump_job(config: JobConfig) -> str:
-    """Write the resolved job as TOML without secrets; `load_job` reads it back to the same config."""
+    """Return the resolved job as TOML, without secrets. `load_job` reads the text back to an equal config."""
     tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     if not config.rollout_only:
         del tables["rollout_only"]  # an empty list of tables would confuse readers
@@ -192,9 +200,9 @@ def dump_job(config: JobConfig) -> str:
 def _nulls_in_lists(
     value: Any, key: str, place: str = "", *, in_list: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield the key and the place, `a.b` and `a.b[1].c[0]`, of each None in a list.
+    """Yield for each None inside a list its key, such as `a.b`, and its exact place, such as `a.b[1].c[0]`.
 
-    TOML cannot hold None. A key with None counts as absent.
+    TOML cannot store such a None. A None outside of lists is not reported, because its key counts as absent.
     """
     if value is None and in_list:
         yield key, place
@@ -208,19 +216,23 @@ def _nulls_in_lists(
 
 
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Load the operator's plug-ins, so that the job may name them, and record their digests.
+    """Run the files of job.trainer_plugins, so that the job can use what they define.
 
-    JobError: a file cannot be loaded; or one has changed since the run began: then no file is run.
+    Returns the tables with the SHA-256 of these files in [job].
+
+    Raises:
+        JobError: a file cannot be loaded, or has changed since the run began. In the second case no file has
+            been run.
     """
     job = read_table(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
     files = [files] if isinstance(files, str) else files
     files = [] if files is None else files
     if not (_are_texts(files) and _are_texts(known)):
-        return dict(tables)  # the schema refuses it
+        return dict(tables)  # the schema reports the wrong type
     place, paths = places.of("job.trainer_plugins"), [Path(file) for file in files]
     try:
-        # Before anything runs: a stored job accepts only the code that it began with.
+        # This comes before any file runs: a stored job may run only the code with which its run began.
         refuse_changed(paths, known, option="job.trainer_plugins", value=files)
         digests = load_plugins(paths)
     except JobError as error:
@@ -235,7 +247,7 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each of these keys (`boards`) with the name that the job chooses for it, if any."""
+    """Yield each key of `boards`, such as `algorithm.loss`, with its value if the job has one."""
     for key in boards:
         table, _, field = key.partition(".")
         name = getattr(getattr(config, table), field, None)  # a table may be absent
@@ -244,14 +256,17 @@ def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, s
 
 
 def _homes_of_key(key: str) -> list[str]:
-    """Return the places where a key may stand in a document; a step-reward switch has three."""
+    """Return the dotted keys under which a document may set this key: three for a step-reward switch."""
     table, _, name = key.partition(".")
     is_switch = table == "training" and name in REWARD_KEYS
     return [f"{home}.{name}" for home in REWARD_HOMES] if is_switch else [key]
 
 
 def _locate(finding: Finding, places: Places) -> str:
-    """Return the places of the keys in a finding; if its first key has no effect, only that key's."""
+    """Return the places of the keys that a finding names, as one text for an error.
+
+    If the finding says that its first key has no effect, only the place of this key is returned.
+    """
     if finding.kind == "not read":
         return places.of(*_homes_of_key(finding.keys[0]))
     named = [key for key in finding.keys if key in finding.sentence] or finding.keys
@@ -259,7 +274,12 @@ def _locate(finding: Finding, places: Places) -> str:
 
 
 def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
+    """Move the step-reward switches into [training] from the three tables that may contain them.
+
+    Raises JobError if two tables give a switch different values, or if [training.rewards] has another key.
+
+    Source: DESIGN.md 4.15.
+    """
     result = dict(tables)
     training = read_table(result, "training", places)
     rewards = read_table(training, "rewards", places, inside="training.")
@@ -287,16 +307,18 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     return result
 
 
-# Keys that papers set, each with the boolean key of the same table that switches it off.
+# Keys that a paper sets, each with a boolean key of the same table without which the key has no effect.
 _SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
 
 
 def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
-    """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
+    """Fill in keys that the job omits with the values from the papers of its estimator and its loss.
 
-    So the resolved job shows every effective value. A key of `_SWITCHES` is not filled in if the job sets its
-    switch to false. Validation reports wrong tables and names later. JobError: two papers have different
-    values for a key that the job omits.
+    So the resolved job shows every value that takes effect. A key of `_SWITCHES` is not filled in if the job
+    sets its switch to false. Wrong tables and names are skipped here, and the validation reports them later.
+
+    Raises:
+        JobError: the two papers give different values to a key that the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     filled: dict[str, tuple[str, float | str]] = {}
@@ -321,7 +343,10 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
 
 
 def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a table `[TABLE.NAME]` for each chosen plug with keys of its own, so that the job shows them."""
+    """Add an empty table `[TABLE.NAME]` for each chosen plug-in NAME that has keys of its own.
+
+    So the resolved job shows these keys with their defaults.
+    """
     result = dict(tables)
     for board, home in READ_BY.items():
         table, _, key = board.partition(".")
@@ -340,7 +365,10 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_table(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
-    """Return a copy of a table; empty if it is absent."""
+    """Return a copy of a table, or an empty dict if the table is absent.
+
+    Raises JobError if the value is not a table. `inside` is a prefix for its name there, such as `training.`.
+    """
     table = tables.get(name, {})
     if not isinstance(table, dict):
         key = f"{inside}{name}"
@@ -349,9 +377,10 @@ def read_table(tables: Mapping[str, Any], name: str, places: Places, *, inside: 
 
 
 def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[tuple[Any, list[str]]]:
-    """Yield each finding of pydantic with its path in the TOML file.
+    """Yield each error item of pydantic with the path of its key in the TOML file.
 
-    A table of another system, such as verl's `actor_rollout_ref`, is a finding for each of its keys.
+    A table of another system, such as verl's `actor_rollout_ref`, yields one finding for each of its keys, so
+    that each key gets its own suggestion.
     """
     items = error.errors(include_url=False, include_context=True)
     # Unknown keys come before the missing ones that were probably meant.
@@ -366,7 +395,10 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
 
 
 def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the paths of all keys in a table, or the table's own path if we have it under another name."""
+    """Yield the path of each key in a table, at any depth.
+
+    For a table that is empty, or that has another name here, yield the path of the table itself.
+    """
     if not table or find_our_key(".".join(path)):
         yield path
         return
@@ -375,7 +407,10 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _other_names(path: Sequence[str]) -> list[str]:
-    """Return our keys for an unknown one: the end of its path, or our name for another system's key."""
+    """Return the key of ours, if any, that an unknown key stands for.
+
+    Either the end of the unknown key is a key of ours, or the unknown key is that of another system.
+    """
     for start in range(1, len(path) - 1):
         home = _model_at(JobConfig, path[start:-1])
         if home is not None and path[-1] in home.model_fields:
@@ -391,7 +426,7 @@ def _other_names(path: Sequence[str]) -> list[str]:
 
 
 def _find_homes(name: str) -> list[str]:
-    """List `[name]` if that is a table, and the dotted path of every key of that name."""
+    """Return `[name]` if a job has a table of that name, and each dotted key that ends with the name."""
     tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
     models = {table: model for table, model in tables.items() if model}
     homes = [f"{table}.{name}" for table, model in models.items() if name in model.model_fields]
@@ -405,14 +440,14 @@ def _find_homes(name: str) -> list[str]:
 
 
 def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) -> str:
-    """Say what an unknown key may mean, and which keys its table has."""
+    """Return a text that says what an unknown key may have meant, and which keys its table has."""
     others = _other_names(path)
     if why := find_why_needless(dotted):
         return f"{dotted} is not a key, and needs none: {why}; leave it out"
     if not others:
         others, close = _find_homes(path[-1]), closest(path[-1], keys)
         others.sort(key=lambda home: home.partition(".")[0] != path[0])
-        if close and (len(path) > 1 or not others):  # a key outside of all tables is not one of their keys
+        if close and (len(path) > 1 or not others):  # a top-level key that a table has is no misspelt table
             others = [repr(close), *others]
     known = f"nown: {', '.join(sorted(keys))}" if keys else ""
     if others:
@@ -421,7 +456,10 @@ def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) ->
 
 
 def _document_path(place: Sequence[int | str], document: Any) -> list[str]:
-    """Return the path of a finding without the index of a lone table, which is parsed as a list of one."""
+    """Return the path of a finding in the document.
+
+    pydantic sees a single [rollout_only] as a list with one table; its index in this list is left out.
+    """
     path = []
     for part in place:
         if isinstance(part, int) and isinstance(document, dict):
@@ -458,7 +496,10 @@ def _shown(value: Any) -> str:
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Return whether the key holds a secret; errors then repeat no value, not even one of the wrong type."""
+    """Return whether the key may contain a secret.
+
+    Errors about such a key leave its value out, even if the value has the wrong type.
+    """
     table = _model_at(model, path[:-1])
     field = table.model_fields.get(path[-1]) if table and path else None
     return field is not None and (
@@ -467,7 +508,7 @@ def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """Find the model class of a table by walking the field annotations."""
+    """Return the class of the table at `path` below `model`, or None if there is no such table."""
     for name in path:
         if name.isdecimal():  # an index in a list of tables
             continue

@@ -1,6 +1,6 @@
-"""[rollout_only] and [rollout_allocation_schedule] of a job: fixed policies, and when they sample.
+"""The tables [rollout_only] and [rollout_allocation_schedule] of a job: fixed policies, and when they sample.
 
-Keys and names are from source 4 if it has them (docs/mixture.md).
+Where source 4 defines a key or a name, it is used unchanged (docs/mixture.md).
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ SwitchStep = Annotated[int, Field(ge=1)]
 
 
 class TrainedSamplingKeys(SamplingKeys):
-    """The sampling options of training rollouts, which are neither greedy nor close to uniform."""
+    """Sampling options of training rollouts. The bounds exclude greedy and nearly uniform sampling."""
 
     temperature: float = Field(
         default=1.0, gt=0.0, le=10.0, description="sampling temperature; that of [rollout] is also trained"
@@ -37,49 +37,54 @@ class TrainedSamplingKeys(SamplingKeys):
 
 @with_optional(TrainedSamplingKeys, absent="; absent: as in [rollout]")
 class FixedPolicyKeys(Table):
-    """A frozen model, and how it samples."""
+    """A model that is never trained, and its sampling options."""
 
     name: str = Field(default=FIXED, pattern=r"^[A-Za-z0-9._-]+$", max_length=60)
-    """name of the policy in metrics, and last part of `model`; no two fixed policies have the same"""
+    """name of this policy in metrics, and last part of `model` in stored rollouts. Each fixed policy needs a
+    name of its own"""
     model_path: Path | None = None
-    """a model folder, or a run directory (its best checkpoint, else its newest); without model_path and
-    inference_url, the table is inactive"""
+    """a model folder, or a run directory, whose best checkpoint is used, or its newest if none is marked as
+    best. A table with neither model_path nor inference_url is inactive"""
     inference_url: str | None = Field(default=None, repr=False)
-    """instead of model_path: an OpenAI-compatible server that returns token ids and log-probs"""
+    """instead of model_path: URL of an OpenAI-compatible server that returns token ids and log-probs"""
     model: str | None = Field(default=None, min_length=1, max_length=500)
-    """the model's name at inference_url"""
+    """name of the model at the server of inference_url"""
     # No repr: a key pasted here by mistake must not appear in an error.
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Z_][A-Z0-9_]*$", repr=False)
-    """environment variable that holds the key of inference_url"""
+    """name of the environment variable that contains the API key for inference_url"""
     logprobs: Literal["raw", "processed"] | None = None
-    """kind of the log-probs from inference_url. raw: of softmax(logits) before temperature and truncation, as
-    in vLLM; processed: of the sampling distribution; absent: raw"""
+    """which log-probs the server of inference_url returns. raw: those of softmax(logits), before temperature
+    and truncation, as vLLM does; processed: those of the distribution that it samples from; absent: raw"""
 
 
 class RolloutOnlyTable(FixedPolicyKeys):
-    """[rollout_only], or several as [[rollout_only]]: a frozen model that samples a part of the rollouts."""
+    """[rollout_only], or one [[rollout_only]] of several: a fixed policy and the training on its samples."""
 
     weight: float = Field(default=1.0, gt=0)
-    """with several fixed policies: how often this one is chosen, relative to the others' weights"""
+    """with several fixed policies: how often this policy is chosen, in proportion to the weights of the
+    others"""
     objective: ObjectiveKind = "decoupled"
-    """loss of its samples. decoupled: the job's loss, clipped around the proximal policy, times a truncated
-    weight; single_ratio: the job's loss, ratio to the fixed policy; reinforce: the weight without a clip"""
+    """loss for the samples of this policy (docs/mixture.md). decoupled: the job's loss, clipped around the
+    weights before the update, times a truncated importance weight; single_ratio: the job's loss, with the
+    ratio to the fixed policy inside the clip and no weight; reinforce: the policy gradient with a truncated
+    importance weight and no clip"""
     baseline: Baseline = "shared"
-    """siblings that its episodes are compared with. shared: all; per_policy: those of the same policy"""
+    """siblings with which an estimator compares the episodes of this policy. shared: all siblings;
+    per_policy: only those that this policy played"""
     behaviour_weight_cap: float | None = Field(default=None, ge=1)
-    """weight cap of its samples; absent: as in [training]"""
+    """behaviour_weight_cap for the samples of this policy; absent: that of [training]"""
     behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1)
-    """weight floor of its samples; absent: as in [training]"""
+    """behaviour_weight_floor for the samples of this policy; absent: that of [training]"""
     behaviour_weight_level: RatioLevel | None = None
-    """weight level of its samples; absent: as in [training]"""
+    """behaviour_weight_level for the samples of this policy; absent: that of [training]"""
     behaviour_weight_mode: WeightMode | None = None
-    """weight mode of its samples; absent: as in [training]"""
+    """behaviour_weight_mode for the samples of this policy; absent: that of [training]"""
     train_value_head: bool = False
-    """also train the critic on these samples, weighted by their truncated weights"""
+    """also train the critic on the samples of this policy, weighted by their truncated importance weights"""
 
     @property
     def is_active(self) -> bool:
-        """Whether the table names a model."""
+        """Whether the table names a model. An inactive table has no effect on the run."""
         return self.model_path is not None or self.inference_url is not None
 
     @property
@@ -89,7 +94,7 @@ class RolloutOnlyTable(FixedPolicyKeys):
 
     @property
     def source(self) -> str:
-        """The model's name for messages."""
+        """A name of the model for messages: its folder, or its name and server."""
         return str(self.model_path or f"{self.model} at {shown(self.inference_url or '')}")
 
     @field_validator("name")
@@ -108,18 +113,21 @@ class RolloutOnlyTable(FixedPolicyKeys):
 
 
 class AllocationTable(PlugTable):
-    """[rollout_allocation_schedule]: alpha, the probability that the actor samples, in each iteration (=
-    step).
+    """[rollout_allocation_schedule]: the probability (alpha) that the actor samples, in each iteration.
+
+    Otherwise a fixed policy samples. A step of the schedule is an iteration.
     """
 
     boards = ("rollout_allocation_schedule.type",)
 
     type: str = "constant"
-    """course of alpha; each type has its own keys (docs/mixture.md)"""
+    """how alpha, the probability that the actor samples, changes from step to step; a step is an iteration.
+    Each type reads keys of its own; the meaning of such a key begins with its type (docs/mixture.md)"""
     alpha: float | None = Field(default=None, ge=0, le=1)
     """constant: the probability that the actor samples"""
     alpha_0: float | None = Field(default=None, ge=0, le=1)
-    """linear: alpha at step 0; adaptive: alpha before there are results"""
+    """linear: alpha at step 0, before the first iteration; adaptive: alpha until both the actor and fixed
+    policies have finished episodes"""
     beta: float | None = Field(default=None, ge=0)
     """linear: increase of alpha per step"""
     min_alpha: float | None = Field(
@@ -139,9 +147,9 @@ class AllocationTable(PlugTable):
     gamma: float | None = Field(default=None, ge=0)
     """exponential: alpha = 1 - exp(-gamma * step)"""
     switch_steps: tuple[SwitchStep, ...] = ()
-    """step: ascending steps; at each of them the sampling changes between actor and fixed policy"""
+    """step: the steps, in ascending order, at which sampling changes between the actor and fixed policies"""
     initial_policy: Literal["actor", "fixed"] | None = None
-    """step: the policy before the first switch; absent: fixed"""
+    """step: who samples before the first of switch_steps; absent: fixed"""
     window: int | None = Field(
         default=None,
         ge=1,
@@ -149,9 +157,10 @@ class AllocationTable(PlugTable):
         description=f"adaptive: number of past iterations that it uses; absent: {WINDOW}",
     )
     unit: MixingUnit = "iteration"
-    """what is sampled by one policy: an iteration, a group, or a single rollout"""
+    """the part for which one policy is drawn: an iteration, a group, or a single rollout"""
     selection: Selection = "weights"
-    """choice among several fixed policies: by weight, or by the best outcomes so far (UCB1)"""
+    """how one of several fixed policies is chosen. weights: at random, in proportion to `weight`; reward: by
+    the outcomes of their episodes so far (UCB1)"""
 
     @field_validator("switch_steps")
     @classmethod
@@ -163,7 +172,7 @@ class AllocationTable(PlugTable):
         return steps
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the values of the keys that the job sets."""
+        """Return those of these keys that the job sets, with their values."""
         own = self.own(self.type)
         found = {key: own.get(key, getattr(self, key, None)) for key in sorted(keys)}
         return {key: value for key, value in found.items() if value not in (None, ())}

@@ -1,4 +1,7 @@
-"""Tables that plugs (estimators, losses ...) read. Keys that a table lacks are in `[TABLE.NAME]`."""
+"""Tables of a job whose keys are read by plug-ins (estimators, losses ...), built-in ones or others.
+
+A plug-in NAME reads the keys that TABLE does not declare from `[TABLE.NAME]`.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -19,15 +22,19 @@ Keys = TypeVar("Keys", bound=Table)
 
 
 class PlugTable(Table, extra="allow"):
-    """A table that plugs read. `[TABLE.NAME]` may have any keys if a plug of that name is not loaded."""
+    """A table whose keys are read by plug-ins.
 
-    # The keys, such as algorithm.loss, that choose the plugs which read the table.
+    If the validation's context has `looks_only`, the job's own plug-ins are not loaded. Then `[TABLE.NAME]`
+    of an unknown name may contain any keys.
+    """
+
+    # The keys, such as algorithm.loss, that choose the plug-ins that read this table.
     boards: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="wrap")
     @classmethod
     def _mount(cls, data: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Check the table and each `[TABLE.NAME]` in it, and report all faults at once."""
+        """Validate the table and each `[TABLE.NAME]` inside it; one error reports the faults of all."""
         own, faults = {}, []
         looks_only = bool(info.context and info.context.get("looks_only"))
         try:
@@ -52,11 +59,15 @@ class PlugTable(Table, extra="allow"):
         return table
 
     def own(self, name: str) -> dict[str, Any]:
-        """Return the values of `[TABLE.NAME]`."""
+        """Return the values of `[TABLE.NAME]`; empty if the job has no such table."""
         return dict((self.model_extra or {}).get(name, {}))
 
     def read(self, kind: type[Keys], name: str) -> Keys:
-        """Return the plug's keys: the table itself if it has them all, else with those of `[TABLE.NAME]`."""
+        """Return the keys of the plug-in `name`, as an object of its class of keys (`kind`).
+
+        The object is this table itself if the table derives from `kind`. Otherwise the keys that this table
+        declares are taken from it, and the others from `[TABLE.NAME]`.
+        """
         if isinstance(self, kind):
             return self
         shared = {key: getattr(self, key) for key in kind.model_fields if key in type(self).model_fields}
@@ -65,7 +76,7 @@ class PlugTable(Table, extra="allow"):
 
 
 def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield `TABLE.NAME` and a sentence for each value that the chosen plug's class of keys refuses.
+    """Yield `TABLE.NAME` and a sentence for each value that the class of keys of a chosen plug-in refuses.
 
     Args:
         tables: the tables of the job, by name.
@@ -73,7 +84,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
     for board, plugs in OPEN_BOARDS.items():
         table, _, key = board.partition(".")
         host, name = tables[READ_BY[board]], getattr(tables[table], key, "")
-        # A schedule checks its arguments itself, when it is made.
+        # A schedule checks its arguments itself, when it is constructed.
         if name in plugs and isinstance(host, PlugTable) and READ_BY[board] != "rollout_allocation_schedule":
             try:
                 host.read(plugs[name].keys, name)
@@ -84,7 +95,10 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 
 
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
-    """Yield for each `[TABLE.NAME]` that nothing reads: the choosing key, `TABLE.NAME`, and a sentence."""
+    """Find each `[TABLE.NAME]` that nothing reads, because the job does not choose the plug-in NAME.
+
+    Yields for each the key that chooses a plug-in, such as algorithm.loss; `TABLE.NAME`; and a sentence.
+    """
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
         table, _, key = board.partition(".")
@@ -100,7 +114,7 @@ def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str
 
 
 def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[str]]]:
-    """Yield the name of each plug with keys in `[TABLE.NAME]`, its class of keys, and these keys."""
+    """Yield NAME for each plug-in that reads a `[TABLE.NAME]`, its class of keys, and the keys read there."""
     if not issubclass(table, PlugTable):
         return
     for board in table.boards:
@@ -110,7 +124,7 @@ def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[
 
 
 def own_table(table: type[BaseModel], name: str) -> type[Table] | None:
-    """Make the class of `[TABLE.NAME]`; None if nothing of that name has keys of its own."""
+    """Return a new class for `[TABLE.NAME]`, or None if no plug-in of that name has keys of its own."""
     own = [(kind, key) for plug, kind, keys in own_tables(table) if plug == name for key in keys]
     fields = {key: (kind.model_fields[key].annotation, kind.model_fields[key]) for kind, key in own}
     if not fields:

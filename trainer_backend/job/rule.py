@@ -1,16 +1,21 @@
-"""Rules between keys of a job, and the format of a table of rules.
+"""Rules between keys of a job, and the parser for tables of rules.
 
-Each line of a table has terms that may not all hold. The indented text after it says why, and what is
-allowed:
+Each line of a table lists terms that may not all be true for a job. The indented text below the line gives
+the reason, and says what is allowed:
 
     training.critic = "own" & lora
         it trains whole layers, and the policy's own are held; known there: head
 
-Terms: `key` (its value is not the default, or the table is there), `key = "a"` (its value is this, or one of
-a list), `key < 1` and `key < other.key`, `algorithm.loss: clips` (an attribute of the plug that the job
-names), `no TERM`, and `<words>` (a condition of `rules.CONDITIONS`). `a | b & c` are two rules: `a & c`, and
-`b & c`. A rule with a key of [rollout_only] is checked for each fixed policy. The text may contain a value of
-the job: `{model.device}`.
+    term                       is true if
+    key                        its value differs from the default; for a table: the table is present
+    key = "a", key = ["a"]     its value is this one; for a list: one of these
+    key < 1, key < other.key   the comparison is true (<, >, >=, ==)
+    algorithm.loss: clips      the plug-in that the job names under this key has this attribute
+    no TERM                    TERM is false
+    <words>                    the condition of this name in `rules.CONDITIONS` is true
+
+The line `a | b & c` stands for two rules, `a & c` and `b & c`. A rule with a key of [rollout_only] is checked
+for each fixed policy. A text may contain a value of the job, such as `{model.device}`.
 """
 
 import json
@@ -33,12 +38,12 @@ Kind = Literal["refusal", "not read", "advice", "bias"]
 Need = Literal["toml", "plugs", "task_app"]
 _COMPARED = re.compile(r"(\S+) (<|>|>=|==) (\S+)")
 _ONLY, _WITHOUT = "rollout_only", "without "
-# Rules about only these keys also apply to inactive tables of [rollout_only].
+# A rule that has only these keys is also checked for inactive tables of [rollout_only].
 _SOURCE = {f"{_ONLY}.{key}" for key in ("model_path", "inference_url", "model", "api_key_env", "logprobs")}
 
 
 class Finding(NamedTuple):
-    """A sentence about a rule that a job breaks."""
+    """One sentence about a rule that a job breaks."""
 
     keys: tuple[str, ...]
     sentence: str
@@ -47,18 +52,25 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Facts]):
-    """A rule between keys, for a job's config or for other facts that have its tables as attributes."""
+    """A rule between keys of a job.
+
+    `Facts` is what the rule is checked for: a job's config, or another object with tables of a job as
+    attributes.
+    """
 
     keys: tuple[str, ...]
-    """Dotted keys that the rule is about; a finding is reported at the first."""
+    """Dotted keys that the rule is about. The first is the key to blame if an error can name only one."""
     holds: Callable[[Facts], bool]
-    """Whether the job keeps the rule. If False, `sentence` may still return nothing."""
+    """Returns whether the job keeps the rule. If it returns False, `sentence` is asked for the findings, and
+    may still return none."""
     sentence: str | Callable[[Facts], str | Iterable[str]]
-    """What was found, what is allowed, the likely intent; `{model.device}` in a text is the job's value."""
+    """Says what was found, what is allowed, and what was probably meant. In a text, `{model.device}` stands
+    for the job's value. A function returns one sentence for each finding."""
     kind: Kind = "refusal"
-    """refusal: the job cannot run; not read: a key has no effect; advice: a mistake; bias: of the credit"""
+    """refusal: the job cannot run; not read: a key has no effect, so the job is refused; advice: the job
+    runs, but probably not as intended; bias: a setting biases the expected gradient."""
     needs: Need = "toml"
-    """What the rule reads: the TOML alone, the plugs that it names, or the answers of a task app."""
+    """What a check of the rule requires: only the TOML, the plug-ins that the TOML names, or a task app."""
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
         if self.holds(facts):
@@ -70,39 +82,39 @@ class Rule(Generic[Facts]):
 
 
 def fill(sentence: str, facts: object) -> str:
-    """Replace `{table.key}` by the job's value."""
+    """Replace each `{table.key}` in a text by the job's value."""
     return sentence.format_map(vars(facts))
 
 
 def field_at(key: str) -> FieldInfo:
-    """Return the field of a table, or of a key in it; KeyError if the job has none."""
+    """Return the pydantic field of a table or of a dotted key. Raises KeyError if jobs have no such key."""
     table, _, name = key.partition(".")
     field = JobConfig.model_fields[table]
     return table_model(field).model_fields[name] if name else field
 
 
 def is_key(key: str) -> bool:
-    """Return whether a table of the job has this key."""
+    """Return whether the table of this dotted key declares it. Raises KeyError if jobs have no such table."""
     table, _, name = key.partition(".")
     return name in table_model(JobConfig.model_fields[table]).model_fields
 
 
 class Case(NamedTuple):
-    """A job, and one of its fixed policies if the rule is about fixed policies."""
+    """What a term is tested on: a job, and one of its fixed policies if the rule is about fixed policies."""
 
     config: JobConfig
     policy: RolloutOnlyTable | None = None
 
     def value(self, key: str) -> Any:
-        """Return the value of a key; None if its table is absent."""
+        """Return the value of a key or a table; None if the table is absent."""
         table, _, name = key.partition(".")
         home = self.policy if name and table == _ONLY else getattr(self.config, table)
         return getattr(home, name, None) if name else home
 
     def is_set(self, key: str) -> bool:
-        """Return whether a key differs from its default, or an optional table is present.
+        """Return whether a key differs from its default, or whether an optional table is present.
 
-        [rollout_only] is present if one of its tables is active.
+        [rollout_only] counts as present only if one of its tables is active.
         """
         if "." not in key:
             return bool(self.config.fixed_policies) if key == _ONLY else self.value(key) is not None
@@ -110,7 +122,11 @@ class Case(NamedTuple):
         return self.value(key.partition(".")[0]) is not None and bool(self.value(key) != usual)
 
     def show(self, key: str) -> str:
-        """Return `key = value`, `key` alone if the value may be secret or long, or `without key`."""
+        """Return the text that names a key in an error, in one of three forms.
+
+        `key = value` if the value is a number, a text or a path; `without key` if it is absent or empty;
+        `key` alone if it is of another type or may be secret.
+        """
         table, _, name = key.partition(".")
         home = name if name and table == _ONLY else key if name else f"[{table}]"
         value = self.value(key) if key != _ONLY else self.config.fixed_policies
@@ -127,14 +143,14 @@ def show_value(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A condition on a key of a job, or of each of its fixed policies."""
+    """A condition on keys of a job, or on keys of one of its fixed policies."""
 
     keys: tuple[str, ...]
     test: Callable[[Case], bool]
     values: tuple[object, ...] = ()
     is_negated: bool = False
     shown: str = ""
-    """The text for what was found; empty: the first key and its value."""
+    """How an error names what was found; if empty, by the first key and its value."""
     needs: Need = "toml"
 
     def __str__(self) -> str:
@@ -147,7 +163,7 @@ class Term:
 
 
 def has(key: str, *values: object) -> Term:
-    """Return a term: the key has one of these values; or, if none is given, not its default."""
+    """Return a term that is true if the key has one of `values` or, without values, if the key is set."""
     return Term((key,), lambda case: case.value(key) in values if values else case.is_set(key), values)
 
 
@@ -156,12 +172,12 @@ def lacks(term: Term) -> Term:
 
 
 def that(test: Callable[[JobConfig], bool], *keys: str, shown: str = "", needs: Need = "toml") -> Term:
-    """Return a term whose condition is Python code; errors show `shown`, or the first key with its value."""
+    """Return a term whose condition is the function `test` of the job; `shown` is as in `Term`."""
     return Term(keys, lambda case: test(case.config), shown=shown, needs=needs)
 
 
 def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
-    """Return the rule that not all terms may hold at once; `why` gives the reason and what is allowed."""
+    """Return the rule that not all terms may be true at once. `why` says what is allowed, and the reason."""
     keys = tuple(dict.fromkeys(key for term in terms for key in term.keys))
     is_of_policies = any(key.startswith(f"{_ONLY}.") for key in keys)
 
@@ -182,7 +198,10 @@ def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
 
 
 def join_words(parts: Iterable[str]) -> str:
-    """Join what a job has and what it lacks: `a with b and c without d or e`."""
+    """Join phrases on what a job has and what it lacks to `a with b and c without d or e`.
+
+    Phrases on what it lacks begin with "without ", and come last.
+    """
     first, *others = parts
     there = [part for part in others if not part.startswith(_WITHOUT)]
     missing = [part.removeprefix(_WITHOUT) for part in others if part.startswith(_WITHOUT)]
@@ -194,7 +213,7 @@ def join_words(parts: Iterable[str]) -> str:
 def read_table(
     text: str, conditions: Mapping[str, Term], kind: Kind = "refusal"
 ) -> Iterator[Rule[JobConfig]]:
-    """Yield the rules of a table, whose format this module's docstring describes."""
+    """Parse a table in the format that the module docstring describes, and yield its rules."""
     for block in re.split(r"(?<![&|])\n(?=\S)", text.strip()):
         line, _, reason = block.partition("\n    ")
         first, *others = line.replace("\n", " ").split(" & ")
@@ -204,7 +223,10 @@ def read_table(
 
 
 def read_readers(text: str, conditions: Mapping[str, Term]) -> Iterator[Rule[JobConfig]]:
-    """Yield the rules of a table `keys: terms`, about keys that nothing reads unless each term is met."""
+    """Parse a table with lines `keys: terms`, and yield its rules.
+
+    A line means that nothing reads these keys unless all of its terms are true.
+    """
     for line in text.strip().splitlines():
         keys, _, readers = line.partition(": ")
         terms = [read_term(reader, conditions) for reader in readers.split(" & ")]

@@ -1,7 +1,7 @@
-"""All rules between keys of a job, as one list; rule.py describes the format of its tables.
+"""All rules between keys of a job that need no task app; rule.py describes the format of the tables below.
 
-The list is checked when a job is posted, by the dashboard's form, by `turnwise check`, and when a run starts.
-A rule about a single key is a bound or a validator of its field.
+They are checked when a job is posted, by the dashboard's form, by `turnwise check`, and when a run starts. A
+condition on a single key is not here: it is a bound or a validator of the key's field.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +37,9 @@ from trainer_backend.plugins import READ_BY, allocation, estimator, not_read, po
 
 _ADVANTAGE, _SCHEDULE = "algorithm.advantage", "rollout_allocation_schedule"
 _STATE_KEY = "algorithm.state_hashing_function"
-_MOST_ASKED = 1_000  # iterations for which a schedule is tried
-# Keys that are not refused if nothing reads them: advice reports them, or jobs to compare share them.
+_MOST_ASKED = 1_000  # a schedule is tried for all iterations up to this one
+# Keys that are accepted even if nothing reads them, because advice reports them, or because it is useful that
+# jobs which are compared share them.
 _ALWAYS_ALLOWED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 _OF_FORKS = frozenset({"algorithm.branches_per_episode", "algorithm.branch_rollouts"})
@@ -60,16 +61,26 @@ def _that_discounts(key: str) -> Term:
 
 
 def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
-    """Return whether the fixed policy's own keys truncate its sampling; another rule is about [rollout]."""
+    """Return whether the keys of the fixed policy itself truncate its sampling.
+
+    Truncation that it gets from [rollout] is the subject of another rule.
+    """
     has_own = any(getattr(policy, key) is not None for key in TRUNCATING)
     return has_own and config.rollout.choose_sampling(policy).is_truncated
 
 
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
-    """Return the actor's share (alpha) by iteration; in a very long job, only of some iterations.
+    """Return the probability that the actor samples (alpha) by iteration.
 
-    A schedule that needs earlier outcomes is asked only about the first iteration. Empty if keys of the
-    schedule are missing or contradict each other. JobError: the schedule fails, or returns no share.
+    In a very long job, some iterations are left out. A schedule that needs earlier outcomes is asked only
+    about the first iteration. The result is empty if keys of the schedule are missing or contradict
+    each other.
+
+    Args:
+        backwards: ask the schedule about the last iteration first.
+
+    Raises:
+        JobError: the schedule fails, or returns no probability.
     """
     table, iterations = config.rollout_allocation_schedule, config.training.iterations
     if table is None or any(_missing(config)) or any(_wrong_bounds(config)):
@@ -114,8 +125,8 @@ CONDITIONS = {
         *(f"rollout.{key}" for key in TRUNCATING),
         shown="[rollout] {rollout.truncation}",
     ),
-    # Environments that a task app makes from its operator's AGENTS. The task app refuses the same per rollout
-    # (task_app/captures/worker.py), but only during play.
+    # Whether the environment is one that the task app makes from its operator's AGENTS. The task app itself
+    # refuses the same settings (task_app/captures/worker.py), but only when a rollout is played.
     "agent": that(lambda c: c.rollout.env_name.startswith("agent:"), "rollout.env_name"),
     "lambda": _that_discounts("gae_lambda"),
     "token lambda": _that_discounts("gae_token_lambda"),
@@ -381,7 +392,8 @@ no rollout_only.model_path & no rollout_only.inference_url
 rollout_only.baseline = "per_policy" & rollout_allocation_schedule.unit = ["iteration", "group"]
     it makes no difference where siblings share their policy; unit = "rollout" mixes them
 """
-# Later steps of an iteration are clipped around the sampling policy, which is no bias of the credit.
+# Settings that bias the expected gradient of an iteration's first optimizer step. The clip of later steps is
+# not listed, because it is no bias of the credit.
 # Source: DESIGN.md 4.6; enumerated in tests/trainer_backend/core/test_unbiased.py.
 _BIASES = """
 <lambda> | <token lambda> | algorithm.bootstrap_truncated
@@ -417,7 +429,7 @@ _OWN_TASK_APPS = {
 
 
 def _shared_worlds(config: JobConfig) -> list[int]:
-    """Return the worlds that are both trained on and evaluated; without rollout.seeds there are none."""
+    """Return the seeds in rollout.seeds that the evaluation uses too."""
     if not config.rollout.seeds:
         return []
     held_out = set(config.evaluation.seeds) or evaluation_worlds(config.evaluation.instances)
@@ -425,14 +437,17 @@ def _shared_worlds(config: JobConfig) -> list[int]:
 
 
 def unknown_state_keys(names: Iterable[str], known: Sequence[str], env_name: str) -> Iterator[str]:
-    """Yield a sentence for each state key that an environment lacks."""
+    """Yield a sentence for each name that is not among the environment's state keys (`known`)."""
     for name in dict.fromkeys(names):
         if not is_state_key(name, known):
             yield f"{env_name!r} has no state key {name!r}{did_you_mean(name, known)}"
 
 
 def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each state key that a built-in environment lacks; other environments pass."""
+    """Yield a sentence for each name in the job's key `key` that is no state key of its environment.
+
+    Only built-in environments are checked, because the state keys of others are not known here.
+    """
     env_name = config.rollout.env_name
     known = list_state_keys(env_name)
     if known is not None:
@@ -440,7 +455,7 @@ def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Itera
 
 
 def _missing(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for each missing key that the type of the schedule requires."""
+    """Yield a sentence for each key that the type of the schedule requires and that the job does not set."""
     table = config.rollout_allocation_schedule
     if table is not None:
         needs = allocation(table.type).needs
@@ -449,7 +464,10 @@ def _missing(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_bounds(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence if alpha's bounds contradict, or if adaptive would begin with only one policy."""
+    """Yield a sentence for each contradiction between alpha_0, min_alpha and max_alpha.
+
+    The type adaptive is also refused if alpha_0 is 0 or 1, because only one side would sample at first.
+    """
     table = config.rollout_allocation_schedule
     if table is None:
         return
@@ -468,7 +486,7 @@ def _wrong_bounds(config: JobConfig) -> Iterator[str]:
 
 
 def _wrong_answers(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence if a schedule fails, or answers differently when it is asked again."""
+    """Yield a sentence if a schedule fails, or if its alpha for a step changes when it is asked again."""
     place = f"{_SCHEDULE}.type is {Case(config).value(f'{_SCHEDULE}.type')!r}"
     try:
         first, again = (_alphas(config, backwards=back) for back in (False, True))
@@ -484,7 +502,7 @@ def _wrong_answers(config: JobConfig) -> Iterator[str]:
 
 
 def _unlike_papers(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence on the job's values that differ from the papers of its estimator and its loss."""
+    """Yield a sentence if values of the job differ from those in the paper of its estimator or its loss."""
     algorithm, case = config.algorithm, Case(config)
     papers = {
         _ADVANTAGE: estimator(algorithm.advantage).values,
@@ -503,7 +521,7 @@ def _unlike_papers(config: JobConfig) -> Iterator[str]:
 
 
 def to_find(facts: object) -> bool:
-    """Return False: the `holds` of rules whose `sentence` looks for findings itself."""
+    """Return False: the `holds` of each rule whose `sentence` finds out itself whether the job breaks it."""
     return False
 
 
@@ -583,7 +601,7 @@ _OTHERS: tuple[Rule[JobConfig], ...] = (
 
 @cache
 def all_rules() -> tuple[Rule[JobConfig], ...]:
-    """Return every rule about a job alone; parsed once, for the first job."""
+    """Return every rule that needs no task app. The tables are parsed at the first call."""
     return (
         *_OTHERS,
         *(
@@ -604,16 +622,16 @@ def all_rules() -> tuple[Rule[JobConfig], ...]:
 
 
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
-    """Yield a rule for each key that the job's estimator, loss, ... does not read, but another one would.
+    """Yield a rule for each key that the job's estimator, loss ... does not read, but another one would.
 
-    The second key of such a rule is the choice, such as algorithm.advantage.
+    The second key of each rule is the one that makes the choice, such as algorithm.advantage.
     """
     for board in READ_BY:
         name = Case(config).value(board)
         for key, readers in not_read(board, name).items() if name is not None else ():
             if key in _OF_FORKS and config.algorithm.train_branches:
                 continue
-            if key not in _ALWAYS_ALLOWED and is_key(key):  # a plug's own key is in [TABLE.NAME] instead
+            if key not in _ALWAYS_ALLOWED and is_key(key):  # keys of [TABLE.NAME] are checked elsewhere
                 choice = f"{board} = {name!r}"
                 told = f"is not read by {choice}"
                 if board == _ADVANTAGE and key.startswith(("training.value_", "training.critic")):
@@ -623,9 +641,11 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
 
 
 def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> Iterator[Finding]:
-    """Yield a finding for each rule of these kinds that a job breaks.
+    """Yield the findings of each rule of these kinds that the job breaks.
 
-    `knows_plugs`: this process knows every estimator, loss and other plug that the job names.
+    Args:
+        knows_plugs: False if the job names an estimator, a loss or another plug-in that this process has not
+            loaded. Then only the rules that need nothing but the TOML are checked.
     """
     for rule in (*all_rules(), *not_read_rules(config)) if knows_plugs else all_rules():
         if rule.kind in kinds and (knows_plugs or rule.needs == "toml"):
@@ -633,5 +653,5 @@ def check_rules(config: JobConfig, *kinds: Kind, knows_plugs: bool = True) -> It
 
 
 def biases(config: JobConfig) -> list[str]:
-    """Name each key that biases the expected gradient of the first optimizer step."""
+    """Return a text for each setting that biases the expected gradient of the first optimizer step."""
     return [finding.sentence for finding in check_rules(config, "bias")]

@@ -1,6 +1,8 @@
-"""The tables of a job's TOML. Each key, with its default and bounds, is here or in a module `*_table`.
+"""The schema of a job's TOML: the class `JobConfig`, and some of the classes of its tables.
 
-`load.load_job` reads a file into `JobConfig`; a test compares docs/configuration.md with it.
+The other classes are in `tables` and in the modules `*_table`. They inherit some of their keys from the
+modules that use the keys, such as `core.losses`. `load.load_job` reads TOML files into a `JobConfig`, and
+`docs` writes docs/configuration.md from the schema.
 """
 
 from pathlib import Path
@@ -34,47 +36,52 @@ from trainer_backend.store.retention import RetentionTable
 
 
 class JobTable(Table):
-    """[job]"""
+    """[job]: the name and the seed of the job, its folder, and code of its own for the trainer."""
 
     name: str = Field(default="job", pattern=JOB_NAME.pattern, max_length=LONGEST_NAME)
-    """first part of the model's name in requests, and the run directory's name; absent: the file's name"""
+    """name of the run directory, and first part of the model's name in requests; absent: the name of the TOML
+    file, without its ending"""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """root of every world, sampling and shuffle seed"""
+    """seed from which all seeds of worlds, sampling and shuffling are derived"""
     runs_dir: Path = Path("runs")
-    """parent of run directories"""
+    """folder that contains the run directories"""
     trainer_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
-    """Python files with estimators, losses, aggregations or schedules of your own (docs/plugins.md)"""
+    """Python files with your own estimators, losses, aggregations or schedules (docs/plugins.md)"""
     trainer_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
-    """SHA-256 of each file of trainer_plugins; a run refuses a file with another digest"""
+    """SHA-256 of each file of trainer_plugins. A run records them when it begins, and refuses files that have
+    changed since"""
 
 
 class CurriculumTable(CurriculumKeys):
-    """[curriculum]: groups that start at snapshots of the run's own games."""
+    """[curriculum]: groups of episodes that start at snapshots from earlier games of the same run."""
 
 
 class EvaluationTable(Table):
-    """[evaluation]"""
+    """[evaluation]: when the policy is evaluated, and in which held-out worlds."""
 
     every_n_iters: int = Field(default=10, ge=1)
-    """iterations between evaluations; the first is before, and the last after, all iterations"""
+    """number of iterations between evaluations. There is also an evaluation before the first iteration and
+    one after the last"""
     instances: int = Field(default=128, ge=1, le=1_000_000)
-    """held-out worlds, or rows of [data], never used in training"""
+    """number of held-out worlds, or of held-out rows of [data], in an evaluation; training never uses them"""
     seeds: Annotated[tuple[Seed, ...], refuse_repeats("counts once in a mean")] = ()
-    """held-out worlds by seed, from 0 to 2**31 - 2, instead of instances; training then avoids them"""
+    """instead of instances: the seeds of the held-out worlds, from 0 to 2**31 - 2. Training avoids these
+    worlds"""
     temperature: float | None = Field(default=None, ge=0)
-    """sampling temperature; 0 is greedy; absent: as in [rollout]"""
+    """sampling temperature of evaluations; 0 is greedy; absent: that of [rollout]"""
 
     def evaluation_temperature(self, rollout: RolloutTable) -> float:
-        """Return the temperature of evaluations; 0 is greedy."""
+        """Return the sampling temperature of evaluations; 0 means greedy."""
         return rollout.temperature if self.temperature is None else self.temperature
 
 
 class JobConfig(Table):
-    """A whole job. Absent tables have their defaults.
+    """A whole job, table by table.
 
-    Without [warmup] there is no warm-up, without [lora] all weights are trained, without [data] the
-    environment makes its own worlds, without [curriculum] games start at the beginning, and without [cluster]
-    there is one process.
+    Some tables turn something on: without [warmup] there is no warm-up, without [lora] all weights are
+    trained, without [data] the environment makes its own worlds, without [curriculum] all games start at the
+    beginning, without [rollout_only] the actor samples everything, and without [cluster] all roles share one
+    process. The keys of any other absent table have their defaults.
     """
 
     job: JobTable = JobTable()
@@ -100,23 +107,23 @@ class JobConfig(Table):
 
     @property
     def weights_by_folder(self) -> bool:
-        """Whether new weights reach the engine as a folder, and not within the process's memory."""
+        """Whether new weights reach the engine through files in a folder."""
         backend = self.weight_transfer.backend
         apart = self.cluster is not None or self.inference.engine == "vllm"
         return apart if backend is None else backend == "folder"
 
     @property
     def weights_by_broadcast(self) -> bool:
-        """Whether the learner's process sends new weights to vLLM servers, tensor by tensor."""
+        """Whether the learner sends new weights to vLLM servers over NCCL or gloo, tensor by tensor."""
         return self.weight_transfer.backend == "nccl"
 
     @property
     def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
-        """The tables of [rollout_only] that name a model, in their order; most jobs have none."""
+        """The active tables of [rollout_only], which are those that name a model, in the order of the job."""
         return tuple(table for table in self.rollout_only if table.is_active)
 
     def fixed(self, name: str) -> RolloutOnlyTable:
-        """Return the active fixed policy of that name, or raise KeyError."""
+        """Return the table of the active fixed policy of this name. Raises KeyError if there is none."""
         return {table.name: table for table in self.fixed_policies}[name]
 
     @field_validator("rollout_only", mode="before")
@@ -126,12 +133,15 @@ class JobConfig(Table):
 
     @property
     def max_decisions(self) -> int:
-        """The most decisions of an episode, by the lower one of its two limits."""
+        """The maximum number of decisions in an episode, from rollout.max_turns and max_assistant_turns."""
         return self.multi_turn.max_decisions(self.rollout.max_turns)
 
     @property
     def planned_tokens(self) -> int:
-        """The number by which `training.aggregation = "constant"` divides, whatever is sampled."""
+        """The denominator of `training.aggregation = "constant"`: a planned number of tokens in an iteration.
+
+        It does not depend on how many tokens are sampled.
+        """
         budget = self.max_decisions * self.rollout.max_tokens
         most = min(budget, self.multi_turn.max_episode_tokens or budget)
         return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)

@@ -1,4 +1,4 @@
-"""The tables of a job TOML about models, processes and records; `schema` has the others."""
+"""The tables of a job's TOML about the model and the processes of a run; `schema` lists all tables."""
 
 import re
 from collections import Counter
@@ -14,36 +14,36 @@ from trainer_backend.core.keys import Table
 from trainer_backend.inference.keys import EngineKeys, VllmKeys
 from trainer_backend.job.addresses import checked_url, fault_in
 
-# One or two parts; a path would begin with / or . or ~ or have more parts.
+# A name on the Hugging Face hub has one or two parts. A path begins with / or . or ~, or has more parts.
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
 class ModelTable(Table):
-    """[model]"""
+    """[model]: the model that is trained, and the form of its prompts and tool calls."""
 
     preset: str | None = None
-    """a small model built from its config"""
+    """name of a small model that is built with random weights (docs/models.md)"""
     path: Path | None = None
-    """a local Hugging Face folder"""
+    """local folder with a model in the format of Hugging Face"""
     name: str | None = None
-    """a model of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or of its cache"""
+    """name of a model on the Hugging Face hub or in its local cache, such as `Qwen/Qwen3-0.6B`"""
     revision: str | None = Field(default=None, min_length=1)
-    """branch, tag or commit of `name`; absent: main"""
+    """branch, tag or commit of the model `name`; absent: main"""
     tool_call_format: str | None = None
-    """the model's syntax of tool calls; absent: read from its chat template"""
+    """format in which the model writes tool calls; absent: recognized from its chat template"""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """passed to the chat template, such as `enable_thinking = false`"""
+    """arguments that are passed to the chat template, such as `enable_thinking = false`"""
     vocab_size: int = Field(default=1024, ge=300, le=65536)
-    """size of the tokenizer that a preset trains on the job's prompts"""
+    """number of tokens of the tokenizer that is trained on the job's prompts for a preset"""
     only_tool_words: bool = False
-    """a preset samples only the words that its tool's schema lists (`enum`), each as one token; no token ends
-    a call, so every call has rollout.max_tokens words"""
+    """let a preset sample only the words that its tool's schema lists (`enum`); each of them is one token. No
+    token ends a call, so every call has rollout.max_tokens words"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """device of training and serving; auto takes cuda, then mps, then cpu"""
+    """device for training and sampling; auto: cuda if there is one, else mps, else cpu"""
 
     @property
     def source(self) -> str:
-        """The model's name for messages: the preset, the folder, or the name with its revision."""
+        """A name of the model for messages: the preset, the folder, or the hub's name with the revision."""
         name = f"{self.name} at {self.revision}" if self.revision else self.name
         return str(self.preset or self.path or name)
 
@@ -57,7 +57,7 @@ class ModelTable(Table):
         return name
 
 
-# Keys of [services] that are settings of the task app, with the same names there.
+# Keys of [services] that the job's own task app gets as settings of the same names.
 TASK_APP_SETTINGS = (
     "gymnasium_modules", "verifiers_modules", "verifiers_python", "textarena_python",
     "reasoning_gym_python", "mcp_servers", "allowed_environment_hosts",
@@ -67,50 +67,57 @@ Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
 
 
 class ServicesTable(Table):
-    """[services]"""
+    """[services]: the task apps and the gateways of a run."""
 
     # No repr: a user name and password given here by mistake must not appear in an error.
     task_url: tuple[str, ...] = Field(default=(), max_length=256, repr=False)
-    """task apps, one URL or a list; `dns+http://name:port` is all addresses of a name (docs/operations.md);
-    absent: the job starts one of its own"""
+    """URL of a task app, or a list of URLs. `dns+http://name:port` stands for all addresses to which the name
+    is resolved (docs/operations.md). Absent: the job starts a task app of its own"""
     task_api_key: SecretStr | None = None
-    """key of the task apps; absent: the environment variable ENVIRONMENT_API_KEY, or the file that
-    ENVIRONMENT_API_KEY_FILE names"""
+    """API key of the task apps; absent: the value of the environment variable ENVIRONMENT_API_KEY, or the
+    content of the file that ENVIRONMENT_API_KEY_FILE names"""
     task_plugins: tuple[Path, ...] = Field(default=(), max_length=64)
-    """Python files with environments or policies of your own, for the task app that the job starts
+    """Python files with your own environments or policies, for the task app that the job starts
     (docs/plugins.md)"""
     task_plugins_sha256: tuple[str, ...] = Field(default=(), max_length=64)
-    """SHA-256 of each file of task_plugins; a run refuses a file with another digest"""
+    """SHA-256 of each file of task_plugins. A run records them when it begins, and refuses files that have
+    changed since"""
     gymnasium_modules: tuple[Module, ...] = Field(default=(), max_length=64)
-    """modules that register environments with gymnasium; the job's own task app imports them. Absent, for
-    this key and the next six: the task app's environment variable decides (docs/foreign.md)"""
+    """modules that register environments with gymnasium; the task app that the job starts imports them. If
+    this key or one of the next six is absent, the task app's environment variable is used instead, here
+    TURNWISE_GYMNASIUM_MODULES (docs/foreign.md)"""
     verifiers_modules: tuple[Module, ...] = Field(default=(), max_length=64)
-    """tasksets that the job's own task app may play as `verifiers:MODULE`"""
+    """modules with tasksets of verifiers, which the task app that the job starts may play as
+    `verifiers:MODULE`"""
     verifiers_python: Path | None = None
-    """the Python of the virtual environment that has verifiers"""
+    """Python interpreter of the virtual environment in which verifiers is installed"""
     textarena_python: Path | None = None
-    """the Python of the virtual environment that has textarena, for `textarena:ID`"""
+    """Python interpreter of the virtual environment in which textarena is installed, for environments
+    `textarena:ID`"""
     reasoning_gym_python: Path | None = None
-    """the Python of the virtual environment that has reasoning-gym, for `reasoning_gym:NAME`"""
+    """Python interpreter of the virtual environment in which reasoning-gym is installed, for environments
+    `reasoning_gym:NAME`"""
     mcp_servers: Path | None = None
-    """the file of MCP servers, for `mcp:NAME`"""
+    """file that lists MCP servers, for environments `mcp:NAME`"""
     allowed_environment_hosts: tuple[Host, ...] = Field(default=(), max_length=64)
-    """hosts (or host:port) that the URL in an env_name may name"""
+    """hosts, as `host` or `host:port`, that the URL in an env_name may name. The list replaces the default,
+    which is this machine alone"""
     task_apps: int = Field(default=1, ge=1, le=64)
-    """task apps that the job starts, a process each; more than one helps if playing takes longer than
-    sampling, as with a scripted teacher"""
+    """number of task apps that the job starts, each in its own process. More than one helps if playing takes
+    longer than sampling, as with a scripted teacher"""
     gateway_host: str = "127.0.0.1"
-    """address that the job's own gateway listens on"""
+    """address on which the gateway of the job listens"""
     gateway_port: int = Field(default=0, ge=0, le=65535)
-    """0 takes a free port; further gateways take the ports after it"""
+    """port of the first gateway; further gateways use the ports after it; 0: free ports are chosen"""
     gateways: int = Field(default=1, ge=1, le=64)
-    """gateways, a process each; a rollout calls only one of them. More than one needs [cluster]"""
+    """number of gateways, each in its own process. A rollout calls only one of them. More than one needs
+    [cluster]"""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """time limit of a control request to a task app"""
+    """seconds that a task app may take to answer a request of the trainer"""
     iteration_timeout_s: float = Field(default=1800.0, gt=0)
-    """time limit of collecting an iteration"""
+    """seconds that collecting the rollouts of an iteration may take"""
     task_app_wait_s: float = Field(default=60.0, ge=0, le=86_400)
-    """how long to wait for a task app of task_url to come back when none answers"""
+    """seconds that a run waits while none of the task apps of task_url answers; then it ends with an error"""
 
     @field_validator("task_url")
     @classmethod
@@ -125,7 +132,7 @@ class ServicesTable(Table):
 
     @property
     def task_app_variables(self) -> dict[str, str]:
-        """Return the environment variables for the job's own task app, from the keys that are given."""
+        """The environment variables for the task app that the job starts, from the keys that the job sets."""
         given = {name: value for name in TASK_APP_SETTINGS if (value := getattr(self, name))}
         return {
             f"TURNWISE_{name.upper()}": ",".join(value) if isinstance(value, tuple) else str(value)
@@ -134,17 +141,19 @@ class ServicesTable(Table):
 
 
 class ClusterTable(Table):
-    """[cluster]: each role of the job has a process of its own; absent: one process has all roles."""
+    """[cluster]: each role of a run has a process of its own. Without it, one process has all roles."""
 
     launcher: Literal["local", "external", "ray"] = "local"
-    """what starts the processes. local: this process, on this machine; external: you start the learner, which
-    has `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on nodes that are free
-    (docs/cluster.md)"""
+    """what starts the processes (docs/cluster.md). local: the run itself, on this machine; external: you
+    start the learner, at `learner.url`, and the vLLM servers of `inference.urls`; ray: Ray, on nodes with
+    free resources"""
     ray_address: str = Field(default="auto", pattern=r"^(auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5})$")
-    """with launcher = 'ray': the address of Ray's head, `host:6379`; auto: the head on this machine"""
+    """with launcher = 'ray': address of Ray's head node, such as `host:6379`; auto: the head node is this
+    machine"""
     wait_s: float = Field(default=600.0, gt=0, le=604_800)
-    """how long to wait, at the start and each time that a process is lost: with launcher = 'external' for the
-    learner of `learner.url`, with launcher = 'ray' for a place"""
+    """seconds that a run may wait at its start, and again each time that a process is lost. With launcher =
+    'external' it waits for the learner at `learner.url`; with launcher = 'ray', for a node with free
+    resources"""
 
     @field_validator("ray_address")
     @classmethod
@@ -155,30 +164,30 @@ class ClusterTable(Table):
 
 
 class InferenceTable(EngineKeys, VllmKeys):
-    """[inference]"""
+    """[inference]: the engine that samples for the actor, and its vLLM servers if it has any."""
 
 
-# How long ranks wait for each other: each imports torch first, and nodes start one after another.
+# Seconds that ranks wait for each other at the start: each imports torch first, and nodes may start late.
 RANKS_JOIN_S = 600.0
 
 
 class LearnerTable(Table):
-    """[learner]: the learner's processes; read with [cluster]."""
+    """[learner]: the processes of the learner. These keys have an effect only with [cluster]."""
 
     nnodes: int = Field(default=1, ge=1, le=1024)
-    """nodes that the learner's ranks are on; more than one needs cluster.launcher = 'ray' or 'external'"""
+    """number of nodes for the learner's ranks; more than one needs cluster.launcher = 'ray' or 'external'"""
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
-    """ranks on a node, a GPU each. Each rank holds a share of the weights, the gradient and the optimizer
-    (FSDP2), and computes a share of every update"""
+    """number of ranks on a node. Each rank is a process with one GPU, which holds a share of the weights, of
+    the gradient and of the optimizer's state (FSDP2), and computes a share of every update"""
     data_parallel_replicate_degree: int = Field(default=1, ge=1, le=1024)
-    """number of groups of ranks; each group holds all weights. 1: all ranks are one group. If it equals
-    nnodes, weights are gathered only within a node"""
+    """number of groups of ranks; the ranks of a group together hold a whole copy of the weights. 1: all ranks
+    form one group. If the number equals nnodes, weights are gathered only within a node"""
     fsdp_reshard_after_forward: bool = True
-    """free a layer's gathered weights after its forward pass and gather them again for the backward pass:
-    less memory, half as much communication again"""
+    """free the gathered weights of a layer after its forward pass, and gather them again for its backward
+    pass. This takes less memory, and increases communication by half"""
     fsdp_cpu_offload: bool = False
-    """keep each rank's share of weights, gradient and optimizer in main memory, and take the optimizer's step
-    there; needs several ranks"""
+    """keep each rank's share of the weights, the gradient and the optimizer's state in main memory, and
+    compute the optimizer's step on the CPU. This needs several ranks"""
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -188,19 +197,20 @@ class LearnerTable(Table):
         f"3600, and the ranks' joining {RANKS_JOIN_S:g}",
     )
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """how often a run continues from its newest checkpoint after the learner's process was lost"""
+    """maximum number of times that a run continues from its newest checkpoint after it lost the learner's
+    process"""
     url: str = Field(default="", repr=False)
-    """with cluster.launcher = 'external': the address of the learner. On both sides, the variable
-    TURNWISE_LEARNER_KEY of the environment holds its key"""
+    """with cluster.launcher = 'external': address of the learner. The environment variable
+    TURNWISE_LEARNER_KEY must contain the same key for the learner and for the run"""
 
     @property
     def ranks(self) -> int:
-        """The number of the learner's processes."""
+        """The number of ranks of the learner; each rank is a process."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def parts(self) -> int:
-        """The number of ranks that hold all weights together."""
+        """The number of ranks in a group, among which a whole copy of the weights is divided."""
         return self.ranks // self.data_parallel_replicate_degree
 
     @field_validator("url")
@@ -210,12 +220,13 @@ class LearnerTable(Table):
 
 
 class WeightTransferTable(Table):
-    """[weight_transfer]"""
+    """[weight_transfer]: how new weights reach the engine."""
 
     backend: Literal["memory", "folder", "nccl"] | None = None
-    """how new weights reach the engine. memory: copied within the process; folder: written to
-    `RUN/weights/version_n` and loaded; nccl: sent by the learner's process to vLLM servers, tensor by tensor
-    (by gloo where `model.device` is a CPU); absent: folder with [cluster] or vLLM, otherwise memory"""
+    """how new weights get from the learner to the engine. memory: they are copied within the process; folder:
+    they are written to `RUN/weights/version_n` and loaded from there; nccl: the learner's process sends them
+    to vLLM servers, tensor by tensor (with gloo in place of NCCL if `model.device` is a CPU); absent: folder
+    with [cluster] or vLLM, otherwise memory"""
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:

@@ -1,4 +1,4 @@
-"""Rules that need the answers of a task app; a trial at the start and `turnwise check` apply them."""
+"""Rules that need the answers of a task app. They are checked at a run's start and by `turnwise check`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from trainer_backend.plugins import estimator
 
 @dataclass(frozen=True)
 class Played:
-    """A task app's answers about a job's environment, and the tables of the job to compare them with."""
+    """What these rules are checked for: a task app's answers about an environment, and tables of the job."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable
@@ -23,15 +23,16 @@ class Played:
     training: TrainingTable
     conversation: bool
     takes_answers: bool
-    """Whether the environment accepts words without a call."""
+    """Whether the environment accepts a message without a tool call."""
     rewards_decisions: bool
-    """Whether a decision may earn something: by an achievement, an interaction, or as a call of an agent."""
+    """Whether a single decision can be rewarded: for an achievement, by an interaction, or because it is a
+    call of an agent whose calls are rewarded."""
     state_keys: tuple[str, ...]
     has_interactions: bool
     has_curriculum: bool
-    """Whether the job lets groups start at snapshots."""
+    """Whether the job has [curriculum], so that some groups start at snapshots."""
     restorable: bool | None
-    """Whether the environment has snapshots; None: the task app is too old to say."""
+    """Whether the environment supports snapshots; None if the task app is too old to report it."""
     reward_functions: tuple[str, ...]
 
 
@@ -52,7 +53,7 @@ def _make_rule(
     sentence: str | Callable[[Played], str | Iterable[str]],
     kind: Kind = "refusal",
 ) -> Rule[Played]:
-    """Make a rule for `Played`, whose sentence follows the key that it is about."""
+    """Return a rule that is checked for `Played`; errors put the first key before the sentence."""
     return Rule(keys, holds, sentence, kind, "task_app")
 
 

@@ -1,6 +1,7 @@
-"""Low-rank adapters of a model by `peft`; the only module that imports peft as a whole.
+"""Low-rank adapters (LoRA) of a model, inserted by `peft`. Only this module imports all of peft.
 
-Adapters and base are summed in float32 and rounded once: in updates, in the engine, in merged checkpoints.
+The contribution of an adapter is added to that of the base in float32, and only the sum is rounded. This
+holds in updates, in the inference engine and in merged checkpoints.
 """
 
 import warnings
@@ -36,7 +37,7 @@ from trainer_backend.models.origin import plain_name, read_origin
 
 
 class Adapter:
-    """The adapters of a model, into which peft inserts them; the model keeps its class and methods."""
+    """The low-rank adapters of one model. peft replaces layers of the model, but keeps its class."""
 
     def __init__(self, wrapped: PeftModel) -> None:
         wrapped.eval()  # peft's modules begin in training mode
@@ -51,15 +52,17 @@ class Adapter:
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
-        """Insert new adapters, whose product is 0; torch's global generator is not changed.
+        """Insert new adapters into `model`. Their matrices B are 0, so the model's outputs do not change.
 
-        `base` is the path or hub name of the model, which is stored with the adapters.
+        `seed` determines the random values of A; torch's global random state is left unchanged. `base` is the
+        path or hub name of the model, which `save` writes to the adapters' config.
         """
         adapted = adapted_layers(model, table.target_modules)
         targets: str | list[str] = list(table.target_modules)
         if table.adapts_all:
             linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-            # peft's ALL_LINEAR includes subclasses of linear layers, and experts.
+            # peft's ALL_LINEAR also selects experts and subclasses of nn.Linear. It is used only if that is
+            # the same set of layers: all linear layers except the LM head.
             targets = ALL_LINEAR if len(adapted) == sum(1 for _ in linear) - 1 else sorted(adapted)
         experts = adapted_experts(model, table.target_modules)
         config = LoraConfig(
@@ -74,12 +77,12 @@ class Adapter:
             torch.manual_seed(seed)
             wrapped = _wrap(model, config)
         adapter = cls(wrapped)
-        adapter._settings.base_model_name_or_path = base  # peft has set the model's own folder
+        adapter._settings.base_model_name_or_path = base  # peft has stored the model's own folder here
         return adapter
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        """Load the adapters that `save` wrote."""
+        """Load adapters that `save` wrote. Raises CheckpointError if they do not fit the model."""
         stored = read_adapter(folder)
         layers = [
             name.removesuffix(".weight")
@@ -101,21 +104,25 @@ class Adapter:
         rename_for_wrapper(folder, read_origin(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return A and B of every adapted layer by their names in the model, without copies."""
+        """Return the matrices A and B of every adapted layer, by parameter name. Tensors are not copied."""
         return {name: weight.detach() for name, weight in self._model.named_parameters() if ".lora_" in name}
 
     def copied(self, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Copy `stored`, or the current weights, to tensors for `replaced`."""
+        """Return copies of adapter weights, on the model's device and in its dtype, to pass to `replaced`.
+
+        The copied weights are `stored`, or the current weights if `stored` is None.
+        """
         given = stored or self.weights()
         return {name: torch.empty_like(own).copy_(given[name]) for name, own in self.weights().items()}
 
     @contextmanager
     def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the adapters other weights inside the context, such as those from the start of RL."""
+        """Let the model use `weights` as its adapters inside the context, such as those of the reference."""
         trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
         own = [parameter.data for parameter, _ in trained]
         try:
-            # Exchanged, not overwritten, because a later backward pass needs the trained weights unchanged.
+            # The tensors are exchanged, because overwriting the trained weights would invalidate a backward
+            # pass that comes later.
             for parameter, tensor in trained:
                 parameter.data = tensor
             yield
@@ -125,17 +132,23 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Return the merged weights, float32 in main memory, by their names in the plain model."""
+        """Return all weights, adapters merged, in float32 on the CPU, named as in the model without peft."""
         return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
 
     @torch.no_grad()
     def merged_in(self, name: str, weight: Tensor) -> Tensor:
-        """Merge the adapter into a weight of `under` that is not sharded; float32, in main memory."""
+        """Return one base weight with its adapter merged, if it has one, in float32 on the CPU.
+
+        `name` is a key of `under`; `weight` is the whole tensor, gathered from all ranks.
+        """
         plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
         return plain if layer is None else plain + _layer_delta(layer)
 
     def under(self) -> dict[str, Tensor]:
-        """Return the weights without adapters, by their names in the plain model; tied weights once."""
+        """Return the base weights, without adapters, named as in the model without peft.
+
+        Tied weights are included once, under their first name.
+        """
         return {
             plain_name(name): tensor
             for name, tensor in collect_weights(self._model).items()
@@ -144,11 +157,11 @@ class Adapter:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Prepare the base for RL, after a warm-up has moved the adapters.
+        """Round the base weights as a resumed run will compute them; called after the warm-up, before RL.
 
-        A resumed run computes its base from iteration_0 by subtracting the merged adapters
-        (`adapter_folder.take_out`), which may change a float32 base in its last bit. The base is computed in
-        the same way here, so that both runs continue from the same weights.
+        A resumed run loads the merged weights of iteration_0 and subtracts the adapters
+        (`adapter_folder.take_out`), which may change a float32 weight in its last bit. Adding and subtracting
+        the adapters here makes the same change, so that both runs continue from equal weights.
         """
         for _, layer in lora_layers(self._model):
             base: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
@@ -157,7 +170,10 @@ class Adapter:
 
 
 def unmerge(model: PreTrainedModel, folder: Path) -> None:
-    """Subtract merged adapters from a float32 model's weights, and insert them as adapters again."""
+    """Separate merged adapters from a float32 model: subtract them, then insert them as peft's adapters.
+
+    `folder` contains the adapters that were merged into the weights of `model`.
+    """
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
         Adapter(_wrap(model, read_settings(folder))).restore(folder)
@@ -167,18 +183,18 @@ def _wrap(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
     settings: Any = model.config
     model_type = settings.model_type
-    # By model_type, peft would change names of linear layers to those of fused experts.
+    # For some values of model_type, peft would replace the names of linear layers by names of fused experts.
     settings.model_type = ""
     try:
         with warnings.catch_warnings():
-            # peft uses an old name of transformers 5, whose warning would appear in the run's output.
+            # peft uses a deprecated name of transformers 5; the warning would appear in the run's output.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = get_peft_model(model, config)
     finally:
         settings.model_type = model_type
     for module in model.modules():
         if type(module) is ParamWrapper:
-            module.__class__ = AdaptedExperts  # peft ignores what is registered for this class
+            module.__class__ = AdaptedExperts  # peft ignores a class registered in its place
     return wrapped
 
 
@@ -191,20 +207,21 @@ def _layer_delta(layer: Any) -> Tensor:
 
 
 class AdaptedLinear(LoraLinear):
-    """peft's adapted linear layer, with a sum that is rounded once.
+    """peft's linear layer with an adapter, whose output is rounded only once.
 
-    peft adds the adapter's product to the rounded output of the base. In bfloat16, half of the effect of ten
-    optimizer steps of 1e-5 is then lost. Here one matrix product with float32 sums adds both.
+    peft itself rounds the output of the base layer before it adds the adapter's output. In bfloat16, this
+    loses half of the effect of ten optimizer steps with learning rate 1e-5. This class computes the sum by
+    one `addmm`, which accumulates in float32.
     """
 
     def parts(self) -> tuple[nn.Linear, Tensor, Tensor, float]:
-        """Return the base layer, A [rank, in], B [out, rank] and the scale, for the engine's decoder."""
+        """Return base layer, A [rank, in], B [out, rank] and scale alpha / rank, for the engine's decoder."""
         base: Any = self.get_base_layer()
         down, up = (matrix[ADAPTER].get_parameter("weight") for matrix in (self.lora_A, self.lora_B))
         return base, down, up, self.scaling[ADAPTER]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map [..., in] to [..., out]."""
+        """Compute the output of the layer with its adapter, [..., out], from x [..., in]."""
         base: Any = self.get_base_layer()
         low = self.lora_B[ADAPTER](self.lora_A[ADAPTER](self.lora_dropout[ADAPTER](x)))
         summed = torch.addmm(
@@ -215,14 +232,15 @@ class AdaptedLinear(LoraLinear):
 
 
 class AdaptedExperts(ParamWrapper):
-    """peft's adapter of a layer's experts, which are one tensor: the layer computes with W + s B A.
+    """peft's adapter for the experts of a layer, whose weights are stacked in one tensor.
 
-    peft caches the sum for all threads of a process. While an engine computes, a learner could get the sum of
-    an earlier step; so it is not cached here.
+    The layer computes with the sum of its weights and the scaled product of the adapter's matrices. peft
+    caches this sum for all threads of a process, so a learner could read the sum of an earlier step while an
+    engine computes in another thread. This class computes the sum in every forward pass.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer with adapted weights."""
+        """Compute the experts' output with the adapter added to their weights."""
         own: Any = self
         below = own.base_layer
         left, right, scale = own.get_delta_factors(ADAPTER)

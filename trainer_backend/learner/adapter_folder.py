@@ -1,4 +1,7 @@
-"""Reads and writes a checkpoint's adapters in peft's layout, without importing peft (half a second)."""
+"""Reads and writes the adapters of a checkpoint in peft's file layout.
+
+peft, whose import takes half a second, is imported only by `read_settings`.
+"""
 
 import json
 from collections.abc import Collection
@@ -23,13 +26,16 @@ _OF_PEFT = "base_model.model."
 
 
 def take_out(model: PreTrainedModel, folder: Path) -> None:
-    """Subtract stored adapters from a float32 model into which they were merged."""
+    """Subtract the adapters in `folder` from a float32 model into which they were merged."""
     add_adapters(model, folder, sign=-1.0)
 
 
 @torch.no_grad()
 def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> None:
-    """Add stored adapters to their float32 base model; sign -1 subtracts them."""
+    """Add the adapters in `folder` to the weights of their float32 base model.
+
+    With `sign` -1 the adapters are subtracted. Raises CheckpointError if they belong to another model.
+    """
     stored = read_adapter(folder)
     settings = read_settings(folder)
     for name, down in stored.items():
@@ -42,7 +48,7 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             scaling = settings.lora_alpha / settings.r
             if weight.dim() == 3:
                 experts = model.get_submodule(own.rpartition(".")[0])
-                # Whether the tensor is [E, in, out] and not [E, out, in], as peft tests it.
+                # True if the tensor is [E, in, out], False if it is [E, out, in]; peft tests it in this way.
                 is_by_input = bool(getattr(experts, "is_transposed", False))
                 learned = expert_delta(down, up, settings.r, scaling, is_by_input)
             else:
@@ -53,9 +59,11 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
 
 
 def _find_adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") -> str:
-    """Find the weight of a plain model that the adapter `layer` adapts; return its name.
+    """Return the name of the weight, in a model without peft, to which the stored adapter `layer` belongs.
 
-    A layer's experts are several tensors of one module. peft wraps it once per tensor; the last is outermost.
+    The experts of a layer are several tensors of one module. peft wraps this module once for each adapted
+    tensor, and the wrapper of the last tensor is the outermost. So the number of ".base_layer" in `layer`
+    determines the tensor.
     """
     name = plain_name(layer)
     own = (f"{name}.{part}" for part, _ in model.get_submodule(name).named_parameters(recurse=False))
@@ -64,7 +72,10 @@ def _find_adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConf
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors that `Adapter.save` wrote, by their names in the model."""
+    """Read the tensors that `Adapter.save` wrote, and return them by their parameter names in the model.
+
+    Raises CheckpointError if `folder` contains no readable adapters.
+    """
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(
             f"{folder}: no adapter in this checkpoint, but the job has [lora]",
@@ -81,7 +92,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def read_settings(folder: Path) -> "LoraConfig":
-    """Read the settings of stored adapters, with the layers' names in the trained model."""
+    """Read the config of the adapters in `folder`, and name its layers as in the model in training."""
     from peft import LoraConfig
 
     settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
@@ -93,9 +104,11 @@ def read_settings(folder: Path) -> "LoraConfig":
 
 
 def rename_for_wrapper(folder: Path, decoder: str) -> None:
-    """Rename a text model's adapters as in its wrapper, such as a vision-language model (`Origin.decoder`).
+    """Rename the layers of stored adapters to their names in the wrapper of the text model.
 
-    Layers get their full names, because name endings would match layers of a vision tower too.
+    A wrapper is, for example, a vision-language model that contains the text model as its module `decoder`
+    (`Origin.decoder`). `target_modules` then lists full names of layers, because name endings would also
+    match layers of a vision tower. Without a wrapper, `decoder` is "model", and nothing is changed.
     """
     if decoder == "model":
         return
@@ -113,16 +126,16 @@ def rename_for_wrapper(folder: Path, decoder: str) -> None:
 
 
 def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
-    """Write adapters into `folder` for transformers with peft, over the plain model in `base`.
+    """Write adapters into `folder` that transformers and peft can load on top of the model in `base`.
 
-    The plain model is W + d_0, with the adapters of `base` merged. So the difference d_n - d_0 is written,
-    as adapters of twice the rank and the same scale:
+    `own` contains the current adapters A_n, B_n, which `Adapter.save` wrote. The weights in `base` already
+    include the adapters of that checkpoint, A_0 and B_0. So only the difference of the two products is
+    written, as adapters of twice the rank and the same scale:
 
         B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
 
-    Without a warm-up, B_0 is 0, and the adapters are written unchanged. `own` is the folder with the adapters
-    that `Adapter.save` wrote. The path of `base` is absolute, because transformers resolves relative paths
-    against its working directory.
+    Without a warm-up, B_0 is 0, and the adapters are written unchanged. The written config contains the
+    absolute path of `base`, because transformers resolves relative paths against its working directory.
     """
     stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
     settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))
@@ -145,7 +158,10 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
 
 
 def refuse_adapters(checkpoint: Path) -> None:
-    """Refuse a checkpoint with adapters for a job without [lora]: its moments belong to other weights."""
+    """Raise CheckpointError if `checkpoint` contains adapters; called for a job without [lora].
+
+    The optimizer moments of such a checkpoint belong to the adapters, so they do not fit the full weights.
+    """
     if (checkpoint / FOLDER).is_dir():
         raise CheckpointError(
             f"{checkpoint}: it has adapters, but the job has no [lora]",
@@ -154,7 +170,10 @@ def refuse_adapters(checkpoint: Path) -> None:
 
 
 def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[str]) -> None:
-    """Refuse adapters of another rank, scale or set of layers; `layers` names the layers of `ours`."""
+    """Raise CheckpointError if the adapters in `folder` differ from `ours` in rank, alpha or adapted layers.
+
+    `layers` are the full names of the linear layers that `ours` adapts.
+    """
     theirs = read_settings(folder)
     if set(theirs.target_modules or ()) == set(layers):
         theirs.target_modules = ours.target_modules
@@ -172,12 +191,18 @@ def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[s
 
 
 def delta(down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """Compute (alpha / rank) * B A in float32, always on the CPU, so that all devices give the same sum."""
+    """Compute the scaled product of the matrices `up` (B) and `down` (A) in float32.
+
+    The product is computed on the CPU, so that it does not depend on the device. `scaling` is alpha / rank.
+    """
     return up.float().cpu() @ down.float().cpu() * scaling
 
 
 def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_input: bool) -> Tensor:
-    """Compute the delta [E, out, in] or [E, in, out] from peft's A [E * rank, in] and B [out, rank * E]."""
+    """Compute the scaled product B A of each of E experts: [E, out, in], or with `is_by_input` [E, in, out].
+
+    `down` is peft's A [E * rank, in]; `up` is peft's B [out, rank * E].
+    """
     downs = down.float().cpu().reshape(-1, rank, down.shape[1])
     ups = up.float().cpu().reshape(len(up), rank, -1).permute(2, 0, 1)
     learned: Tensor = ups @ downs * scaling
@@ -185,11 +210,14 @@ def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_inpu
 
 
 def _plain(setting: Any) -> Any:
-    """Sort names of layers: peft keeps them as a set, and stores them as a list."""
+    """Convert a collection of layer names to a sorted list; return any other setting unchanged.
+
+    peft keeps such names as a set, and stores them as a list.
+    """
     return sorted(setting) if isinstance(setting, set | list | tuple) else setting
 
 
 def _shorten(setting: Any) -> str:
-    """Describe a setting; a long list by its first names."""
+    """Format a setting as text; of a list with more than four names, only the first two are shown."""
     is_long = isinstance(setting, list) and len(setting) > 4
     return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)

@@ -1,11 +1,12 @@
 """Layouts of packed segments for attention, and the choice among them.
 
-    OneRow       one row without padding, for a variable-length kernel: CUDA with bfloat16
-    ByLength     one row; within attention, segments of similar length are batched: a CPU
-    BlockMask    a mask [L, L] per row, for torch's scaled_dot_product_attention: any device, L^2 work
-    PaddedRows   one segment per row, batched by length: models that cannot pack rows, any device
+    layout       where                     how
+    OneRow       CUDA with bfloat16        joins all rows to one row without padding; variable-length kernel
+    ByLength     CPU                       joins all rows; attention batches segments of similar length
+    BlockMask    any device                keeps the rows, with a mask [L, L] for each; L^2 work
+    PaddedRows   models that cannot pack   one segment per row; segments of similar length form a batch
 
-All give each segment the results that it has alone, as tests check.
+In each layout a segment gets the same results as in a batch of its own.
 """
 
 import inspect
@@ -50,7 +51,7 @@ from trainer_backend.models.part_attention import why_no_parts, widened
 ONE_ROW = "turnwise_one_row"
 # Head dimensions of FlashAttention: multiples of 8 up to this.
 _WIDEST_HEAD = 256
-# A branch of a trie (`core.collate`) costs about as much as this many tokens (bench/shared_prefix.py).
+# A branch of a prefix tree (`core.collate`) takes as much time as this many tokens (bench/shared_prefix.py).
 SHARE_FROM = 16
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
@@ -62,31 +63,32 @@ Arranged = tuple[Packed, dict[str, Any]]
 
 
 class PackedAttention(Protocol):
-    """Lays a packed batch out for the model's attention."""
+    """Arranges the tokens of a packed batch as one implementation of attention needs them."""
 
     @property
     def implementation(self) -> str:
-        """Return the name of the attention function in transformers."""
+        """Return the name under which transformers knows the attention function (`attn_implementation`)."""
 
     @property
     def takes_tries(self) -> bool:
-        """Return whether rows may be tries, which store shared prefixes once (`core.collate`)."""
+        """Return whether rows may be prefix trees, which store shared prefixes once (`core.collate`)."""
 
     rows_are_joined: ClassVar[bool]
-    """Whether rows are concatenated without padding, so that wide rows cost no more."""
+    """Whether `arranged` joins all rows without padding, so that a greater row width costs no time."""
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
-        """Return the rows on the device, and keywords for the forward pass.
+        """Return the arranged rows on `device`, and keyword arguments for the model's forward pass.
 
-        For one row the keywords are `turnwise_attend` and, if it is cheaper for the tokens that are read,
-        `turnwise_attend_read` (`learner.packed_decoder`); for tries also `turnwise_reads` (`reads_once`).
-        `dtype` is that of the queries.
+        A layout that joins the rows passes the attention function as `turnwise_attend`. It may also pass
+        `turnwise_attend_read`, which computes attention only for the tokens whose hidden states are read
+        (`learner.packed_decoder`), and `turnwise_reads`, which lists these tokens (`reads_once`). `dtype` is
+        the dtype of the queries.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMask:
-    """Unchanged rows, with `core.collate.block_mask`."""
+    """Keeps the rows, and hides other segments by an additive mask (`core.collate.block_mask`)."""
 
     implementation: str = "sdpa"
     takes_tries: ClassVar[bool] = True
@@ -95,14 +97,18 @@ class BlockMask:
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         mask_B1LL = block_mask(packed.position_ids_BL).to(device)
         packed = to_device(packed, device)
-        # As float: torch would convert the booleans in every layer, and keep all results.
+        # A float mask, because torch would convert a boolean mask in every layer, and keep all copies.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}
 
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens. `kernel` attends within segments; for tries `joined` attends level by level."""
+    """Joins all tokens to one row, for kernels with segments of variable length.
+
+    `kernel` computes attention within segments. If the row contains prefix trees, `joined` computes the
+    attention instead, level by level (`learner.joined`).
+    """
 
     kernel: Kernel
     joined: Flash | None = None
@@ -137,7 +143,7 @@ def _keywords(
     attend_read: Attend | None = None,
     reads: ReadOnce | None = None,
 ) -> Arranged:
-    """Return one row on the device, and the keywords of its attention (`PackedAttention.arranged`)."""
+    """Move a joined row to the device; return it with its keywords (see `PackedAttention.arranged`)."""
     return to_device(row, device), {
         "attention_mask": None,
         "turnwise_attend": attend,
@@ -147,10 +153,12 @@ def _keywords(
 
 
 def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
-    """Return float32 attention by CPU kernels over one row of tries, for the queries of `depths`.
+    """Return a function that computes float32 attention over one row of prefix trees by CPU kernels.
 
-    The kernels keep the keys above a token by depth (`models.cpu_kernels`). So they need no mask, no padding
-    and no joining of parts. Keys and values may have fewer heads, whose gradients are then summed in float64.
+    It computes attention for the tokens that have queries in `depths`. The kernels walk through the row, and
+    store the keys on the path from the root to the current token (`models.cpu_kernels`), so they need neither
+    a mask nor padding. Keys and values may have fewer heads than queries; their gradients are then summed in
+    float64.
     """
 
     def attend(q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -179,8 +187,11 @@ class _ByPath(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens on a CPU. In float32 `kernels` compute attention (`attend_by_path`). Without
-    them, or in another dtype, `learner.by_length` does, or for tries `learner.joined`."""
+    """Joins all tokens to one row on a CPU.
+
+    In float32, attention is computed by `kernels` (`attend_by_path`). If `kernels` is None or the dtype is
+    another one, it is computed by `learner.joined` for prefix trees, and by `learner.by_length` otherwise.
+    """
 
     kernels: CpuKernels | None = None
     implementation: str = ONE_ROW
@@ -211,29 +222,34 @@ class ByLength:
 
 
 def reads_once(row: Packed) -> ReadOnce:
-    """Return the distinct positions that predict a row's sampled tokens, and each token's index in them."""
+    """Return the positions of `row` that predict sampled tokens, each once, in ascending order.
+
+    The second tensor, [N], contains for each sampled token the index of its position in the first tensor.
+    """
     read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
     return read_N, which_N
 
 
-# Keyword of a forward pass by the model's own layers, with the result of `padded_groups`.
+# Keyword argument that passes the result of `padded_groups` to a forward pass by the model's own layers.
 GROUPS = "turnwise_groups"
 Groups = tuple[Sequence[PaddedGroup], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """One segment per row, padded at its end; one pass per group of similar lengths. For all causal layers.
+    """Gives each segment a row of its own, padded at its end, for models that cannot pack segments.
 
-    No token sees a later one, so padding needs no mask.
+    The model makes one forward pass for each group of segments of similar length. Any model with causal
+    layers is supported: the padding follows the segment, so it needs no mask.
     """
 
     implementation: str
-    """Name of the model's own attention."""
+    """The model's own `attn_implementation` in transformers."""
     why: str
-    """The reason why rows are not packed."""
+    """The reason why this model cannot pack several segments in a row."""
     ranks: Ranks = ALONE
-    """The ranks make equally many passes, because each pass gathers weights from all of them."""
+    """The ranks of the learner. Those with fewer groups make additional passes over a single token, because
+    all ranks take part when a pass gathers weights."""
     takes_tries: ClassVar[bool] = False
     rows_are_joined: ClassVar[bool] = True
 
@@ -247,12 +263,12 @@ class PaddedRows:
 
     @staticmethod
     def places(packed: Packed) -> int:
-        """Count the tokens that the passes compute, padding included."""
+        """Count the tokens that the forward passes compute for `packed`, including padding."""
         return len(group_by_length(one_row(packed)[1]).token_P)
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
-    """Choose ByLength on a CPU, OneRow if its kernel runs, otherwise BlockMask."""
+    """Choose a device's layout: ByLength on a CPU, OneRow if its kernel can run, otherwise BlockMask."""
     if placement.device.type == "cpu":
         return ByLength(kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim))
     if why_masked(placement, head_dim=head_dim) is not None:
@@ -261,7 +277,7 @@ def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
 
 
 def why_masked(placement: Placement, *, head_dim: int) -> str | None:
-    """Return why attention on a device other than a CPU is masked; None if there is a kernel for one row."""
+    """Return why a GPU must use BlockMask, as text for the user; None if the kernel of OneRow can run."""
     if placement.device.type != "cuda":
         return f"{placement.device.type} has no kernel for rows of several segments"
     if placement.low is None:
@@ -274,13 +290,13 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
 
 
 def varlen_is_here() -> bool:
-    """Return whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
+    """Return whether torch's `varlen_attn` supports causal windows and grouped heads, as in torch 2.11."""
     return "window_size" in _varlen_parameters()
 
 
 @cache
 def _varlen_parameters() -> Set[str]:
-    """Return the names of `varlen_attn`'s parameters; empty if torch does not have it."""
+    """Return the parameter names of torch's `varlen_attn`; empty if this torch does not have the function."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -289,16 +305,16 @@ def _varlen_parameters() -> Set[str]:
 
 
 def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
-    """Attend by torch's FlashAttention over the segments, in bfloat16 (a `Kernel`).
+    """Compute causal attention within segments, [L, H, D] in bfloat16, by torch's FlashAttention.
 
-    Not by cuDNN: torch 2.11 passes the head dimension to its backward pass as the longest segment, and it
-    writes beyond its buffers (pytorch/pytorch#186142).
+    cuDNN is not used: as the length of the longest segment, torch 2.11 passes the head dimension to cuDNN's
+    backward pass, which then writes beyond its buffers (pytorch/pytorch#186142).
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # Under autocast, torch's norms and rotations return float32; autocast does not cast for this kernel.
+    # Under autocast, norms and rotations return float32, and autocast does not cast inputs of this kernel.
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q_LHD, k_LHD, v_LHD))
-    # Before torch 2.13 grouped heads follow from the shapes.
+    # Before torch 2.13 there is no `enable_gqa`: torch infers grouped heads from the shapes.
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _varlen_parameters() else {}
     kernel: Callable[..., object] = varlen_attn
     attended = kernel(
@@ -320,10 +336,11 @@ def _one_row_attention(
     turnwise_attend: Attend | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in a layer of transformers: [B, H, L, D] in, [B, L, H, D] out.
+    """Compute the attention of one layer for transformers, from [B, H, L, D] to [B, L, H, D].
 
-    Without `turnwise_attend` (any other call of the model), each row is one sequence, padded only at its end:
-    transformers makes no mask for an unknown attention function.
+    `turnwise_attend` computes it, if this keyword was passed to the model. In any other call of the model,
+    each row must be one sequence, padded only at its end, because transformers makes no mask for an attention
+    function that it does not know.
     """
     unsupported = next((name for name in _NOT_COMPUTED if others.get(name) is not None), None)
     if unsupported:

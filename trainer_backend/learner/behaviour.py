@@ -1,6 +1,6 @@
-"""Objectives, weights and metrics of the policies that sampled an update's tokens.
+"""Objectives, behaviour weights and metrics for each policy that sampled tokens of an update.
 
-A job without fixed policies has only the actor's objective; this code does not change its results.
+These policies are the actor and, if the job has any, fixed policies, which are not trained themselves.
 """
 
 import math
@@ -31,14 +31,16 @@ from trainer_backend.plugins import policy_loss
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The scored and weighted segments of an iteration (stop 8 of docs/route.md)."""
+    """The segments of an iteration with log-probs and behaviour weights (stop 8 of docs/route.md)."""
 
     scored: list[Scored]
-    """Every segment, in the order of the drafts."""
+    """All segments, in the order of the `drafts` that `weighed` received."""
     logs: dict[str, NDArray[Any]]
-    """By policy, the log of each unit's weight before truncation; a unit is a token, decision or episode."""
+    """For each policy, by name: the logarithm of each unit's behaviour weight before truncation. A unit is
+    a token, a decision or an episode."""
     token_means: dict[str, float]
-    """By policy, the mean over tokens of proximal/behaviour, whatever the policy's unit is."""
+    """For each policy, by name: the mean of the probability ratio proximal/behaviour over its tokens, even if
+    the policy's unit is a decision or an episode."""
 
 
 def build_objectives(
@@ -46,7 +48,10 @@ def build_objectives(
     algorithm: AlgorithmTable,
     fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),
 ) -> dict[str, Objective]:
-    """Build the objective of each policy's samples: the actor's first, then those of the fixed policies."""
+    """Build the training objective for the samples of each policy: the actor, then each fixed policy.
+
+    The result is keyed by the name of the policy.
+    """
     plug = policy_loss(algorithm.loss)
     keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
@@ -75,10 +80,15 @@ def build_objectives(
 def weighed(
     drafts: Sequence[Scored], proximal: Sequence[Row], objectives: Mapping[str, Objective]
 ) -> Weighed:
-    """Compute the behaviour weights of the sampled tokens of an iteration, or of a micro-batch.
+    """Add the learner's log-probs and the behaviour weights to the segments of an iteration or a micro-batch.
 
-    `drafts` are segments with scores only by the reference of the KL term. `proximal` has each segment's [N]
-    log-probs by the learner. `objectives` are by policy.
+    Args:
+        drafts: the segments. Of their scores, only the log-probs under the reference policy are set.
+        proximal: for each segment, the [N] log-probs of its sampled tokens under the learner's weights.
+        objectives: the objective of each policy, by its name.
+
+    Raises:
+        NonFiniteLoss: a log-prob is not finite.
     """
     for draft, own in zip(drafts, proximal, strict=True):
         reference = () if draft.reference is None else draft.reference
@@ -103,7 +113,7 @@ def weighed(
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         ends = np.cumsum([len(part.logprobs) for part in segments])
         weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
-        if unit_N is not None:  # one log per unit; units are numbered from 0
+        if unit_N is not None:  # keep one logarithm per unit; units are numbered from 0
             logs_N = logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N)
         logs[policy] = logs_N.numpy()
     pairs = enumerate(zip(drafts, proximal, strict=True))
@@ -112,19 +122,24 @@ def weighed(
 
 
 class FirstStep:
-    """The segments of an iteration's first step, which the step's own forward passes score.
+    """Scores the segments of an iteration's first optimizer step by the forward passes of that step.
 
-    The step still has the weights of the proximal policy, so a separate scoring pass would give the same
-    log-probs. This holds without dropout, and if no unit lies in several micro-batches.
+    Before this step the learner's weights are those of the proximal policy, so a separate scoring pass would
+    compute the same log-probs. This requires that there is no dropout, and that all tokens
+    that share a ratio or a behaviour weight lie in the same micro-batch.
     """
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
         self.drafts, self._objectives = drafts, objectives  # in the order of the step
-        # [N] log-probs of the micro-batches so far, by the segment's index in the step.
+        # [N] log-probs of each segment of the micro-batches so far, by the segment's index in the step.
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """Return a micro-batch, on the CPU, with log-probs of its own forward pass and weights from them."""
+        """Return a micro-batch with proximal log-probs and the behaviour weights that follow from them.
+
+        `logprobs_N` are the log-probs that the micro-batch's own forward pass computed. `piece` and
+        `logprobs_N` must be on the CPU.
+        """
         own_N = logprobs_N.detach()
         rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows
@@ -134,10 +149,15 @@ class FirstStep:
 
 
 class Scores:
-    """The scores of an iteration's segments, computed before the first step or by its own forward passes.
+    """The proximal log-probs and behaviour weights of an iteration's segments.
 
-    `first` has the segments that the first step scores itself, and `members` their numbers; None: there are
-    no such segments. `proximal` has the [N] log-probs of every other segment, by its number.
+    They are computed before the first optimizer step, or, for the segments of this step, by its own forward
+    passes (`FirstStep`). A segment's number is its index in `drafts`.
+
+    Args:
+        proximal: for each segment that is already scored, its [N] log-probs, by the segment's number.
+        members: the numbers of the segments in `first`.
+        first: the segments that the first step scores itself; None: all segments are already scored.
     """
 
     def __init__(
@@ -153,14 +173,17 @@ class Scores:
         self._members, self.first = members, first
 
     def step(self, members: Sequence[int]) -> Sequence[Scored]:
-        """Return the segments with these numbers; for a first step that scores itself, its drafts."""
+        """Return the segments of an optimizer step, whose numbers are `members`.
+
+        While `first` is set, the step must be the first one. Its segments are returned without scores.
+        """
         if self.first is not None:
             return self.first.drafts
         return [self.samples.scored[number] for number in members]
 
     @cached_property
     def samples(self) -> Weighed:
-        """Return the weighted segments of the iteration; reading them ends the first step."""
+        """Return all segments with behaviour weights. If `first` is set, the first step must be over."""
         if self.first is not None:
             rows = {self._members[index]: row for index, row in self.first.proximal.items()}
             self._proximal, self.first = {**self._proximal, **rows}, None
@@ -172,24 +195,31 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-# Metrics `loss/…` of the actor that are also reported as `mixture/actor/…`.
+# Names of the actor's metrics `loss/…` that are reported as `mixture/actor/…` too.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
 def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: float) -> dict[str, float]:
-    """Compare the sampler's log-probs with the learner's own: the token-in, token-out check.
+    """Check that the sampler and the learner compute the same log-probs for tokens that the actor sampled.
 
-    Only samples of `policy_version` are compared (None: all of the actor's), because other versions and
-    policies may differ. Returns mismatch/logprob_max and mismatch/logprob_mean (nats), and with a version
-    mismatch/checked_share; the first two are missing if there is nothing to check. Raises SamplerMismatch for
-    a difference above `limit`.
+    With `policy_version`, only tokens that this version sampled are compared, because other versions have
+    other weights. With None, all tokens of the actor are compared. Tokens of fixed policies never are.
+
+    Returns:
+        mismatch/logprob_max, mismatch/logprob_mean    the absolute differences in nats; missing if there is
+                                                       no token to compare
+        mismatch/checked_share                         share of the actor's tokens that were compared; only
+                                                       with `policy_version`
+
+    Raises:
+        SamplerMismatch: a difference is greater than `limit`.
     """
     of_actor = [item for item in scored if item.policy == ACTOR]
     sampled = sum(len(item.proximal) for item in of_actor)
     if not sampled:
         return {}
     gaps = [np.abs(np.asarray(item.proximal, np.float64) - item.segment.logprobs) for item in of_actor]
-    if policy_version is not None:  # -1: below every gap, so excluded
+    if policy_version is not None:  # -1 marks tokens that are not compared
         versions = [item.segment.versions for item in of_actor]
         gaps = [np.where(own == policy_version, gap, -1.0) for own, gap in zip(versions, gaps, strict=True)]
     gap_N = np.concatenate(gaps)
@@ -222,21 +252,28 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
 def mixture_metrics(
     objectives: Mapping[str, Objective], samples: Weighed, metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Measure how much the samples of each policy counted; empty for a job without fixed policies.
+    """Compute metrics of how much the samples of each policy contributed to an update.
 
-        actor/importance_sampling           1 if samples of a fixed policy were trained
-        actor/importance_weight_mean        over these samples: mean of proximal/behaviour before truncation,
-                                            per token, decision or episode; likewise std, min, max
-        mixture/ess, …/counted_share        over these, truncated: `effective_share`, `counted_share`
-        mixture/{policy}/ess, …/counted_share, …/weight_mean
-                                            the same for each policy, also the actor; mean truncated weight
-        mixture/{policy}/truncated_share    share of units whose weight was capped or set to 0; not for
-                                            `single_ratio`, whose loss has no weight
-        mixture/{policy}/lost_mass          for a fixed policy with truncation (top-k, top-p): the proximal
-                                            policy's probability of tokens that it cannot sample, estimated
-                                            as 1 - mean p/mu over tokens
+    The result is empty for a job without fixed policies. A unit is a token, a decision or an episode. Its
+    weight is the probability ratio proximal/behaviour.
 
-    The actor's `loss/…` in `metrics` (of the steps) are reported again as `mixture/actor/…`.
+        actor/importance_sampling           1 if the update trained on samples of a fixed policy, else 0
+        actor/importance_weight_mean        mean weight of the fixed policies' units before truncation; also
+                                            …_std, …_min and …_max
+        mixture/ess, …/counted_share        `effective_share` and `counted_share` of the truncated weights of
+                                            the fixed policies' units
+        mixture/{policy}/ess, …/counted_share
+                                            the same for the units of one policy, which may be the actor
+        mixture/{policy}/weight_mean        mean truncated weight
+        mixture/{policy}/truncated_share    share of units whose weight was capped or set to 0; not reported
+                                            for the objective `single_ratio`, whose loss has no weight
+        mixture/{policy}/lost_mass          for a fixed policy that samples with top-k or top-p: the
+                                            probability, under the proximal policy, of tokens that the fixed
+                                            policy cannot sample; estimated as 1 - mean proximal/behaviour
+                                            over tokens
+
+    `metrics` are those of the optimizer steps. The actor's `loss/…` among them are returned too, under the
+    names `mixture/actor/…`.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """

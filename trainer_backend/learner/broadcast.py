@@ -1,6 +1,6 @@
-"""Broadcasts the learner's weights to the workers of vLLM servers, tensor by tensor.
+"""Broadcasts the learner's weights to the workers of vLLM servers, one tensor at a time.
 
-`inference.vllm_worker.turnwise_transfer` is the receiving side, and documents the protocol.
+The workers receive them by `inference.vllm_worker.turnwise_transfer`, which documents the protocol.
 """
 
 import json
@@ -23,16 +23,19 @@ from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
-# Least time to wait for further servers after the first one.
+# The shortest time to wait for further servers after the first one is ready.
 _GRACE_S = 1.0
 
 
 class WeightSender:
-    """Sends one version of the policy to the servers that request it, any number of times.
+    """Sends the weights of one version of the policy to vLLM servers that request them.
 
-    Servers connect to `address`, a port on `host`. `backend` is "nccl", or "gloo" for tensors in main memory.
-    A group member that takes longer than `timeout_s` for one tensor is lost. A waiting worker that does not
-    answer a call within `answer_s` is dead or stuck.
+    Call `ready` until it returns a number of servers, then call `send`. The workers of these servers form a
+    process group with the learner. Both calls can be repeated, for example for servers that failed.
+
+    Workers connect to `address`, a port on `host`. `backend` is "nccl", or "gloo" for tensors in main memory.
+    A transfer fails if a worker takes longer than `timeout_s` for one tensor. Before a transfer, each worker
+    must answer within `answer_s`; otherwise its server is left out.
     """
 
     answer_s = 5.0
@@ -47,17 +50,17 @@ class WeightSender:
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
         self._asked = 0
-        self._waiting: dict[str, dict[int, tuple[int, Worker]]] = {}  # number and worker by server and rank
+        self._waiting: dict[str, dict[int, tuple[int, Worker]]] = {}  # {server: {rank: (number, worker)}}
         self._called: list[tuple[int, Worker]] = []
         self._first: float | None = None  # time at which the first waiting server was seen
         self._names = map("group_{}".format, count())
 
     def ready(self, expected: int, since: float) -> int:
-        """Return to how many servers `send` will send, at most `expected`; 0 while waiting for more.
+        """Return the number of servers to which `send` will send; 0, after 0.1 s, if the wait is not over.
 
-        `since` is the start of the wait on the monotonic clock. Once a first server is ready, the others get
-        as much time as it took, and at least a second. A server that died or hangs is left out. Without a
-        server the call takes a tenth of a second.
+        The wait is over when `expected` servers are ready, or when some are ready and the others are late.
+        After the first server is ready, the others get as much time as the first one took since `since`
+        (a time of the monotonic clock), but at least a second. Servers that died or hang are not counted.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
@@ -72,12 +75,12 @@ class WeightSender:
         return 0
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Send weights to the servers that `ready` counted; return how many loaded all of them.
+        """Send weights to the servers that `ready` counted; return how many servers loaded all weights.
 
-        `tensors` have their names of a Hugging Face checkpoint, and are on the device of the group's backend.
-        All are consumed even after a failure, because other ranks take part in gathering them. One tensor
-        exists at a time, with its copy in the sent precision. If a server fails, no server has loaded all
-        weights, and the remaining servers request them again.
+        `tensors` yields each weight with its name in a Hugging Face checkpoint. The iterable is consumed to
+        its end even after a failure, because the learner's other ranks take part in gathering each tensor.
+        Only one gathered tensor exists at a time. If a server fails during the transfer, the transfer fails
+        for all servers, and the remaining servers request the weights again.
         """
         members, self._called = self._called, []
         name, size = next(self._names), len(members) + 1
@@ -87,17 +90,17 @@ class WeightSender:
         stream = _Stream(self._store, places[0])
         for tensor_name, tensor in tensors:
             stream.send(tensor_name, tensor)
-            del tensor  # before the next one is made
+            del tensor  # so that its memory is free before the next tensor is made
         done = stream.end()
         short = {worker.server for rank, (_, worker) in enumerate(members, start=1) if rank not in done}
         return len({worker.server for _, worker in members} - short)
 
     def close(self) -> None:
-        """Refuse new servers, and end the wait of those that have connected."""
+        """Close the port, so that waiting workers lose their connection and new ones cannot connect."""
         del self._store
 
     def _whole_servers(self) -> list[str]:
-        """Return the waiting servers of which all workers have connected."""
+        """Return the waiting servers whose workers have all connected."""
         asked = self._store.add("asked", 0)
         for number in range(self._asked + 1, asked + 1):
             worker = Worker(**json.loads(self._store.get(f"worker/{number}")))
@@ -110,7 +113,11 @@ class WeightSender:
         ]
 
     def _call(self, servers: Iterable[str]) -> bool:
-        """Call the workers of servers; remember those of servers whose workers all answer."""
+        """Ask all workers of `servers` to answer, within `answer_s`; return whether any server did.
+
+        If all workers of a server answer, they become members of the next group. The workers of any other
+        server are told to request the weights again.
+        """
         workers = {server: self._waiting.pop(server) for server in servers}
         numbers = [number for own in workers.values() for number, _ in own.values()]
         for number in numbers:
@@ -129,7 +136,7 @@ class WeightSender:
 
 
 class _Stream:
-    """One transfer of all weights to one group."""
+    """One transfer of all weights to one process group."""
 
     def __init__(self, store: TCPStore, place: Place) -> None:
         self._store, self._place = store, place
@@ -137,7 +144,7 @@ class _Stream:
         self._group: Backend | None = None
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """Send a tensor; do nothing if the group has failed."""
+        """Broadcast a tensor to the group. Do nothing if an earlier broadcast to this group failed."""
         if self._has_failed:
             return
         try:
@@ -154,9 +161,10 @@ class _Stream:
             self._announce(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
-        """Wait until members have loaded all or failed; once one has, the others get as much time as it took.
+        """Wait for the members to load the weights; return the ranks of those that loaded all.
 
-        Returns the ranks of the members that loaded all.
+        The first member must finish within `timeout_s`. After that, the others get as much time as the first
+        one took, but at least a second.
         """
         done: set[int] = set()
         if not self._has_failed:
@@ -172,7 +180,7 @@ class _Stream:
         return done
 
     def _find_ranks(self, ranks: set[int], state: str) -> set[int]:
-        """Return the ranks that have reported this state, "done" or "failed"."""
+        """Return those of `ranks` that have reported `state`, which is "done" or "failed"."""
         return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
 
     def _announce(self, **head: object) -> None:
@@ -181,27 +189,32 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Return whether `limit_s` is over, or once there is a `first`, max(_GRACE_S, first - start) after it."""
+    """Return whether a wait that began at `start` is over. Times are of the monotonic clock, in seconds.
+
+    `first` is the time at which the first participant was ready. While it is None, the wait may last
+    `limit_s`. After that, it may last as long again as the first participant took, but at least _GRACE_S.
+    """
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 
 
 def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each weight in the layout of a Hugging Face checkpoint.
+    """Yield the name and the value of each weight as in a Hugging Face checkpoint.
 
-    A tied weight comes once, under its first name. If the model is sharded, every rank must consume all.
-    `placement` gives the device and the dtype of matrices.
+    Tied weights are yielded once, under their first name. If the model is sharded, every rank must consume
+    the whole iterator, because the ranks gather each tensor together. Tensors are on the device of
+    `placement`, and floating-point tensors have its dtype `held`.
     """
     refuse_joined(model)
     for name, tensor in collect_weights(model).items():
         dtype = placement.held if tensor.is_floating_point() else tensor.dtype
-        full = whole(tensor).to(device=placement.device, dtype=dtype)  # shares may be in main memory
+        full = whole(tensor).to(device=placement.device, dtype=dtype)  # sharded weights may be in main memory
         yield from as_stored(model, {name: full}).items()
-        del full  # before the next one is gathered
+        del full  # so that its memory is free before the next tensor is gathered
 
 
 def own_address(peer: str) -> str:
-    """Return this machine's address on the route to `peer`; no packet is sent."""
+    """Return the IP address of this machine from which it would reach `peer`. No packet is sent."""
     ((family, _, _, _, address), *_) = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,7 +1,7 @@
-"""Attention over the segments of one row by torch's causal kernel, which every device has.
+"""Attention within the segments of one row, by torch's causal attention, which runs on every device.
 
-Within attention, segments of similar length form a batch, padded at their ends, where causal attention hides
-the padding. There is no mask, so a row may be as long as memory allows.
+For attention, segments of similar length are copied to a batch and padded at their ends. Causal attention
+ignores padding at the end, so no mask is needed. A mask would grow with the square of the row's length.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainer_backend.core.collate import Packed
 
-# (q [L, H, D], k and v [L, H_kv, D], scale) -> [L, H, D]: causal, each query in its own segment of one batch.
+# (q [L, H, D], k and v [L, H_kv, D], scale) -> [L, H, D]: causal attention of each query in its own segment.
+# The function is bound to the segments of one batch.
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBounds:
     starts_S: Tensor
-    """int32, [S + 1] the first token of each segment, then the number of all tokens."""
+    """int32, [S + 1]: index of the first token of each segment, followed by the number of tokens."""
     longest: int
-    """Tokens of the longest segment."""
+    """Number of tokens of the longest segment."""
 
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
-    """Join packed rows to one row without padding; return it with the bounds of its segments.
+    """Join packed rows to one row without padding; return the row and the bounds of its segments.
 
-    Flat columns keep their order. Segments are numbered from 1 over the whole row. `packed` must be on the
-    CPU, because the shapes of the result depend on its values, and would require waiting for a device.
+    Columns of sampled tokens keep their order. Segments are numbered from 1 over the whole row. `packed` must
+    be on the CPU, because the shapes of the result depend on its values.
     """
-    # In numpy, because torch would wake threads for a few thousand numbers.
+    # Computed by numpy, because torch would start its threads even for a few thousand numbers.
     kept_BL = packed.segment_ids_BL.numpy() > 0
     column_BL = kept_BL.cumsum().reshape(kept_BL.shape) - 1
     positions_L = packed.position_ids_BL.numpy()[kept_BL]
@@ -58,45 +59,50 @@ def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
     return row, SegmentBounds(torch.from_numpy(starts_S.astype(np.int32)), int(np.diff(starts_S).max()))
 
 
-# Segments shorter than this share of a group's longest begin a new group; it bounds the padding.
+# A segment shorter than this share of a group's longest segment begins a new group; this bounds the padding.
 SHORTEST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The cells (places in padded batches) of all or some tokens of a row; segments are batched by length."""
+    """Maps the tokens of a row to cells, which are the slots of padded batches, and back.
+
+    Each batch contains segments of similar length. Cells are numbered through all P cells of all batches.
+    """
 
     token_P: Tensor
-    """int64, the token in each cell; in padding, the last token of the segment."""
+    """int64, index of the token in each cell; in padding, of the last token of the segment."""
     place_L: Tensor
-    """int64, the cell of each token."""
+    """int64, index of the cell of each token."""
     shapes: tuple[tuple[int, int], ...]
-    """Number of segments, and their padded length, of each group in order."""
+    """For each batch in order: its number of segments, and their padded length."""
 
 
 def group_by_length(bounds: SegmentBounds) -> Groups:
-    """Group segments by similar length, longest first."""
+    """Assign all tokens to cells of batches with segments of similar length, longest segments first."""
     return _join_groups(list(group_alike(bounds.starts_S.tolist())))
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedGroup:
-    """Segments of similar length, one per row, and the cells whose hidden states are read."""
+    """A padded batch of segments of similar length, and the cells whose hidden states predict tokens."""
 
     token_ids_BL: Tensor
-    """int64; in padding, the last token of the segment."""
+    """int64, token ids; padding repeats the last token of the segment."""
     is_real_BL: Tensor
     """bool, False in the padding."""
     read_R: Tensor
-    """int64, the cells that are read, as indices into the flattened rows."""
+    """int64, the cells whose hidden states are read, as indices into the flattened batch, [B * L]."""
     experts_BLW: Tensor | None = None
-    """As in `Packed`."""
+    """The experts that the sampler chose for each cell, as in `Packed`."""
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
-    """Lay out the segments of `one_row` one per row, by length; return groups and an [N] index.
+    """Copy the segments of a joined row to padded batches, by length; return the batches and an [N] index.
 
-    The index sorts the concatenated reads of the groups into the order of the flat columns.
+    `row` and `bounds` are the result of `one_row`. Each batch lists the cells whose hidden states are read.
+    Concatenate these states over the batches, then index them with the [N] index: this gives the order of the
+    row's columns of sampled tokens.
     """
     groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
@@ -117,7 +123,10 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
 
 
 def _join_groups(groups: Sequence[Tensor]) -> Groups:
-    """Build the cells of groups, each given as [2, segments]: first tokens and ends of segments."""
+    """Assign tokens to the cells of padded batches.
+
+    Each of `groups` is a [2, segments] tensor: the first token of each segment, and the token after its last.
+    """
     tokens, is_real, shapes = [], [], []
     for first_G, end_G in groups:
         longest = int((end_G - first_G).max())
@@ -131,26 +140,27 @@ def _join_groups(groups: Sequence[Tensor]) -> Groups:
     return Groups(token_P, place_L, tuple(shapes))
 
 
-# Up to this share of queries, masked attention of these queries alone is cheaper than causal attention of all
-# queries, which computes half of the scores.
+# If at most this share of the tokens is read, masked attention for their queries alone is cheaper than causal
+# attention for all queries. (Causal attention computes only half of the scores.)
 MOST_QUERIES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Some of a row's tokens, whose queries attend; the other tokens only have keys and values."""
+    """The tokens of a row whose attention is needed; the other tokens provide only keys and values."""
 
     queries: Groups
-    """The cells of these tokens, numbered from 0, in the groups of all tokens."""
+    """The cells of the queries. The tokens with queries are numbered from 0, and each batch contains the same
+    segments as the batch of keys."""
     masks: tuple[Tensor, ...]
-    """For each group, [segments, 1, queries, keys] to add to scores: 0, or -inf for later keys."""
+    """For each batch, a mask [segments, 1, queries, keys] to add to scores: -inf for later keys, else 0."""
 
 
 def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
-    """Plan the reads of one row; None if they are not cheaper than the queries of all tokens.
+    """Plan attention for only some tokens of a row; return None if attention for all tokens is cheaper.
 
-    `position_N` are int64 indices of the tokens in ascending order, at least one per segment; `dtype` is that
-    of the queries.
+    `position_N` contains the int64 indices of these tokens in ascending order, at least one per segment.
+    `dtype` is the dtype of the queries.
     """
     groups, masks = [], []
     for ends_2G in group_alike(bounds.starts_S.tolist()):
@@ -168,7 +178,7 @@ def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) ->
 
 
 def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
-    """Compute [L, H, D] causal attention, each query within its segment."""
+    """Compute causal attention of all tokens, each within its segment, [L, H, D]."""
     attended = [
         _causal(q, k, v, scale)
         for q, k, v in zip(*(_spread(tensor, groups) for tensor in (q_LHD, k_LHD, v_LHD)), strict=True)
@@ -179,19 +189,23 @@ def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor
 def attend_reads(
     groups: Groups, reads: Reads, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
-    """Compute [N, H, D] causal attention for the queries of some tokens."""
+    """Compute causal attention for the tokens of `reads`, each within its segment, [N, H, D]."""
     columns = _spread(q_NHD, reads.queries), _spread(k_LHD, groups), _spread(v_LHD, groups), reads.masks
     attended = [_masked(q, k, v, mask, scale) for q, k, v, mask in zip(*columns, strict=True)]
     return _gathered(attended, reads.queries)
 
 
-# Up to this number of keys, plain products are faster on a CPU than torch's kernel, which works in blocks:
-# 1.5 times with 54 keys and queries, 3 times with 8 queries.
+# Up to this number of keys, two matrix products and a softmax are faster on a CPU than torch's kernel, which
+# works in blocks: 1.5 times as fast with 54 keys and queries, 3 times as fast with 8 queries.
 _SHORT = 128
 
 
 def _is_short(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
-    """Whether to use plain products: not for shared heads, nor under autocast, which would round scores."""
+    """Return whether to compute attention by matrix products and a softmax, because there are few keys.
+
+    This requires as many heads of keys as of queries, and equal dtypes. Dtypes differ under autocast, which
+    would round the scores.
+    """
     alike = q_BHLD.shape[1] == k_BHLD.shape[1] and q_BHLD.dtype == v_BHLD.dtype
     return alike and k_BHLD.shape[2] <= _SHORT
 
@@ -215,7 +229,7 @@ def _masked(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor, scale:
 
 
 def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
-    """Copy tokens to the cells of each group, [segments, H, length, D]."""
+    """Copy token vectors [L, H, D] to padded batches, each [segments, H, length, D]."""
     sizes = [segments * places for segments, places in groups.shapes]
     places_PHD: Tensor = _Spread.apply(tokens_LHD, groups)  # type: ignore[no-untyped-call]
     parts = zip(torch.split(places_PHD, sizes), groups.shapes, strict=True)
@@ -223,14 +237,14 @@ def _spread(tokens_LHD: Tensor, groups: Groups) -> list[Tensor]:
 
 
 def _gathered(attended: Sequence[Tensor], groups: Groups) -> Tensor:
-    """Copy the cells of each group, [segments, H, length, D], back to tokens, [L, H, D]."""
+    """Copy the vectors of padded batches, each [segments, H, length, D], back to tokens, [L, H, D]."""
     parts = [part_GHPD.transpose(1, 2).flatten(0, 1) for part_GHPD in attended]
     gathered: Tensor = _Gather.apply(torch.cat(parts), groups)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: float) -> Tensor:
-    """Compute [B, H, L, D] causal attention of each row; keys may have fewer heads."""
+    """Compute causal attention of each row, [B, H, L, D]; keys and values may have fewer heads."""
     grouped = q_BHLD.shape[1] != k_BHLD.shape[1]
     return scaled_dot_product_attention(
         q_BHLD, k_BHLD, v_BHLD, is_causal=True, scale=scale, enable_gqa=grouped
@@ -238,9 +252,10 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
 
 
 def group_alike(starts_S: Sequence[int]) -> Iterator[Tensor]:
-    """Yield groups of segments of similar length, longest first, each as [2, segments]: starts and ends.
+    """Yield groups of segments of similar length, those with the longest segments first.
 
-    `starts_S` has the start of every segment, then the number of tokens.
+    A group is a [2, segments] tensor: the first token of each segment, and the token after its last.
+    `starts_S` contains the first token of each segment, followed by the number of all tokens.
     """
     segments = sorted(pairwise(starts_S), key=lambda segment: segment[0] - segment[1])
     start = 0
@@ -253,7 +268,10 @@ def group_alike(starts_S: Sequence[int]) -> Iterator[Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies tokens to cells. Padding has no gradient, because no output that is read depends on it."""
+    """Copies token vectors to cells; the backward pass ignores the gradients of padding.
+
+    These gradients are not needed, because outputs of padding are never read.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, groups: Groups) -> Tensor:
@@ -266,7 +284,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Copies values from cells to tokens and drops those of the padding."""
+    """Copies vectors from cells back to tokens, and drops those of padding."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, groups: Groups) -> Tensor:

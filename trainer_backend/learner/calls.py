@@ -1,12 +1,13 @@
-"""The learner's process: its command, resources and calls. Read by both sides, so no torch here.
+"""The learner's process as the orchestrator sees it: its command, its resources and its HTTP calls.
 
     POST /calls/{name}      headers: the key, the orchestrator's session, the number of the call
                             body: the arguments as a JSON array, and the bytes of arrays (core.columns)
-    POST /stop              ends the call with that number after its next progress report
-    POST /leave             ends the run: the learner may serve another one
-    GET  /about             `About`: version, run and current call
+    POST /stop              ends the call with the number in the header, after its next progress report
+    POST /leave             ends the session, so that the learner may serve another run
+    GET  /about             returns `About`: version, run and current call
 
-`service_kit.rpc` defines the encoding.
+`service_kit.rpc` defines the encoding. The orchestrator and the learner both import this module, so it does
+not import torch, which the orchestrator does not need.
 """
 
 import sys
@@ -27,20 +28,24 @@ from trainer_backend.job.tables import LearnerTable
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.processes.launching import LEARNER, Place, Resources, Role
 
-# The environment variable with the key of a learner's process.
+# The environment variable that contains the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
-# Variables with the key of a learner that the orchestrator did not start.
+# The environment variables from which the key of a learner that the orchestrator did not start is read.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 _MOST_BYTES = 16 << 30
 
 
-# Not passed on: torchrun may have started this process, but the learner's ranks have numbers of their own.
+# Variables that are not passed on to the learner. If torchrun started this process, they contain its rank;
+# the learner's ranks have numbers of their own.
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 
 
 def learner_role(table: LearnerTable, device: str, key: str, log_file: Path) -> Role:
-    """Return the role of the learner's process, or of its ranks on each node; `device` is model.device."""
+    """Return how to start the learner: command, environment and resources of its process on each node.
+
+    With several ranks, this process starts the ranks of its node. `device` is the job's `model.device`.
+    """
     resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=device)
     command = partial(_command, table)
     return Role(
@@ -63,25 +68,25 @@ def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
 
 
 class About(Body):
-    """The learner at an address: version, run and current call."""
+    """Describes a running learner: the answer to GET /about."""
 
     version: str
-    """Version of the package."""
+    """Version of the Turnwise package."""
     run: str = ""
-    """The run that it serves; empty: none."""
+    """The run that the learner serves; empty if it serves none."""
     call: str = ""
-    """The current call, such as "3, 'update'"; empty: none."""
+    """Number and name of the current call, such as "3, 'update'"; empty if there is none."""
 
 
 _Episodes = tuple[dict[str, list[Segment]]]
 _Metrics = dict[str, float]
 _STEPS = tuple[int, int]  # done, and in total
-# Calls with tokens, possibly all of an iteration, at 4 to 12 bytes each.
+# A call whose arguments contain tokens, possibly all tokens of an iteration, with 4 to 12 bytes per token.
 _tokens = partial(Call, most_argument_bytes=_MOST_BYTES, encode=columns.encoded, decode=columns.decoded)
-# Calls that return two numbers per token, of at most 25 digits each.
+# Such a call that also returns two numbers per token, of at most 25 digits each.
 _numbers = partial(_tokens, reply_growth=16)
-# By name. `open` comes first, then `fresh` or `resumed`, then the methods of `parts.Learner`;
-# `gradient_cosines` needs only `open`. Calls with progress can be stopped.
+# The calls by name. The first call of a session is `open`. `fresh` or `resumed` must precede the methods of
+# `parts.Learner`; `gradient_cosines` needs only `open`. Calls that report progress can be stopped.
 CALLS = Table(
     {
         "open": Call(tuple[str], None),
@@ -113,5 +118,5 @@ CALLS = Table(
 
 
 def parse_run(session: str) -> str:
-    """Return RUN of a session RUN/START; a session names the orchestrator of one start of a run."""
+    """Return RUN from a session name RUN/START. Each start of a run has its own session name."""
     return session.rpartition("/")[0]

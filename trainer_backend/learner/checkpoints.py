@@ -1,21 +1,28 @@
-"""Checkpoints: a Hugging Face model folder with optimizer, RNG and progress; written to a temporary folder.
+"""Writes and reads checkpoints: Hugging Face model folders that also contain the state of training.
 
-    checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program;
-                                   with [lora], after iteration_0, adapter_model.safetensors and
-                                   adapter_config.json instead, over the model of iteration_0
-                               state.json    progress of training
-                               digests.json    of all other files (rundir.digests); written last
-                               training_state/    for resuming: optimizer.safetensors, rng.safetensors;
-                                   value_head.safetensors with a critic, critic.safetensors for its own
-                                   layers; learning_rate.json with "desired_kl"
-                               with several ranks model-n-of-m.safetensors of each rank, an index, and
-                                   training_state/optimizer/ with the share of each rank
-                               adapter/    with [lora], in peft's layout; a model in this folder includes it
-                               base.json    without a model: the checkpoint with the base model, its digest
+    checkpoints/iteration_n/   the folder of one checkpoint, which contains:
+        model.safetensors, config.json, tokenizer.json
+                               the model, for any Hugging Face program. With [lora], only iteration_0 contains
+                               a model; later checkpoints contain adapter_model.safetensors and
+                               adapter_config.json, to be loaded on top of the model of iteration_0
+        model-n-of-m.safetensors, and an index
+                               instead of model.safetensors if the learner has several ranks
+        state.json             progress of training
+        digests.json           digests of all other files (rundir.digests); written last
+        training_state/        what a resumed run needs: optimizer.safetensors, or optimizer/ with a part for
+                               each rank; rng.safetensors; with a critic, value_head.safetensors, and
+                               critic.safetensors if it has layers of its own; learning_rate.json with the
+                               schedule "desired_kl"
+        adapter/               with [lora], the adapters in peft's layout. If the folder contains a model, its
+                               weights already include them
+        base.json              if the folder contains no model: name and digest of the checkpoint with the
+                               base model
     checkpoints/best           a link to the checkpoint with the best evaluation so far, or to the latest
-    checkpoints/best.json      the checkpoint that was marked as the best, and its mean outcome
+                               checkpoint if none was evaluated
+    checkpoints/best.json      the checkpoint with the best evaluation, and its mean outcome
 
-Nothing is pickled. The final rename commits: a folder with the final name is complete.
+Files are written to a temporary folder, which is renamed at the end, so a folder with the final name is
+complete. Nothing is pickled.
 """
 
 import json
@@ -65,16 +72,17 @@ def save_checkpoint(
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a checkpoint to a temporary folder, flush it, and rename it to `folder`; all ranks call this.
+    """Write a checkpoint to a temporary folder, flush it, and rename it to `folder`.
 
-    With `base`, the checkpoint with the adapters' base model, no model is written. Otherwise the model is
-    written, with any adapters merged.
+    All ranks must call this function. `base` is the checkpoint that contains the base model of the adapters.
+    If it is given, the new checkpoint contains the adapters, but no model. If it is None, the new checkpoint
+    contains the whole model, with its adapters merged if it has any.
     """
 
     def begin() -> None:
         if base is not None:
             save_settings(aside, model, tokenizer)
-            (aside / CONFIG).unlink()  # with it, transformers would expect the base's weights here
+            (aside / CONFIG).unlink()  # if it exists, transformers expects the base weights in this folder
             named = {"folder": base.name, "digest": read_digest(base)}
             (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
@@ -113,10 +121,11 @@ def save_weights(
     part: WeightPart = "whole",
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a model folder for servers, by a temporary folder; all ranks call this.
+    """Write the weights to a folder that inference servers can load. All ranks must call this.
 
-    With adapters, `part` selects the adapters alone, the base alone, or the merged model together with the
-    adapters.
+    The files are written to a temporary folder, which is renamed at the end. If the model has adapters,
+    `part` selects what is written: only the "adapters", the "base" without adapters, or the "whole" merged
+    model together with the adapters.
     """
     with _written_aside(folder, "model folder", ranks) as aside:
         if adapter is not None and part == "adapters":
@@ -157,9 +166,10 @@ def _save_model(
 
 @contextmanager
 def _written_aside(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
-    """Provide a temporary folder to fill; rename it to `folder` at the end, or remove it after an error.
+    """Provide a temporary folder inside the context, and rename it to `folder` at the end.
 
-    With several ranks, an error inside must be raised on all of them.
+    After an error, remove the temporary folder and raise CheckpointError. With several ranks, an error inside
+    the context must be raised on all ranks. `kind` names the folder's content in the error's text.
     """
     aside = folder.with_name(f".{folder.name}.tmp")
 
@@ -182,9 +192,10 @@ def _written_aside(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
-    """Rename `aside` to `folder`; an old folder of that name is renamed first, and removed last.
+    """Rename `aside` to `folder`, and replace an existing folder of that name.
 
-    Removing takes long, and a kill in the meantime must not leave half of a folder under the final name.
+    The existing folder is first renamed and removed last, because removing takes long: if the process is
+    killed during that time, the folder with the final name must still be complete.
     """
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -202,7 +213,10 @@ def _put_in_place(aside: Path, folder: Path) -> None:
 
 
 def restore_progress(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> Progress:
-    """Restore optimizer and RNG; the model itself is loaded like any folder."""
+    """Restore the optimizer's state and torch's RNG state from a checkpoint; return its progress.
+
+    The model's weights are not restored here. Raises CheckpointError if a file cannot be read.
+    """
     try:
         own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The tables and objects of a job that a learner reads."""
+"""The settings of a job that its learner reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,35 +12,35 @@ from trainer_backend.job.training_table import LoraTable, TrainingTable
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """Settings of a learner: model, device and updates."""
+    """The settings of a learner: tables of the job, and values that are derived from the whole job."""
 
     model: ModelTable
     lora: LoraTable | None
-    """None: all weights are trained."""
+    """The settings of adapters; None if all weights are trained."""
     warmup: WarmupTable | None
-    """None: there is no warm-up."""
+    """The settings of the warm-up; None if there is no warm-up."""
     inference: InferenceTable
-    """The limits of each engine."""
+    """The settings of sampling, such as the limits of each inference engine."""
     engines: int
-    """Number of engines on the device; 0: other servers or machines sample."""
+    """Number of local inference engines on the learner's device; 0 if tokens are sampled elsewhere."""
     processes: int
-    """Number of processes that use the device, including the learner's."""
+    """Number of processes that use the learner's device, including the learner's own process."""
     training: TrainingTable
     objectives: Mapping[str, Objective]
-    """The objective of each policy's samples; the actor's comes first."""
+    """The training objective for the samples of each policy, by its name; the actor comes first."""
     value_level: ValueLevel | None
-    """Whether a critic's values are read by decision or by token; None without a critic."""
+    """Whether the critic predicts a value per decision or per token; None without a critic."""
     planned_tokens: int
-    """Denominator of `training.aggregation = "constant"`."""
+    """The fixed number of tokens by which `training.aggregation = "constant"` divides the loss."""
     seed: int
     fixed_copies: int
-    """Number of this machine's processes that serve fixed policies with a local model."""
+    """Number of processes on this machine that each hold local models of the fixed policies."""
     ranks: LearnerTable
-    """[learner]."""
+    """The table [learner], which contains the number of ranks."""
     servers: int = 0
-    """Number of vLLM servers that the run starts on the learner's machine."""
+    """Number of vLLM servers that the run starts on the learner's machine; 0 for any other engine."""
 
     @property
     def has_own_critic(self) -> bool:
-        """Return whether the critic has layers of its own."""
+        """Return whether there is a critic with layers of its own, apart from the policy's."""
         return self.value_level is not None and self.training.critic == "own"

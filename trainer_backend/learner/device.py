@@ -1,4 +1,4 @@
-"""The learner's device and precision, from `model.device`; checked before anything starts."""
+"""The learner's device and precision, chosen by `model.device` and checked before the run starts."""
 
 import os
 from collections.abc import Callable
@@ -10,23 +10,23 @@ import torch
 from trainer_backend.errors import JobError
 from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 
-# Older GPUs have no bfloat16 tensor cores, and no variable-length attention kernel.
+# The oldest compute capability with bfloat16 tensor cores and a variable-length attention kernel.
 _AMPERE = (8, 0)
 _LOGITS_BYTES = 256 * 2**20
 _GPU_SHARE_OF_LOGITS = 32
-# Beginnings of torch's errors on a machine without a GPU. Any other error comes from an existing driver.
+# How torch's errors begin on a machine without a GPU. Any other error shows that there is a driver.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs are available")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The devices that torch finds on this machine."""
+    """The devices that torch can use on this machine."""
 
     cuda: tuple[int, int] | None
-    """Compute capability of the current GPU."""
+    """Compute capability of the current CUDA GPU; None if torch cannot use one."""
     mps: bool
     why_no_cuda: str | None = None
-    """Torch's error if it cannot use CUDA; None: it can, or was built without CUDA."""
+    """The error with which torch refuses CUDA; None if CUDA works or torch was built without it."""
 
     @classmethod
     def by_torch(cls) -> "Found":
@@ -44,9 +44,10 @@ class Found:
 
 
 def cuda_refusal(start: Callable[[], None] = torch.cuda.init) -> str | None:
-    """Return torch's error if CUDA does not start; None if it does.
+    """Start CUDA; return the text of torch's error, or None if it starts.
 
-    `torch.cuda.is_available` returns False both without a driver and with one that is too old.
+    This text tells why CUDA cannot be used: `torch.cuda.is_available` returns False both without a driver and
+    with a driver that is too old.
     """
     try:
         start()
@@ -57,25 +58,31 @@ def cuda_refusal(start: Callable[[], None] = torch.cuda.init) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device and its precision. Trained weights and their optimizer are always float32."""
+    """A device, and the precision of computations on it.
+
+    The weights in training and the optimizer's state are always float32.
+    """
 
     device: torch.device
-    """The device of the model."""
+    """The device that computes the model."""
     low: torch.dtype | None = None
-    """The dtype of inputs of matrix products, and of frozen matrices such as the engine's copy
-    (`models.precision`); None: float32 throughout."""
+    """The low precision (bfloat16) of the inputs of matrix products, and of frozen matrices such as those of
+    the engine's copy (`models.precision`). None if all computations are in float32."""
     unusable_gpu: str | None = None
-    """Description of a GPU whose driver `auto` found but could not use."""
+    """Set if `model.device` is "auto" and there is a GPU driver that torch cannot use: a text about it."""
     card: int | None = None
-    """Memory in bytes of a GPU that is only planned (`place_on_card`); None: this machine has it."""
+    """Memory, in bytes, of a hypothetical GPU (`place_on_card`); None if the device is in this machine."""
 
     @property
     def held(self) -> torch.dtype:
-        """Return the dtype of frozen matrices: in the engine, in a reference, and in layers with adapters."""
+        """Return the dtype of matrices that are not trained.
+
+        These are the matrices of the engine and of the reference policy, and the base weights of adapters.
+        """
         return self.low or torch.float32
 
     def hardware(self) -> Hardware:
-        """Describe the placement for processes without torch, with the visible GPUs."""
+        """Return the dtype of frozen matrices and the visible GPUs, in a form that does not need torch."""
         names: list[str] = []
         if self.device.type == "cuda":
             visible = os.environ.get(VISIBLE_DEVICES)
@@ -83,7 +90,7 @@ class Placement:
         return Hardware(str(self.held).removeprefix("torch."), tuple(names))
 
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence about a GPU that `auto` does not use, if there is one."""
+        """Return a sentence for the user if there is a GPU that "auto" cannot use; otherwise no text."""
         if self.unusable_gpu is None:
             return ()
         return (
@@ -92,21 +99,21 @@ class Placement:
         )
 
     def card_bytes(self) -> int:
-        """Return the total memory of a CUDA GPU."""
+        """Return the total memory of the CUDA GPU in bytes. The device must be a CUDA GPU."""
         if self.card is not None:
             return self.card
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def logits_bytes(self) -> int:
-        """Return the bytes that a chunk of logits may take: on a GPU, a share of its memory."""
+        """Return the most bytes for a chunk of logits: a share of a CUDA GPU's memory, else a constant."""
         return self.card_bytes() // _GPU_SHARE_OF_LOGITS if self.device.type == "cuda" else _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass; see `models.precision`."""
+        """Return the context for forward passes: autocast to `low`, or without effect if `low` is None."""
         if self.low is None:
             return nullcontext()
-        # No cache: it would keep rounded copies of all weights until the pass ends, 2 bytes per weight, on
-        # every rank of a sharded model too. A pass reads each weight only once.
+        # autocast's cache is off: it would keep a rounded copy of all weights, 2 bytes per weight, until the
+        # pass ends, even on each rank of a sharded model. A pass reads each weight only once.
         return torch.autocast(self.device.type, dtype=self.low, cache_enabled=False)
 
     def __str__(self) -> str:
@@ -116,18 +123,21 @@ class Placement:
 
 
 def place_on_card(size: int) -> Placement:
-    """Return the placement on a hypothetical CUDA GPU of `size` bytes, Ampere or later."""
+    """Return the placement on a hypothetical CUDA GPU, Ampere or later, with `size` bytes of memory."""
     return Placement(torch.device("cuda"), torch.bfloat16, card=size)
 
 
 def place(name: str, found: Found | None = None) -> Placement:
-    """Return the placement that `model.device` names; `auto` chooses cuda, mps or cpu, in this order."""
+    """Return the placement for a value of `model.device`. Raises JobError if the device is missing.
+
+    "auto" chooses the first available device of cuda, mps and cpu.
+    """
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
     unusable_gpu = None
     if name == "auto":
         name = next(device for device, is_there in there.items() if is_there)
-        # Torch may be unable to use a driver, such as one that is too old.
+        # There may be a driver that torch cannot use, for example because it is too old.
         if found.why_no_cuda is not None and not found.why_no_cuda.startswith(_NO_GPU):
             unusable_gpu = str(found)
     if not there[name]:

@@ -1,4 +1,4 @@
-"""Records the experts that a model's routers choose, by hooks on the model's modules."""
+"""Counts how many tokens a mixture-of-experts model routes to each expert, by hooks on its modules."""
 
 import sys
 from collections.abc import Iterator
@@ -18,13 +18,17 @@ from trainer_backend.models.routers import count_experts
 @dataclass(frozen=True, slots=True)
 class Experts:
     count: int
-    """Experts of a layer, E."""
+    """Number of experts of each layer, E."""
     coefficient: float = 0.0
-    """Coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss; 0 if the model has no such loss."""
 
 
 def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
-    """Return a model's experts, or None. Raises JobError if the job weighs a loss that the model lacks."""
+    """Describe the experts of a model; return None if it has none.
+
+    The coefficient is the job's `router_aux_coef` or, if the job does not set it, that of the model's config.
+    Raises JobError if the job sets a coefficient other than 0, but the model has no load-balancing loss.
+    """
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
@@ -46,23 +50,26 @@ def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
 
 @dataclass(slots=True)
 class Routing:
-    """Sums over the tokens of forward passes, without padding."""
+    """Sums the routing of tokens to experts over several forward passes; padding is not counted."""
 
     experts: Experts
     reads_probabilities: bool
     sent: list[Tensor] = field(default_factory=list)
-    """For each layer with experts, the [E] numbers of tokens that were sent to each expert."""
+    """For each layer with experts, [E]: how many tokens were routed to each expert."""
     probability_E: Tensor | None = None
-    """Sums of the router's probabilities over tokens and layers; None: not read."""
+    """[E], the sum of the routers' probabilities over tokens and layers; None before the first `add`."""
 
     @property
     def keywords(self) -> dict[str, bool]:
-        """Keywords for the model's forward pass."""
+        """Return the keyword arguments with which the model's forward pass must be called."""
         return {"output_router_logits": True} if self.reads_probabilities else {}
 
     @contextmanager
     def watching(self, model: PreTrainedModel, real_BL: Tensor | None) -> Iterator[None]:
-        """Count the tokens that one forward pass sends to experts; `real_BL` is False for padding."""
+        """Count the tokens that one forward pass inside the context routes to each expert.
+
+        `real_BL` is False for padding; None if there is no padding.
+        """
         chosen: list[Tensor] = []
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -85,11 +92,14 @@ class Routing:
         counts_R = (
             index_Rk.new_ones(len(index_Rk)) if real_BL is None else real_BL.flatten().to(index_Rk.dtype)
         )
-        sent_E = index_Rk.new_zeros(self.experts.count + 1)  # the last: experts of other devices
+        sent_E = index_Rk.new_zeros(self.experts.count + 1)  # the last entry counts experts on other devices
         return sent_E.scatter_add_(0, index_Rk.flatten(), counts_R.repeat_interleave(index_Rk.shape[1]))[:-1]
 
     def add(self, logits: tuple[Tensor, ...], real_BL: Tensor | None) -> None:
-        """Add the routers' probabilities of a pass, from the logits of its layers, [rows, E] each."""
+        """Add the routers' probabilities in a forward pass to `probability_E`.
+
+        `logits` contains the router's logits of each layer, [tokens, E]. `real_BL` is as in `watching`.
+        """
         for logits_RE in logits:
             probability_RE = logits_RE.reshape(-1, self.experts.count).float().softmax(dim=-1)
             if real_BL is not None:
@@ -99,5 +109,8 @@ class Routing:
 
 
 def _expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Return the modules that compute a layer's experts, given tokens and the experts' indices."""
+    """Return the modules that compute the experts, one per layer.
+
+    The inputs of such a module are the hidden states of tokens and the indices of their experts.
+    """
     return (module for name, module in model.named_modules() if name.endswith(".experts"))

@@ -1,4 +1,4 @@
-"""Makes the learner of a job in this process, or compares the gradients of its estimators."""
+"""Creates the learner of a job in this process, or compares the gradients of advantage estimators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,13 +32,16 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `parts.LearnerFactory` in this process. Raises JobError if the job's device is missing."""
+    """Creates learners in this process (implements `parts.LearnerFactory`).
+
+    The constructor raises JobError if this machine does not have the job's device.
+    """
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE
     ) -> None:
         placement = place(config.model.device)
-        if ranks.are_several:  # collective, so not while ranks load the model one after the other
+        if ranks.are_several:  # needs all ranks at once, so it cannot wait until they load the model in turn
             make_mesh(ranks, config.ranks.data_parallel_replicate_degree, placement.device.type)
         self._config, self._fixed, self._ranks = config, fixed, ranks
 
@@ -46,9 +49,10 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Plan the memory, refuse a job that cannot fit, and keep the plan's micro-batches for the learner.
+        """Estimate the memory of the run, and return the estimate as text. Raises JobError if it cannot fit.
 
-        All ranks use the smallest micro-batches that the plan of any rank has.
+        The plan also chooses the size of micro-batches, with which this factory then creates the learner. If
+        the ranks' plans differ, all ranks use the smallest of their sizes.
         """
 
         def plan_of_this_rank() -> MemoryPlan:
@@ -82,12 +86,20 @@ class LocalFactory:
         advantages: Mapping[str, Sequence[OfEpisode]],
         tell: Callable[[int, int], None],
     ) -> list[tuple[str, str, float]]:
-        """Compute the cosine between the gradients of each pair of estimators.
+        """Compute the cosine between the gradients of each pair of advantage estimators.
 
-        Gradients are those of the policy loss only (no entropy, KL, critic, router or adapters), over all
-        decisions in one step, at the checkpoint's weights, where all ratios are 1. Estimators with a zero
-        gradient are left out. `advantages` are by estimator, in the order of the episodes, whose own
-        advantages are not read. `tell` reports the gradients done and their total.
+        Each gradient is that of the policy loss for all weights, over all episodes in one step. There are no
+        terms for entropy, KL, critic or routers, and no adapters. The weights are those of the checkpoint, so
+        all probability ratios are 1.
+
+        Args:
+            episodes: their own advantages are not read.
+            advantages: for each estimator, by name, the advantages of each episode, in the same order.
+            tell: called with the number of finished gradients and the number of all gradients.
+
+        Returns:
+            For each pair of estimators: their two names and the cosine. Estimators whose gradient is 0 are
+            left out.
         """
         training = self._config.training.model_copy(
             update={"entropy_coef": 0.0, "kl_coef": 0.0, "router_aux_coef": 0.0}
@@ -103,7 +115,8 @@ class LocalFactory:
             tell(len(shares), len(advantages))
             own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
             credited = {item.rollout_id: replace(item, advantages=own[item.rollout_id]) for item in episodes}
-            # Segments without advantage have no gradient; leaving them out scales all token weights alike.
+            # Segments whose advantages are all 0 have no gradient. Leaving them out scales the weights of all
+            # other tokens by the same factor, which does not change a cosine.
             counted = [item for item in scored if np.any(read_column(item.segment, own, "advantage"))]
             update.gradient(counted or scored[:1], credited)
             shares[name] = _share(learner, self._ranks)
@@ -111,14 +124,14 @@ class LocalFactory:
 
 
 def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
-    """Return this rank's share of the gradient of all weights as one float64 vector in main memory."""
+    """Return this rank's part of the gradient of all weights, as one float64 vector on the CPU."""
     weights = learner.model.parameters()
     gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     return torch.cat([own_part(gradient, ranks).double().cpu() for gradient in gradients])
 
 
 def _cosines(shares: Mapping[str, Tensor], ranks: Ranks) -> list[tuple[str, str, float]]:
-    """Compute the cosines of vectors that are distributed over the ranks."""
+    """Compute the cosine of each pair of vectors, of which each rank holds a part; skip zero vectors."""
     names = list(shares)
     pairs = [(a, b) for number, a in enumerate(names) for b in names[number:]]
     sums = ranks.sums(*(float(torch.dot(shares[a], shares[b])) for a, b in pairs)) if pairs else ()

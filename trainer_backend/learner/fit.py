@@ -1,7 +1,7 @@
-"""Searches settings with which a job fits a device, from those that cost the least time to the dearest.
+"""Searches for settings that make a job fit into the memory of its device and slow it down the least.
 
-`propose` tries combinations in the memory plan. `less_memory` only names such settings, for example after an
-update that ran out of memory.
+`propose` estimates the memory of combinations of settings (`learner.memory_plan`). `less_memory` only lists
+settings that lower the memory, without an estimate, for example after an update that ran out of memory.
 """
 
 import math
@@ -32,10 +32,10 @@ from trainer_backend.learner.shapes import cached_config
 from trainer_backend.models.folder import folder_config
 
 GIB = 2**30
-# Values by their keys in the job's TOML; `lora` and `cluster` are tables.
+# New values of settings, by their keys in the job's TOML. The keys `lora` and `cluster` are whole tables.
 Settings = Mapping[str, Any]
 _TABLES = {"training": "training", "inference": "inference", "learner": "ranks"}
-# A cache for fewer requests of the longest kind makes sampling slow.
+# Limits of the search. A cache for fewer than the first number of requests of maximal length slows sampling.
 _ENOUGH_REQUESTS, _FEWEST_RUNNING, _SHORTEST = 8, 4, 256
 _MOST_RANKS = 8
 _SHARE = "inference.vllm.gpu_memory_utilization"
@@ -43,16 +43,16 @@ _SHARE = "inference.vllm.gpu_memory_utilization"
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Plans a job with other settings, on one device."""
+    """Estimates the memory of a job with changed settings, on one device."""
 
     config: LearnerConfig
     placement: Placement
     own: Any = None
-    """Config of the run's model; None: nothing is planned."""
+    """The transformers config of the model in training; None if memory cannot be estimated."""
     others: Sequence[Any] = ()
-    """Configs of fixed policies."""
+    """The transformers configs of the fixed policies that this machine serves too."""
     shortest: int | None = None
-    """The least allowed inference.max_model_len; None: it is not changed."""
+    """The lowest `inference.max_model_len` that may be proposed; None if it must not be changed."""
     _models: dict[tuple[bool, str], Models] = field(default_factory=dict)
 
     @property
@@ -66,38 +66,41 @@ class Search:
         return self._models[kind]
 
     def plan(self, config: LearnerConfig) -> MemoryPlan:
-        """Return the plan of the rank of a node that needs the most memory."""
+        """Return the memory plan for `config`. With several ranks, that of the rank that needs the most."""
         table, models = config.ranks, self.models(config)
         ranks = (Ranks(index, table.ranks) for index in range(table.nproc_per_node))
         plans = [plan_on(self.placement, config, models, each) for each in ranks]
         return max(plans, key=lambda plan: plan.need)
 
     def server_least(self, config: LearnerConfig) -> int:
-        """Return the bytes that a vLLM server needs on a GPU: weights, one longest request, CUDA's memory."""
+        """Return the bytes that a vLLM server needs at least on a GPU.
+
+        These are its weights, the cache of one request of maximal length, and the memory of CUDA itself.
+        """
         shape = self.models(config).own
         use = memory_use(config, self.placement, shape)
         held = shape.frozen_bytes(use.held) + cached_row(shape, use)
         return held // config.inference.server_devices + OVERHEAD
 
     def starves_servers(self, config: LearnerConfig) -> bool:
-        """Return whether vLLM gets less memory than it needs to start."""
+        """Return whether the configured share of GPU memory is too small for a vLLM server to start."""
         if not config.servers or self.placement.device.type != "cuda":
             return False
         return config.inference.server_share * self.placement.card_bytes() < self.server_least(config)
 
 
-# Yields settings that a job may change, the mildest first.
+# One kind of change to a job, such as smaller micro-batches. A step yields its options, the mildest first.
 Step = Callable[[Search, LearnerConfig], Iterator[Settings]]
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings, and the job's plan with them."""
+    """Proposed settings, and the memory plan of the job with these settings."""
 
     settings: Settings
     plan: MemoryPlan
     fits: bool
-    """Whether the job fits even at its fullest; False: no known settings are enough."""
+    """Whether the job fits even if all sequences are as long as allowed."""
 
     def sentence(self) -> str:
         text = str(self)
@@ -117,10 +120,11 @@ class Proposal:
 
 
 def propose(search: Search) -> Proposal:
-    """Find the cheapest settings with which a job fits; if none are enough, return all of them.
+    """Find settings that make the job fit into memory and slow it down the least.
 
-    Settings are added from the cheapest on until the job fits. Then, from the dearest on, each is withdrawn
-    or made milder if the others allow it; engines and servers get the remaining memory.
+    The steps of STEPS are applied in order, the cheapest first, until the job fits. Then each applied step is
+    reconsidered, the most expensive first: it is withdrawn or made milder if the job still fits. Engines and
+    servers get the remaining memory. If all steps together are not enough, the proposal contains all of them.
     """
     chosen = dict[Step, Settings]()
     for step in STEPS:
@@ -144,9 +148,10 @@ def propose(search: Search) -> Proposal:
 
 
 def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
-    """Withdraw settings, or make them milder, if the job still fits."""
+    """Withdraw the steps of `chosen`, or choose milder options, if the job still fits. Changes `chosen`."""
     shared = (*_SHARED, *_SHARED_LEAST)
-    # The steps of engines and servers come a second time, to get the remaining memory.
+    # The steps of engines and servers first get the option with the least memory. They are considered again
+    # at the end, when the remaining memory is known.
     for step, is_last in [(each, False) for each in reversed(STEPS)] + [(each, True) for each in shared]:
         if step not in chosen:
             continue
@@ -164,15 +169,19 @@ def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
 def report_for_card(
     config: LearnerConfig, card: int, fixed: Sequence[Path] = (), *, shortest: int | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a plan for a CUDA GPU of `card` bytes, which need not be here, and a proposal.
+    """Yield lines of text about the memory that the job would need on a CUDA GPU with `card` bytes.
+
+    This machine need not have such a GPU. If the job fits only while sequences are short, the last line
+    proposes settings.
 
     Args:
-        fixed: the folders of fixed policies.
+        fixed: the model folders of the fixed policies.
         shortest: as in `Search`.
 
     Raises:
         ModelFolderError: the config of the model is not on this machine.
-        JobError: the job cannot fit, even with sequences shorter than allowed.
+        JobError: the job cannot run, because it does not fit even with short sequences, or vLLM gets too
+            little memory.
     """
     others = [folder_config(folder) for folder in fixed]
     own = cached_config(config.model, choose_vocabulary(config, others))
@@ -201,7 +210,7 @@ def report_for_card(
 
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
-    """Yield a line for each kind of memory, and for their sum."""
+    """Format a memory plan as lines of text: one for each kind of memory, and one for their sum."""
     whose = f", of {plan.ranks}" if plan.ranks else ""
     yield f"memory on {plan.placement}{whose}, in GiB:"
     lines = {**plan.needs.device, "sum": plan.need, "card": plan.free}
@@ -213,17 +222,17 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
 def _fits(search: Search, config: LearnerConfig) -> bool:
     table = config.ranks
     if table.fsdp_cpu_offload if table.ranks == 1 else config.training.optimizer_offload:
-        return False  # the first key needs several ranks, the second a single process
+        return False  # fsdp_cpu_offload needs several ranks; optimizer_offload a single process
     plan = search.plan(config)
     return plan.need <= plan.free and plan.shortage() is None and not search.starves_servers(config)
 
 
 def _possible_options(search: Search, step: Step, config: LearnerConfig) -> Iterator[Settings]:
-    """Yield the options of a step, up to the first with which the model cannot be planned."""
+    """Yield the options of a step, and stop at the first whose memory cannot be estimated."""
     for settings in step(search, config):
         try:
             search.plan(with_settings(config, settings))
-        except ServiceError:  # such as adapters of a model without layers for them
+        except ServiceError:  # for example: a model without layers that adapters support
             return
         yield settings
 
@@ -239,12 +248,12 @@ def _apply_all(config: LearnerConfig, chosen: Mapping[Step, Settings]) -> Learne
 
 
 def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
-    """Return the job's tables with other values."""
+    """Return a copy of `config` with the values in `settings`."""
     for key, value in settings.items():
         table, _, name = key.partition(".")
         if key == "lora":
             config = replace(config, lora=value)
-        elif key == "cluster":  # gateways get their own processes
+        elif key == "cluster":  # each gateway then has a process of its own
             config = replace(config, processes=1 + config.engines)
         elif key == _SHARE:
             own = {
@@ -267,14 +276,14 @@ def _is_current(config: LearnerConfig, key: str, value: Any) -> bool:
 
 
 def write_setting(key: str, value: Any) -> str:
-    """Format a setting as in TOML."""
+    """Format a setting as it is written in the job's TOML."""
     if key in ("lora", "cluster"):
         return f"[{key}]"
     return f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
 
 
 def _halves(value: int, least: int) -> list[int]:
-    """Return values below `value`, halving down to `least`."""
+    """Halve `value` repeatedly, down to `least`; return the results, without `value` itself."""
     halves = list[int]()
     while value > least:
         value = max(value // 2, least)
@@ -283,7 +292,11 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """Yield smaller caches of a local engine that hold at least `requests` of the longest requests."""
+    """Yield settings that make the cache of each local engine smaller.
+
+    A paged cache is given in GiB, with space for at least `requests` requests of maximal length, or for as
+    many as the engine runs at once, if that is less. Any other cache shrinks by storing fewer prefixes.
+    """
     if not config.engines:
         return
     shape = search.models(config).own
@@ -301,7 +314,10 @@ def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 
 
 def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
-    """Yield smaller shares for vLLM's servers that hold at least `requests` of the longest requests."""
+    """Yield other shares of GPU memory for vLLM's servers, the largest first.
+
+    The smallest share holds the weights and `requests` requests of maximal length.
+    """
     if not config.servers or search.placement.device.type != "cuda":
         return
     card, share = search.placement.card_bytes(), config.inference.server_share
@@ -320,7 +336,10 @@ def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 
 
 def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Yield smaller micro-batches, down to one row, and rows down to the longest segment."""
+    """Yield smaller micro-batches, down to the tokens of one sequence of maximal length.
+
+    Packed rows that would be wider than a micro-batch become as wide as it.
+    """
     training, longest = config.training, config.inference.max_model_len
     for tokens in _halves(max(training.micro_batch, training.row_tokens), max(longest, 64)):
         rows = {"training.row_tokens": tokens} if tokens < training.row_tokens else {}
@@ -328,13 +347,16 @@ def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Sett
 
 
 def _sleep(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Let vLLM on the learner's GPU free its memory during updates."""
+    """Yield the setting with which vLLM on the learner's GPU frees its memory during updates."""
     if config.servers and not config.inference.sleep and not config.training.max_staleness:
         yield {"inference.sleep": True}
 
 
 def _checkpoint_layers(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Yield quarters of the layers, then all; without a plan, all."""
+    """Yield gradient checkpointing of more layers: of each further quarter of the layers, then of all.
+
+    If memory cannot be estimated, only all layers are yielded.
+    """
     key, now = "training.gradient_checkpointing", config.training.gradient_checkpointing
     if now is True:
         return
@@ -368,7 +390,7 @@ def _offload_shares(search: Search, config: LearnerConfig) -> Iterator[Settings]
 
 def _train_less(search: Search, config: LearnerConfig) -> Iterator[Settings]:
     head = {"training.critic": "head"} if config.has_own_critic else {}
-    if head:  # an own critic excludes [lora] and several ranks
+    if head:  # [lora] and several ranks are not possible with an own critic
         yield head
     if config.lora is None:
         yield {**head, "lora": LoraTable()}
@@ -381,7 +403,7 @@ def _run_fewer(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 
 
 def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Yield shorter longest sequences, with rows and micro-batches."""
+    """Yield lower values of `inference.max_model_len`, with rows and micro-batches that fit them."""
     training, longest = config.training, config.inference.max_model_len
     for length in _halves(longest, max(search.shortest or longest, _SHORTEST)):
         yield {
@@ -392,13 +414,16 @@ def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 
 
 def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    """Yield more GPUs of a node; a planned machine may have any number up to _MOST_RANKS."""
+    """Yield a greater number of ranks, each with a GPU of this node.
+
+    The node has the GPUs of this machine, or with a hypothetical GPU (`Placement.card`) _MOST_RANKS of them.
+    """
     table, placement = config.ranks, search.placement
     if placement.device.type != "cuda" or table.nnodes > 1:
         return
     here = _MOST_RANKS if placement.card is not None else torch.cuda.device_count()
     alone: dict[str, Any] = {} if table.ranks > 1 else {"cluster": {}}
-    if config.training.optimizer_offload:  # needs a single process
+    if config.training.optimizer_offload:  # not possible with several ranks
         alone["training.optimizer_offload"] = False
     count = 2 * table.nproc_per_node
     while count <= here:
@@ -406,12 +431,12 @@ def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
         count *= 2
 
 
-# The memory of engines and servers: first as much as they need to be fast.
+# Steps that reduce the memory of engines and servers: first only as far as sampling stays fast.
 _SHARED: tuple[Step, ...] = tuple(
     partial(lower, requests=_ENOUGH_REQUESTS) for lower in (_lower_cache, _lower_share)
 )
 _SHARED_LEAST: tuple[Step, ...] = tuple(partial(lower, requests=1) for lower in (_lower_cache, _lower_share))
-# From the cheapest to the dearest, by time.
+# All steps, in the order of the time that they cost, the cheapest first.
 STEPS: tuple[Step, ...] = (
     *_SHARED,
     _lower_micro_batches,
@@ -426,12 +451,12 @@ STEPS: tuple[Step, ...] = (
     _run_fewer,
     _shorten,
     _add_ranks,
-    partial(_offload_shares),  # once more, after ranks were added
+    partial(_offload_shares),  # a second time, because it needs several ranks
 )
 
 
 def less_memory(config: LearnerConfig) -> str:
-    """Name the keys that lower the need of memory, the cheapest first, without a plan."""
+    """Return a sentence that lists ways to need less memory, the cheapest first, without an estimate."""
     search = Search(config, place(config.model.device))
     steps = [step for step in STEPS if step not in (*_SHARED, *_SHARED_LEAST)]
     firsts = [next(step(search, config), None) for step in steps]
@@ -449,7 +474,7 @@ def less_memory(config: LearnerConfig) -> str:
 
 
 def _name_change(config: LearnerConfig, settings: Settings) -> str:
-    """Describe a change of settings: lower or raise a number, or set another value."""
+    """Describe a change of settings in words, such as "lower KEY (OLD VALUE)" or "set KEY = VALUE"."""
     words = list[str]()
     for key, value in settings.items():
         if key in ("lora", "cluster"):

@@ -1,7 +1,7 @@
 """`python -m trainer_backend.learner.group [torchrun's options] [-- options of learner.process]`.
 
-Runs the ranks of a learner on this node under torchrun, which ends all of them as soon as one ends. The
-orchestrator, which has the rollouts, then starts a new group.
+Runs the learner's ranks of this node under torchrun, which ends all ranks as soon as one of them fails. The
+orchestrator, which runs in another process and still holds the rollouts, then starts new ranks.
 """
 
 from service_kit.own_process import end_with_parent
@@ -21,14 +21,17 @@ _PROCESS = "trainer_backend.learner.process"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the ranks of this node until one of them ends."""
-    os.environ["TURNWISE_GROUP_PID"] = str(os.getpid())  # the ranks end with this process
+    """Run the ranks of this node until they end. If one fails, exit with its exit code or signal.
+
+    `arguments` contains torchrun's options and, after "--", the options of each rank.
+    """
+    os.environ["TURNWISE_GROUP_PID"] = str(os.getpid())  # the ranks watch this process, and end when it ends
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         torchrun(["--max-restarts", "0", *arguments[:cut], "-m", _PROCESS, *arguments[cut + 1 :]])
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        if first.exitcode < 0:  # the parent sees the signal that ended a rank
+        if first.exitcode < 0:  # end by the same signal as the rank, so that the parent process sees it
             signal.signal(-first.exitcode, signal.SIG_DFL)
             os.kill(os.getpid(), -first.exitcode)
         raise SystemExit(first.exitcode) from error

@@ -1,13 +1,13 @@
-"""Attention over one row of tries, in parts that are joined; shared keys are read once.
+"""Attention over one row of prefix trees (tries). It is computed in parts, so that shared keys are read once.
 
-A trie is cut into *runs*, its stretches without branches. A token sees its own run up to itself, and all of
-every run above it. In depth-first order, all tokens below a run follow it without a gap, so each part is a
-product of two slices:
+A tree is cut into *runs*, which are its stretches without a branch. A token attends to its own run up to
+itself, and to every run between its own run and the root. In depth-first order, all tokens below a run follow
+the run without a gap, so each part of the attention multiplies two slices of the row:
 
-    own      each run by itself, causal; runs of similar length are batched
-    shared   the queries of all tokens below a run, with the keys of that run
+    own      queries and keys of the same run, causal; runs of similar length are batched
+    shared   queries of all tokens below a run, with the keys of that run
 
-`models.part_attention` joins the parts.
+`models.part_attention` joins the parts to the attention of the whole row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer_backend.models.part_attention import attended, folded, heads_first,
 
 
 class Shared(NamedTuple):
-    """A run, from `start` to `end`; the tokens below it follow, up to `until`."""
+    """A run, of the tokens `start` to `end` (exclusive), with the tokens below it, `end` to `until`."""
 
     start: int
     end: int
@@ -38,16 +38,19 @@ class Shared(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Runs:
     starts_R: NDArray[np.int64]
-    """The first token of each run, then the number of tokens."""
+    """The index of the first token of each run, followed by the number of tokens."""
     shared: Sequence[Shared]
-    """The runs with tokens below them."""
+    """The runs that have tokens below them, in the order of the row."""
 
     @classmethod
     def of(cls, position_L: NDArray[np.int64]) -> Runs:
-        """Find the runs from the positions of a row of tries in depth-first order, without padding."""
+        """Find the runs of a row without padding, whose trees are in depth-first order.
+
+        `position_L` contains each token's position, which is its depth in its tree.
+        """
         length = len(position_L)
         begins = np.flatnonzero(np.diff(position_L, prepend=-2) != 1).tolist()
-        path: list[tuple[int, int]] = []  # stretches of the current path: index and position of their first
+        path: list[tuple[int, int]] = []  # stretches on the current path: index, position of the first token
         cuts = set(begins)
         for begin in begins:
             depth = int(position_L[begin])
@@ -59,7 +62,7 @@ class Runs:
             path.append((begin, depth))
         starts = [*sorted(cuts), length]
         shared: list[Shared] = []
-        open_: list[tuple[int, int]] = []  # runs of the current path: start and end
+        open_: list[tuple[int, int]] = []  # runs on the current path: start and end
         for begin, end in zip(starts, [*starts[1:], length], strict=True):
             depth = int(position_L[begin]) if begin < length else 0
             while open_ and int(position_L[open_[-1][0]]) >= depth:
@@ -72,13 +75,14 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The cells (places in a padded batch) of runs of similar length; padding repeats a run's last token."""
+    """Maps the tokens of a row to a padded batch of G runs of similar length, with P cells for each run."""
 
     token_GP: Tensor
-    """int64, the token in each cell."""
+    """int64, index of the token in each cell; in padding, of the last token of the run."""
     real_N: Tensor
+    """int64, indices into the flattened batch of the N cells that are not padding."""
     real_token_N: Tensor
-    """int64, the flat indices of the cells that are no padding, and the tokens in these cells."""
+    """int64, indices of the tokens in these cells."""
 
     @classmethod
     def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:
@@ -88,42 +92,42 @@ class _Places:
         return cls(token_GP, real_N, token_GP.flatten()[real_N])
 
     def spread(self, tokens: Tensor, times: int = 1) -> Tensor:
-        """Copy tokens [L, H, D] to cells [G, H, P, D], each head `times` times."""
+        """Copy tokens [L, H, D] to the cells [G, H * times, P, D]; each head is repeated `times` times."""
         side = tokens.index_select(0, self.token_GP.flatten()).view(*self.token_GP.shape, *tokens.shape[1:])
         side = side.transpose(1, 2)
         return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
 
     def spread_once(self, tokens: Tensor) -> Tensor:
-        """Copy tokens to cells as `spread`, with 0 in padding."""
+        """Copy tokens to cells like `spread`, but fill the padding with 0."""
         side = tokens.new_zeros((self.token_GP.numel(), *tokens.shape[1:]))
         side.index_copy_(0, self.real_N, tokens.index_select(0, self.real_token_N))
         return side.view(*self.token_GP.shape, *tokens.shape[1:]).transpose(1, 2).contiguous()
 
     def gather(self, side: Tensor, tokens: Tensor) -> None:
-        """Copy cells [G, H, P, D] back to tokens [L, H, D]."""
+        """Copy the cells `side`, [G, H, P, D], without padding, into `tokens`, [L, H, D]."""
         flat = side.transpose(1, 2).flatten(0, 1).index_select(0, self.real_N)
         tokens.index_copy_(0, self.real_token_N, flat)
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A batch of runs of similar length."""
+    """Queries and keys of a padded batch of runs of similar length."""
 
     queries: _Places
     keys: _Places
-    """The cells of queries and of keys."""
     hidden_GQK: Tensor | None
-    """True for keys that a query does not see; None: causal, as many keys as queries."""
+    """True where a query must not attend to a key. If None, queries and keys are the same tokens, and
+    attention is causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts of attention for the queries of a row: of all tokens, or of some."""
+    """Lists the parts of the attention of a row, for the queries of all tokens or of some."""
 
     own: Sequence[_Side]
-    """Batches of runs."""
+    """Attention of queries within their own runs, in padded batches."""
     shared: Sequence[tuple[slice, slice]]
-    """For each run with tokens below it, the slices of its keys and of the queries."""
+    """For each run with queries below it: the slice of its keys, and the slice of these queries."""
 
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
@@ -135,7 +139,10 @@ class Plan:
 
     @classmethod
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
-        """Plan the queries of some tokens, [N] int64, ascending; None if computing all costs no more."""
+        """Plan attention for the queries of the tokens `position_N` only: [N] int64, ascending.
+
+        Returns None if the attention of all tokens costs no more.
+        """
         own, scores, of_all = [], 0, 0
         for first_G, end_G in group_alike(runs.starts_R.tolist()):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
@@ -145,7 +152,7 @@ class Plan:
                 continue
             first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
             keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
-            # In padding, the keys lie beyond the run's end.
+            # Keys in padding get indices beyond the run's end, so they are hidden from every query of it.
             key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])
             hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
             scores += hidden_GQK.numel()
@@ -161,7 +168,10 @@ class Plan:
 
 
 def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
-    """Compute [N, H, D] for the plan's queries; keys and values of all tokens may have fewer heads."""
+    """Compute the attention [N, H, D] of the plan's queries to the keys and values of all L tokens.
+
+    Keys and values may have fewer heads than queries (grouped-query attention).
+    """
     size = v_LHD.shape[-1]
     wide = widened(v_LHD, q_NHD.shape[-1])
     out: Tensor = _Joined.apply(plan, q_NHD, k_LHD, wide, scale)  # type: ignore[no-untyped-call]
@@ -226,24 +236,26 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Runs at one depth of the tries, or by themselves, as inputs of a variable-length kernel."""
+    """Inputs of one call of a variable-length attention kernel, which computes a part for each of S runs."""
 
     query_N: Tensor
+    """int64, indices of the tokens whose queries are used, run after run."""
     key_N: Tensor
-    """int64, the tokens of queries and of keys, run after run."""
+    """int64, indices of the tokens whose keys and values are used, run after run."""
     queries_S: Tensor
+    """int32, [S + 1]: index in `query_N` of the first query of each run, followed by their total number."""
     keys_S: Tensor
-    """int32, [S + 1] the start of each run, then the total."""
+    """int32, [S + 1]: the same for `key_N`."""
     longest: tuple[int, int]
-    """The most queries, and the most keys, of a run."""
+    """The largest number of queries, and of keys, of any run."""
     causal: bool
-    """Whether a query sees only the keys up to its own."""
+    """Whether a query attends only to the keys up to its own token."""
 
     @classmethod
     def of(
         cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], *, causal: bool
     ) -> Level:
-        """Build a level from ranges of tokens, on the CPU."""
+        """Build a level on the CPU from the ranges of query tokens and of key tokens of each run."""
         counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
         tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
         starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
@@ -252,9 +264,11 @@ class Level:
 
 
 def list_levels(runs: Runs) -> list[Level]:
-    """List the levels: all runs by themselves, then by depth the runs with tokens below them.
+    """Divide the attention of a row into levels.
 
-    A token occurs at most once per level.
+    The first level is the causal attention within each run. Each further level contains the runs of one depth
+    of the trees, with the queries of all tokens below these runs. Within a level, each token occurs at most
+    once as a query and at most once as a key.
     """
     own = list(pairwise(runs.starts_R.tolist()))
     depths: list[list[Shared]] = []
@@ -278,15 +292,15 @@ def list_levels(runs: Runs) -> list[Level]:
 
 
 class Flash:
-    """Attention of a level by torch's FlashAttention on CUDA, forward and backward."""
+    """Computes the attention of a level, and its gradients, by torch's FlashAttention on CUDA."""
 
     dtype: torch.dtype | None = torch.bfloat16
-    """The dtype of its inputs; None: any."""
+    """The dtype to which inputs are converted; None: they keep their dtype."""
 
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the attention [N, H, D], log-sum-exp [N, H], and values to keep for `backward`."""
+        """Return the attention [N, H, D], the log-sum-exp [N, H], and what `backward` needs as `kept`."""
         out, lse_HN, *kept = torch.ops.aten._flash_attention_forward(
             q_NHD, k_MHD, v_MHD, level.queries_S, level.keys_S, *level.longest, 0.0, level.causal, False,
             scale=scale,
@@ -303,7 +317,10 @@ class Flash:
         scale: float,
         kept: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, given `out` and `lse` of all levels."""
+        """Return the gradients of q, k and v from this level.
+
+        `out_NHD` and `lse_NH` are the results of all levels joined, not of this level alone.
+        """
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad_NHD, *tensors, out_NHD, lse_NH.T.contiguous(), level.queries_S, level.keys_S, *level.longest,
             0.0, level.causal, *kept, scale=scale,
@@ -330,7 +347,7 @@ def flash_is_here() -> bool:
 def attend_levels(
     levels: Sequence[Level], kernel: Flash, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
-    """Compute [L, H, D] attention of a row by its levels."""
+    """Compute the attention [L, H, D] of a row as the joined attention of its levels."""
     size = v_LHD.shape[-1]
     wide = widened(v_LHD, q_LHD.shape[-1])
     tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, wide)]
@@ -339,7 +356,7 @@ def attend_levels(
 
 
 class _Levels(torch.autograd.Function):
-    """Attention over several levels, with sums of outputs and gradients in float32 or better."""
+    """Joins the attention of several levels. Outputs and gradients are summed in at least float32."""
 
     @staticmethod
     def forward(
@@ -381,6 +398,6 @@ class _Levels(torch.autograd.Function):
 
 
 def _sum_heads(part: Tensor, times: int) -> Tensor:
-    """Sum [G, H, P, D] over each `times` adjacent heads, which share keys, to [G, H_kv, P, D]."""
+    """Sum [G, H, P, D] over groups of `times` adjacent heads, which share keys; return [G, H_kv, P, D]."""
     groups, heads, places, size = part.shape
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)

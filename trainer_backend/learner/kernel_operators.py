@@ -1,7 +1,8 @@
-"""Implements `learner.operators` by Triton's kernels (`models.kernels`) or CPU kernels, with gradients.
+"""Implements a layer's `Operators`, with gradients, by Triton's kernels (`models.kernels`) or CPU kernels.
 
-With plain weights, one product computes queries, keys and values, and another computes gate and up. Separate
-products would each read the states again, and their gradients of the states would have to be added.
+For linear layers without biases and adapters, one matrix product computes queries, keys and values, and
+another computes gate and up. Separate products would each read the hidden states again, and would each
+compute a gradient of the hidden states, which would have to be added.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,11 @@ from trainer_backend.learner.packed_decoder import Operators, heads_apart
 
 
 def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operators:
-    """Build operators from the functions of `kernels`; `out` is the dtype of inputs of products."""
+    """Build operators from the functions of the module `kernels`.
+
+    `out` is the dtype of results that enter a matrix product. `reading` computes log-probs from logits; if it
+    is None, torch computes them.
+    """
 
     def sum_and_norm(
         dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None
@@ -64,7 +69,7 @@ def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operat
 
 
 class _KernelNorm(torch.autograd.Function):
-    """The sum of two states, or one state, and its norm. Saves only the sum."""
+    """Adds two hidden states, if there are two, and normalizes the sum. Saves only the sum for backward."""
 
     @staticmethod
     def forward(
@@ -97,7 +102,7 @@ class _KernelNorm(torch.autograd.Function):
 
 
 class _KernelRotary(torch.autograd.Function):
-    """Rotated heads, normed first if there is a weight."""
+    """Applies rotary embeddings to heads. Normalizes the heads first if the weight of a norm is given."""
 
     @staticmethod
     def forward(
@@ -110,7 +115,7 @@ class _KernelRotary(torch.autograd.Function):
         sin_LD: Tensor,
         out: torch.dtype,
     ) -> Tensor:
-        # The gradient of a rotation needs only the angles; that of a norm needs its input.
+        # The gradient of a rotation needs only the angles; that of a norm also needs the norm's input.
         ctx.kernels = kernels
         ctx.save_for_backward(None if weight_D is None else heads_LHD, weight_D, cos_LD, sin_LD)
         ctx.eps, ctx.dtype = eps, heads_LHD.dtype
@@ -133,7 +138,7 @@ class _KernelRotary(torch.autograd.Function):
 
 
 class _KernelSwiglu(torch.autograd.Function):
-    """silu(gate) * up."""
+    """Computes silu(gate) * up."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Any, gate_LM: Tensor, up_LM: Tensor) -> Tensor:
@@ -152,14 +157,14 @@ class _KernelSwiglu(torch.autograd.Function):
 
 
 def _plain_weights(linears: Sequence[Any]) -> list[Tensor] | None:
-    """Return the weights of float32 linear layers without biases and adapters; None for any other layer."""
+    """Return the weights if all layers are linear, in float32, without bias and adapter; else None."""
     weights = [linear.weight for linear in linears if type(linear) is nn.Linear and linear.bias is None]
     is_plain = len(weights) == len(linears) and all(weight.dtype == torch.float32 for weight in weights)
     return weights if is_plain else None
 
 
 def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Concatenate weights [O, I] of the same input, rounded once."""
+    """Concatenate weights [O, I] along O, for layers with the same input; round them to `dtype`."""
     joined_OI = weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]), dtype=dtype)
     for weight, part in zip(
         weights, torch.split(joined_OI, [len(weight) for weight in weights]), strict=True
@@ -171,12 +176,15 @@ def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _weight_gradients(
     by_out_LO: Tensor, input_LI: Tensor, sizes: list[int], are_trained: bool
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of concatenated weights, as parts of one float32 tensor."""
+    """Compute the gradients of concatenated weights, as views of one float32 tensor; None if not trained."""
     return torch.split(wide_product(by_out_LO.T, input_LI), sizes) if are_trained else [None] * len(sizes)
 
 
 class _KernelHeads(torch.autograd.Function):
-    """Queries, keys and values by one product, normed if there are weights, and rotated."""
+    """Computes queries, keys and values by one matrix product, and applies rotary embeddings.
+
+    Queries and keys are normalized before the rotation if the weights of the norms are given.
+    """
 
     @staticmethod
     def forward(
@@ -232,7 +240,7 @@ class _KernelHeads(torch.autograd.Function):
 
 
 class _KernelGateUp(torch.autograd.Function):
-    """silu(gate) * up, with one product for both."""
+    """Computes silu(gate) * up, where one product computes both gate and up."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Any, normed_LD: Tensor, gate_MD: Tensor, up_MD: Tensor) -> Tensor:

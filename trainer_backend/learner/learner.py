@@ -76,16 +76,20 @@ from trainer_backend.rundir.digests import read_digest
 
 log = structlog.get_logger(__name__)
 
-# A hanging server fails one pass over the weights; the other servers load them in the next.
+# A server that hangs makes a pass over the weights fail; the other servers load them in the next pass.
 _PASSES = 3
 
 
 class LocalLearner:
-    """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
+    """Trains the policy on this machine, on the device that the job's `model.device` names.
 
-    `started_from` is the checkpoint with the reference of the KL; None: the reference is the policy at the
-    first update. If `adapter_folder` is None, adapters are new. All `ranks` make all calls together, and each
-    holds a share of the weights.
+    Not thread-safe: make one call at a time. With several `ranks`, each rank holds a share of the weights,
+    and all ranks must make the same calls.
+
+    Args:
+        started_from: the checkpoint with the reference policy of the KL; None: the reference is the policy at
+            the first update.
+        adapter_folder: the folder with the adapters to load; None: adapters are new.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class LocalLearner:
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
         experts = find_experts(model, training)  # before a shard changes the model's class
-        # Under adapters the model's own weights are held, not trained.
+        # With adapters, the model's own weights are not trained and can be held in low precision.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
         if not ranks.are_several:
             model.to(placement.device)  # type: ignore[arg-type]
@@ -151,9 +155,9 @@ class LocalLearner:
         tokenizer: PreTrainedTokenizerFast | None = None,
         ranks: Ranks = ALONE,
     ) -> "LocalLearner":
-        """Make a learner of the model of [model].
+        """Make a learner for a new run, with the model that the job's table [model] names.
 
-        A preset's tokenizer is `tokenizer`, which a fixed policy shares, or is trained on the `prompts`.
+        For a preset, `tokenizer` is that of a fixed policy; if None, a tokenizer is trained on `prompts`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -180,7 +184,8 @@ class LocalLearner:
     ) -> "tuple[LocalLearner, Progress]":
         """Restore a learner from a checkpoint: model, optimizer, critic and RNG; return it with its progress.
 
-        iteration_0, the start of RL, has the reference of the KL and the base of adapters.
+        The reference policy of the KL and the base model of adapters are read from the checkpoint iteration_0
+        of the same run, which was written at the start of RL.
         """
         started_from = checkpoint.with_name(STARTED_FROM)
         reference = started_from if config.training.needs_reference else None
@@ -220,7 +225,7 @@ class LocalLearner:
         return self._critic
 
     def _refuse_other_models(self) -> None:
-        """Refuse ranks that have loaded different models."""
+        """Raise JobError if the ranks have loaded different models or vocabularies."""
         samples = self._ranks.of_every_rank(self._checksum)
         if other := next((rank for rank, sample in enumerate(samples) if sample != samples[0]), 0):
             raise JobError(
@@ -230,12 +235,15 @@ class LocalLearner:
             )
 
     def _draw_apart(self, iteration: int) -> None:
-        """Seed the generator of a rank other than the first; that of the first is stored in checkpoints."""
+        """Seed torch's generator by iteration, on all ranks except the first.
+
+        The generator of the first rank is not seeded, because checkpoints store its state.
+        """
         if not self._ranks.is_first:
             torch.manual_seed(derived_seed(self.config.seed, "torch", self._ranks.index, iteration))
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
-        """Imitate the teacher; see `learner.warmup`."""
+        """Train the policy to imitate the teacher's `episodes`, before RL; see `learner.warmup`."""
         table, training = self.config.warmup, self.config.training
         if table is None:
             raise JobError("the job has no [warmup]")
@@ -257,7 +265,7 @@ class LocalLearner:
 
     @contextmanager
     def _watched(self, doing: str) -> Iterator[None]:
-        """Work in `memory_watched`, then free memory if vLLM wakes on the same GPU (inference.sleep)."""
+        """Run the context in `memory_watched`, then free memory if vLLM shares the GPU (inference.sleep)."""
         try:
             with memory_watched(doing, hint=less_memory(self.config)):
                 yield
@@ -270,7 +278,10 @@ class LocalLearner:
                     torch.cuda.empty_cache()
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """Compute V of each episode by rollout id; by decision or token, as the job's estimator reads it."""
+        """Compute the critic's values of each episode, by rollout id.
+
+        There is one value per decision or per token, depending on the job's advantage estimator.
+        """
         torch.set_num_threads(self.config.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
         level = self.config.value_level
@@ -293,7 +304,7 @@ class LocalLearner:
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Compute, by rollout id, log-probs of its tokens under the policy and under the reference."""
+        """Compute the log-probs of sampled tokens under the policy and the reference, by rollout id."""
         torch.set_num_threads(self.config.training.threads)
         known, reference = self._cache.proximal, self._cache.reference
         new = {name: parts for name, parts in episodes.items() if name not in known}
@@ -307,7 +318,7 @@ class LocalLearner:
     def _logprobs(
         self, episodes: Mapping[str, Sequence[Segment]], policy: Reference
     ) -> dict[str, list[NDArray[Any]]]:
-        """Compute, by rollout id, [N] log-probs of the sampled tokens of each segment."""
+        """Compute the [N] log-probs of each segment's sampled tokens under `policy`, by rollout id."""
         if not episodes:
             return {}
         segments = [segment for parts in episodes.values() for segment in parts]
@@ -317,7 +328,7 @@ class LocalLearner:
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
     ) -> dict[str, float]:
-        """Run one iteration of policy updates; see `learner.update`."""
+        """Run one iteration of updates: of the policy (`learner.update`), and of a critic with own layers."""
         torch.set_num_threads(self.config.training.threads)
         self._draw_apart(iteration)
         cache, self._cache = self._cache, LogprobCache()
@@ -338,7 +349,10 @@ class LocalLearner:
         policy_version: int | None,
         cache: LogprobCache,
     ) -> dict[str, float]:
-        """Take the policy's steps, unless an own critic still warms up or all segments were certain."""
+        """Run the policy's optimizer steps.
+
+        Takes no step while a critic with own layers warms up, or if `skip_certain_above` leaves no segment.
+        """
         training, share, metrics = self.config.training, 1.0, dict[str, float]()
         if training.skip_certain_above is not None:
             numbers = uncertain_segments(episodes, training.skip_certain_above)
@@ -355,7 +369,10 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """Run the own critic's passes of an iteration; an error's `steps_taken` includes the policy's."""
+        """Train the critic with own layers for one iteration.
+
+        `steps_taken` of an UpdateStopped error counts the critic's steps and the policy's `steps`.
+        """
         critic = self._own_critic()
         before = critic.steps
         try:
@@ -366,7 +383,7 @@ class LocalLearner:
             raise
 
     def policy_update(self, share: float = 1.0) -> PolicyUpdate:
-        """Make an update of the current weights by this share of the iteration's sampled tokens."""
+        """Prepare a policy update that trains on this `share` of the iteration's sampled tokens."""
         reference = None if self.config.training.kl_coef == 0 else self._held_reference()
         parts = self.scorer, self._optimizer, self.config
         head, step_size = self._head, self._step_size
@@ -393,7 +410,7 @@ class LocalLearner:
         save_weights(folder, self.model, self.tokenizer, self._adapter, part, self._ranks)
 
     def offer(self, peer: str) -> tuple[str, int]:
-        """Offer the weights to servers; see `parts.Learner`."""
+        """Offer the current weights to vLLM servers; see `parts.Learner`."""
         with self._weights_rest:
             self._ranks.first_alone(lambda: self._open_sender(own_address(peer)))
             self._is_on_offer = True
@@ -406,9 +423,10 @@ class LocalLearner:
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
-        """Send the weights to servers; see `parts.Learner`. Waits for the end of an update.
+        """Send the offered weights to vLLM servers; see `parts.Learner`. Waits for the end of an update.
 
-        The first rank decides when servers are ready, and sends; all ranks gather each tensor.
+        The first rank decides when servers are ready and sends the weights. All ranks take part, because each
+        tensor is gathered from all of them.
         """
         with self._weights_rest:
             served, since = 0, time.monotonic()
@@ -431,7 +449,7 @@ class LocalLearner:
         return self._renderer.find_long(conversations, most)
 
     def score_ids(self, ids: Sequence[int]) -> list[float]:
-        """Compute [len(ids) - 1] log-probs of ids[1:] under the policy, each given the ids before."""
+        """Return the log-probs of ids[1:] under the policy, each given all ids before it."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
         with self._watched("scoring a prompt ran out of memory"):
@@ -443,17 +461,20 @@ class LocalLearner:
         return place(self.config.model.device).hardware()
 
     def facts(self) -> PolicyFacts:
-        """Return the facts that servers of the policy need in addition to its weights."""
+        """Return what an engine or server of the policy needs to know in addition to the weights."""
         return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the current weights for the engine to copy; with adapters, only those of the adapters."""
+        """Return the current weights for an engine to copy; with adapters, only the adapters' weights."""
         if self._adapter is not None:
             return self._adapter.weights()
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def copy_to_serve(self) -> PreTrainedModel:
-        """Copy the model for an engine, on the same device in the served precision; it loads `weights()`."""
+        """Copy the model for a local engine, on the same device and in the precision of serving.
+
+        For later versions of the policy, the engine copies `weights()` into this model.
+        """
         return copy_to_serve(self.model, self.scorer.placement.held)
 
     def _held_reference(self) -> Reference:
@@ -462,7 +483,7 @@ class LocalLearner:
         return self._reference
 
     def _make_reference(self, folder: Path | None = None) -> Reference:
-        """Make the reference from the checkpoint `folder`, or from the current policy."""
+        """Make the reference policy from the checkpoint `folder`; if None, from the current policy."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
@@ -485,11 +506,11 @@ class LocalLearner:
 
 
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
-    """Return, by rollout id, the numbers of all segments except those of which the actor was certain.
+    """Return the indices of the segments that are worth training on, by rollout id.
 
-    The actor was certain if each token had a probability above `probability` when it was sampled. The
-    gradient of such tokens has the size 1 - p, but costs as much as any other. docs/credit.md describes the
-    bias.
+    A segment is left out if the actor sampled it and each of its tokens had a probability p above
+    `probability`. The gradient of such a token is proportional to 1 - p, hence small, but costs as much to
+    compute as any other. docs/credit.md describes the bias.
 
     Source: gradients of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who select by
     entropy.
@@ -508,7 +529,7 @@ def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) 
 def select_segments(
     episodes: Sequence[CreditedEpisode], numbers: Mapping[str, Sequence[int]]
 ) -> list[CreditedEpisode]:
-    """Return the episodes with only these segments, without episodes that have none left."""
+    """Keep of each episode only the segments with these indices; drop episodes without segments."""
     return [
         replace(item, segments=[item.segments[number] for number in numbers[item.rollout_id]])
         for item in episodes
@@ -519,7 +540,7 @@ def select_segments(
 def _by_episode(
     episodes: Mapping[str, Sequence[Segment]], rows: Iterable[NDArray[Any]]
 ) -> dict[str, list[NDArray[Any]]]:
-    """Split the rows of all segments by rollout id."""
+    """Assign `rows`, one for each segment of all episodes in order, to the rollout ids."""
     rest = iter(rows)
     return {name: list(islice(rest, len(parts))) for name, parts in episodes.items()}
 
@@ -535,9 +556,10 @@ def build_scorer(
     ranks: Ranks = ALONE,
     why_apart: str | None = None,
 ) -> Scorer:
-    """Choose how the model is computed: attention, operators, and the size of a chunk of logits.
+    """Build the scorer of a model: choose its attention, its operators, and the size of a chunk of logits.
 
-    `why_apart` says why each segment needs its own row (`support.refuse_unsupported`); None: rows are packed.
+    `why_apart` is the reason why each segment needs its own row (`support.refuse_unsupported`). If it is
+    None, segments are packed into common rows.
     """
     attention: PackedAttention
     if why_apart is None:  # never eager, which would add a boolean mask to its scores
@@ -546,7 +568,7 @@ def build_scorer(
         attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
     logits = logit_map(model.config)
-    # The derivative of a cap takes a third more memory.
+    # The derivative of a logit cap takes a third more memory.
     budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
     fits = chunk_within(budget, embedding_rows(model))
     operators = operators_for(placement, model.config)

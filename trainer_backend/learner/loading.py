@@ -32,7 +32,10 @@ def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerF
 
 
 def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the model and tokenizer of a checkpoint. Raises CheckpointError for another architecture."""
+    """Load the model and tokenizer of a checkpoint.
+
+    Raises CheckpointError if its architecture differs from that of the job's model.
+    """
     expected = _described(table)
     stored = described(read_config(checkpoint))
     if expected is not None and expected != stored:
@@ -44,10 +47,14 @@ def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedMode
 
 
 def write_merged(folder: Path, to: Path, dtype: str) -> Path:
-    """Write the model of a checkpoint as a plain model folder, with any adapters merged.
+    """Write the model of a checkpoint as a plain model folder; return the folder that was read.
 
-    Sums are computed in float32 and rounded once, to `dtype` (its name in torch). `folder` is a run (its best
-    checkpoint), a checkpoint, or a model folder; the path that was read is returned. `to` must not exist.
+    Adapters are merged into the weights in float32; the sums are rounded once, to `dtype`.
+
+    Args:
+        folder: a run, of which the best checkpoint is read; a checkpoint; or a model folder.
+        to: the new folder, which must not exist.
+        dtype: the name of a torch dtype, such as "bfloat16".
 
     Raises ModelFolderError or CheckpointError: the model is damaged, incomplete, or cannot be written.
     """
@@ -81,9 +88,9 @@ def _load(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def checked_base(folder: Path) -> Path | None:
-    """Return the folder with the base of a checkpoint's adapters; None for a folder with a model.
+    """Return the folder with the base model of a checkpoint's adapters; None for a folder with a model.
 
-    CheckpointError: the base has changed.
+    Raises CheckpointError if that model is not the one with which the adapters were trained.
     """
     base = base_folder(folder)
     if base is not None and read_digest(base) != read_object(folder / BASE).get("digest"):
@@ -95,7 +102,7 @@ def checked_base(folder: Path) -> Path | None:
 
 
 def _described(table: ModelTable) -> str | None:
-    """Describe the job's model; None if its folder no longer exists."""
+    """Describe the architecture of the job's model; None if its folder cannot be read."""
     if table.preset is not None:
         layers, width = PRESETS[table.preset].layers, PRESETS[table.preset].width
         return described({"model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": width})
@@ -106,10 +113,10 @@ def _described(table: ModelTable) -> str | None:
 
 
 def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert only the matrices; norms and biases stay float32 (`models.precision`).
+    """Convert a model's matrices to `dtype`, in place, and its norms and biases to float32.
 
-    `model.to(dtype)` would also round the frequencies of rotary embeddings, and shift the positions of tokens
-    beyond the first hundreds in bfloat16.
+    `model.to(dtype)` would also round the frequencies of rotary embeddings. In bfloat16 this would shift the
+    positions of all tokens after the first few hundred.
     """
     for weight in model.parameters():
         weight.data = weight.data.to(held_dtype(weight, dtype))
@@ -129,7 +136,7 @@ def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy a model with its adapters for the engine: attention with a cache, float32 logits."""
+    """Copy a model with any adapters for a local engine, with cached attention and float32 logits."""
     served = held_copy(model, dtype)
     served.set_attn_implementation(own_attention(model))
     if dtype != torch.float32:
@@ -139,10 +146,10 @@ def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 
 
 def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) -> PreTrainedModel:
-    """Convert the float32 model of a folder for an engine on the placement; `model` must not be used again.
+    """Convert `model`, the float32 model of `folder`, for an engine on the placement.
 
-    If weights are to be rounded, merged adapters are first separated from the base: rounding the sum could
-    lose them.
+    The caller must not use `model` afterwards. If the placement computes in low precision, and adapters are
+    merged into the weights, they are separated first, because rounding the merged weights could lose them.
     """
     if placement.low is not None and (folder / FOLDER).is_dir():
         from trainer_backend.learner.adapter import unmerge  # peft: half a second of a start
@@ -154,15 +161,19 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """Return the weights that an engine of `folder_to_serve` loads from a later folder: adapters, or all."""
+    """Return the weights that a model made by `folder_to_serve` must load to become that of a later `folder`.
+
+    These are the adapters if the model holds them separately; otherwise the folder, for all weights.
+    """
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder
 
 
 class Float32Head(nn.Module):
-    """An LM head whose product has inputs in low precision, and sums and bias in float32.
+    """LM head that multiplies inputs in low precision, but sums the products and adds the bias in float32.
 
-    Logits rounded to bfloat16 would differ from the trained distribution: by 0.06 nats at a logit of 20.
+    Rounding logits to bfloat16 would change the distribution from the trained one: a logit of 20 by up to
+    0.06 nats.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -170,8 +181,8 @@ class Float32Head(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [..., D] to [..., V]."""
-        # Autocast would round the sums too.
+        """Map hidden states [..., D] to logits [..., V]."""
+        # Autocast would round the sums as well.
         with torch.autocast(hidden.device.type, enabled=False):
             logits = wide_product(hidden.flatten(0, -2).to(self.weight.dtype), self.weight.T)
             if self.bias is not None:

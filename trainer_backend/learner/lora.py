@@ -1,13 +1,13 @@
-"""Low-rank adapters by `peft`: the [lora] table.
+"""Selects and checks the layers that get low-rank adapters by `peft` (the job's [lora] table).
 
     y = x W^T + (alpha / rank) * x A^T B^T        A [rank, in], B [out, rank]; B is 0 at first
 
 Only A and B are trained, in float32; W is not changed. Learner and engine compute this sum, never
-x (W + (alpha / rank) * B A)^T: added to W in bfloat16, a small product would be rounded away. Only model
-folders of checkpoints are merged, in float32.
+x (W + (alpha / rank) * B A)^T, because a small product B A would be rounded away if it were added to W in
+bfloat16. Adapters are merged into W only in the model folders of checkpoints, in float32.
 
-The reference of the KL is the model with the adapters from the start of RL (not 0 after a warm-up), so no
-second copy of the model is needed.
+The reference policy of the KL is the same model with the adapters of the start of RL, so no second copy of
+the model is needed. After a warm-up these adapters are not 0.
 
 Source: Hu et al., LoRA, arXiv:2106.09685.
 """
@@ -27,16 +27,16 @@ from trainer_backend.job.training_table import ALL_LINEAR, LoraTable
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with adapters, by name; each has its own dropout."""
+    """Yield the name and module of each layer that has an adapter."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_dropout"))
 
 
 def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by their names in the model, which may be on the meta device.
+    """Return the linear layers that get an adapter, by name. The model may be on the meta device.
 
-    A target is a layer's whole name or the end of it, as in peft. peft silently skips unknown targets if any
-    other exists. Here a target that is no linear layer, or whose adapter would not be computed, is a
-    JobError.
+    As in peft, a target is a layer's whole name or the end of it. peft silently skips an unknown target if
+    another target exists. This function raises JobError for a target that matches no linear layer and no
+    expert, that matches the embedding or the head, or whose adapter the model would not compute.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}
@@ -70,7 +70,7 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
 
 
 def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str | None:
-    """Return why an adapter of a linear layer would not be computed; None if it would."""
+    """Return the reason why the model would not compute an adapter of `layer`; None if it would."""
     if type(layer).forward is not nn.Linear.forward:
         return f"a {type(layer).__name__}, which computes more than a product"
     parent, _, own = name.rpartition(".")
@@ -82,14 +82,15 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
 
 @cache
 def _source(kind: type) -> str:
-    """Return the source of a class, cached: `getsource` parses its file, and many layers share a class."""
+    """Return the source code of a class. Cached, because `getsource` is slow and layers share classes."""
     return getsource(kind)
 
 
 def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the experts that get an adapter, one tensor per layer, by their names in the model.
+    """Return the weights of experts that get an adapter, one tensor per layer, by name.
 
-    Targets name them with their module, as experts.down_proj, because linear layers may have the same name.
+    A target of experts includes their module, as in "experts.down_proj", because a linear layer may also be
+    called "down_proj".
     """
     named = [target for target in targets if names_experts(target)]
     fused = _fused_experts(model) if named else {}
@@ -97,7 +98,7 @@ def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
 
 
 def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ranks: int) -> None:
-    """Refuse (JobError) adapters of experts if they cannot be added to the experts' weights."""
+    """Raise JobError if the job asks for adapters of experts that cannot be added to their weights."""
     found = adapted_experts(model, table.target_modules)
     low = next((weight.dtype for weight in found.values() if weight.dtype != torch.float32), None)
     reasons = {
@@ -115,7 +116,7 @@ def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ran
 
 
 def _fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the tensors [E, ., .] that each hold all experts of a layer, without biases."""
+    """Return the weights [E, ., .] that each contain all E experts of a layer, by name, without biases."""
     weights = model.named_parameters()
     return {name: weight for name, weight in weights if names_experts(name) and weight.dim() == 3}
 
@@ -125,7 +126,7 @@ def names_experts(name: str) -> bool:
 
 
 def _name_experts(model: PreTrainedModel) -> str:
-    """Return a clause that names the targets of the model's experts, if it has any."""
+    """Return the end of an error message: how to name the model's experts. Empty if it has none."""
     fused = next(iter(_fused_experts(model)), None)
     if fused is None:
         return ""

@@ -1,12 +1,16 @@
-"""Estimates the memory of a run, by kind, from shapes and limits, before anything is loaded.
+"""Estimates the memory of a run, by kind, from model shapes and the job's limits, before weights are loaded.
 
-Accuracy: counts of weights are exact. `cache` is an upper bound. The engine has one row per running request;
-all rows are as wide as the longest, so a single sequence of the allowed length fills the cache except for
-kept prefixes. In a cache of pages, as on CUDA, a row is as long as its own request, and the memory is freed
-during updates unless iterations are collected ahead. `activations` are the saved and temporary ones of a full
-micro-batch: within 12 % of measured peaks for layers like Llama's and Qwen3's (float32 with a mask, bfloat16
-over one row), within 26 % for other architectures in float32. OVERHEAD is a flat amount for a GPU's allocator
-and libraries.
+Accuracy of the kinds:
+
+    weights       exact
+    cache         an upper bound. On a CPU, the rows of all running requests are padded to the longest, so one
+                  request of the maximal length fills the cache except for kept prefixes. In a paged cache, as
+                  on CUDA, a row takes only its own length. A paged cache is freed during updates, unless
+                  iterations are collected ahead.
+    activations   for a full micro-batch, including temporary ones. Within 12 % of measured peaks for layers
+                  like those of Llama and Qwen3 (in float32 with a mask, in bfloat16 over one row), within
+                  26 % for other architectures in float32
+    overhead      a flat amount for a GPU's allocator and libraries
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,66 +24,66 @@ from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape
 
-# AdamW: two moments in float32.
+# Bytes per weight of AdamW's two float32 moments.
 MOMENTS = 8
-# Bytes per logit of a sampling step: a permanent copy, and scratch memory that all CUDA graphs share, mostly
-# for truncation (sorted probabilities, their order and sums).
+# Bytes per logit of a sampling step: a permanent copy, and scratch memory that all CUDA graphs share. Most of
+# it is for top-p and top-k: sorted probabilities, their order and sums.
 SAMPLING = FLOAT32 + 48
 # CUDA's context, workspaces of libraries, and fragmentation.
 OVERHEAD = 2**30
-# Kinds that a learner frees after an update in which vLLM slept.
+# Kinds of memory that a learner frees after an update, before a vLLM server on the same GPU wakes.
 OF_UPDATES = frozenset({"gradients", "gathered", "activations", "logits", "values"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """The settings of an engine that decide its memory."""
+    """The settings that determine the memory of a local engine."""
 
     keys: EngineKeys
-    """Limits of the engine. In pages `cache_gib` bounds its cache, which holds at least one row."""
+    """Limits of the engine. `cache_gib` limits only a paged cache, which always holds at least one row."""
     low: bool
-    """Whether products and frozen copies are bfloat16; otherwise float32."""
+    """Whether matrix products and frozen copies are in bfloat16; otherwise they are in float32."""
     paged: bool = False
-    """Whether caches are in pages (with kernels); requests wait if not all fit."""
+    """Whether the key-value cache is paged (this needs Triton's kernels); requests wait if not all fit."""
     trunks: bool = False
-    """Whether our decoder stores common beginnings of rows separately (`inference.trunks`)."""
+    """Whether rows with a common prefix store its keys and values only once (`inference.trunks`)."""
 
     @property
     def held(self) -> int:
-        """Bytes of a number in the cache and in a frozen matrix."""
+        """Bytes per number in the key-value cache and in frozen matrices."""
         return BFLOAT16 if self.low else FLOAT32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse(EngineUse):
-    """The settings of a run, which serves and trains a model, that decide its memory."""
+    """The settings that determine the memory of a run, which trains a model and may also serve it."""
 
     masked: bool
-    """Whether attention is masked over rows of several segments, instead of over one long row."""
+    """Whether attention uses a mask over packed rows; otherwise all rows are joined to one without a mask."""
     row_tokens: int
-    """Tokens of the widest row, at least those of the engine's longest sequence."""
+    """Number of tokens of the longest row; at least the engine's `max_model_len`."""
     micro_batch_tokens: int
-    """Tokens of one forward and backward pass, at least those of a row."""
+    """Number of tokens of one forward and backward pass; at least `row_tokens`."""
     logits_chunk: int
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits are in memory at the same time."""
     reference: bool = False
-    """Whether a second copy is held for the KL term."""
+    """Whether a reference policy is held for the KL term."""
     checkpointed: int = 0
     """Number of layers, from the first, that save only their input (training.gradient_checkpointing)."""
     offload: bool = False
     """Whether AdamW's moments are in main memory (training.optimizer_offload)."""
     values_by_token: bool = False
-    """Whether a critic reads, and saves in float32, the state of every sampled token."""
+    """Whether a critic reads the hidden states of all sampled tokens, and saves them in float32."""
     engines: int = 1
-    """Number of local engines, each with a copy and a cache; 0: other servers sample."""
+    """Number of local engines, each with a copy of the model and a cache; 0 if vLLM servers sample."""
     processes: int = 1
     """Number of processes on the device."""
     ranks: LearnerTable = field(default_factory=LearnerTable)
-    """The learner's ranks, which share the model's weights; each has the whole adapters and value head."""
+    """The learner's ranks. The model's weights are sharded; each rank has whole adapters and value head."""
     fused: bool = False
     """Whether layers use kernels that save less for the backward pass (`learner.operators`)."""
     vllm: int = 0
-    """Bytes of the device for all `vllm_servers`."""
+    """Bytes that all `vllm_servers` on this device take."""
     vllm_servers: int = 0
     vllm_sleeps: bool = False
     """Whether vLLM frees its memory during updates (inference.sleep)."""
@@ -87,22 +91,24 @@ class MemoryUse(EngineUse):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes by kind."""
+    """The memory that a run needs, in bytes by kind (weights, cache, activations and so on)."""
 
     device: dict[str, int]
-    """Bytes on the computing device, or on each rank's device; each kind at its fullest."""
+    """Bytes on the computing device, with several ranks on each rank's GPU; each kind at its maximum."""
     host: dict[str, int]
-    """Main memory of all ranks of a node; on a CPU, whose main memory is the device, only the additional need
-    at the start."""
+    """Bytes of main memory for all ranks of a node. On a CPU, main memory is itself the device, so only the
+    additional need at the start is listed."""
     least: int
-    """The least bytes that the device must have, with the lower estimate of activations. Caches then have no
-    kept prefixes; a cache in pages holds one request of the allowed length."""
+    """The least bytes of device memory with which the run can work: activations at the lower end of their
+    estimate, no kept prefixes, and in a paged cache only one request of the maximal length."""
 
 
 def memory_needs(
     shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
 ) -> MemoryNeeds:
-    """Estimate the peak memory of a run, in an optimizer step; each of the policies `fixed` has a cache.
+    """Estimate the peak memory of a run, which it reaches in an optimizer step.
+
+    `fixed` are the shapes of the fixed policies; each of them also has a cache on the device.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
@@ -130,9 +136,10 @@ def memory_needs(
 
 
 def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
-    """Return the bytes by kind of the larger need: of an update, while vLLM sleeps, or while vLLM is awake.
+    """Return the larger of two needs, in bytes by kind: of an update while vLLM sleeps, or of vLLM awake.
 
-    A sleeping server keeps the memory of CUDA and its graphs.
+    `servers` is the number of vLLM servers on the device. A sleeping server still holds the memory of CUDA
+    itself and of its CUDA graphs.
     """
     update = {**device, "vllm": servers * OVERHEAD}
     awake = {kind: size for kind, size in device.items() if kind not in OF_UPDATES}
@@ -140,7 +147,7 @@ def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
-    """Estimate the memory of a learner's process, or of each of its ranks."""
+    """Estimate the device memory of the learner, by kind; with several ranks, of each rank."""
     held, reference = _held(shape, use), _reference(shape, use)
     moments = 0 if use.offload and is_gpu else held.moments
     if use.ranks.fsdp_cpu_offload and is_gpu:
@@ -159,7 +166,7 @@ def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[s
 
 
 class _Held(NamedTuple):
-    """Bytes of a model that a process holds permanently."""
+    """Bytes that training holds permanently."""
 
     weights: int
     gradients: int
@@ -167,13 +174,13 @@ class _Held(NamedTuple):
 
 
 def _whole(shape: ModelShape) -> _Held:
-    """Return the memory of adapters and value head, which every rank has whole."""
+    """Return the memory of adapters and value head, which are not sharded: each rank has all of them."""
     count = shape.adapters + (shape.width + 1 if shape.critic else 0)
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Return the memory of a rank's share of the model's weights and of an own critic's layers."""
+    """Return the memory of a rank's shards: of the model's weights and of the layers of an own critic."""
     layers = max(0, shape.critic - shape.width - 1)
     weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
     trained = layers + (0 if shape.adapters else shape.parameters)
@@ -185,17 +192,17 @@ def _held(shape: ModelShape, use: MemoryUse) -> _Held:
 
 
 def _reference(shape: ModelShape, use: MemoryUse) -> int:
-    """Return the memory of the reference: its adapters, or a copy of the model, sharded like the model."""
+    """Return the bytes of the reference policy on a rank: a copy of the adapters, or shards of a model."""
     if not use.reference:
         return 0
     return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // use.ranks.parts)
 
 
 def gathered(shape: ModelShape, use: MemoryUse) -> int:
-    """Return the bytes of gathered weights on a rank, and of their gradients before reduction.
+    """Return the bytes of the weights that FSDP gathers on a rank, and of their gradients before reduction.
 
-    Weights outside of layers are gathered for a whole pass. Of the layers, the current one and the next are
-    gathered, or all if gathered weights are kept.
+    Weights outside of layers are gathered for a whole pass. Of the layers, only the current one and the next
+    are gathered, or all layers if `fsdp_reshard_after_forward` is off.
 
     Source: torch.distributed.fsdp.fully_shard (its prefetch in the backward pass).
     """
@@ -205,7 +212,7 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
-    """Estimate the memory of an engine with a frozen model; the cache may also be smaller."""
+    """Estimate the memory of an engine with a frozen model. `least` omits the cache, which can be smaller."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
     device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
     device["overhead"] = overhead
@@ -213,16 +220,16 @@ def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryN
 
 
 def cached_row(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of keys, values and states of one longest request."""
+    """Return the bytes of keys, values and recurrent states of one request of the maximal length."""
     states = shape.states * shape.state_numbers * FLOAT32
     return use.keys.max_model_len * shape.cached_numbers * use.held + states
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of an engine's full cache, with the beginnings (trunks) that our decoder shares."""
+    """Return the bytes of an engine's full cache, including trunks (first tokens that rows share)."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many within prompts too
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # with states, as many again within prompts
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
@@ -230,13 +237,13 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
 
 
 def engine(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of a copy of the model, and of a layer's sum of experts and adapters."""
+    """Return the bytes of an engine's copy of the model, and of one layer's experts with adapters added."""
     sums = shape.adapted_experts // shape.layers
     return shape.frozen_bytes(use.held) + (shape.adapters + sums) * use.held
 
 
 def sampling(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of a paged engine's step buffers, without the cache."""
+    """Return the bytes of the buffers of a paged engine's sampling step; 0 for other engines."""
     return use.keys.slots * shape.vocabulary * SAMPLING if use.paged else 0
 
 
@@ -245,9 +252,11 @@ def _main_memory_needs(
 ) -> dict[str, int]:
     """Estimate the bytes of main memory that a run needs in addition to its device.
 
-    Offloaded moments and shares stay in main memory. To a checkpoint, each rank's float32 weights pass
-    through it, then its moments. At the start it holds, in turn, each fixed policy in float32 and in the
-    served precision; the model, for one rank of a node at a time; and a reference, for all ranks at once.
+    Offloaded moments and shards are held permanently. Of the temporary needs, only the largest is counted:
+
+        fixed        at the start, one fixed policy in float32 and in the precision of serving
+        loading      the model for one rank of a node at a time, or a reference for all of them at once
+        checkpoint   each rank's float32 weights, then its moments
     """
     ranks, stays = use.ranks, {}
     if not is_gpu and ranks.ranks == 1:
@@ -272,7 +281,7 @@ def _main_memory_needs(
 
 
 def _passing(shape: ModelShape, use: EngineUse) -> int:
-    """Return the bytes of a model in float32 and of its frozen copy in the served precision."""
+    """Return the bytes of a model in float32 and of its frozen copy in the precision of serving."""
     return shape.parameters * FLOAT32 + shape.frozen_bytes(use.held)
 
 
@@ -280,7 +289,7 @@ def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Estimate the bytes that autograd saves for a micro-batch, and the peak of one layer's backward pass."""
     parts = _bytes_a_token(shape, use)
     tokens = use.micro_batch_tokens
-    if shape.apart:  # with the most padding of a group
+    if shape.apart:  # with the most padding that a batch may have
         tokens = int(tokens / SHORTEST_SHARE)
     whole = shape.layers - use.checkpointed  # layers that are not checkpointed
     again = 1 if use.checkpointed else 0
@@ -294,13 +303,14 @@ def activations(shape: ModelShape, use: MemoryUse) -> int:
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 
-# Temporary memory of a backward pass, in tenths of a layer: gradients, while saved tensors are freed; and a
-# recomputed layer with its gradients. By then, layers without checkpointing are done.
+# Temporary memory of a backward pass, in tenths of what a layer saves: gradients, while saved tensors are
+# freed; and a recomputed (checkpointed) layer with its gradients. When layers are recomputed, the layers
+# without checkpointing have already been freed.
 _GRADIENTS, _AGAIN = 3, 14
 
 
 class _Parts(NamedTuple):
-    """Bytes per token that autograd saves in the parts of a layer."""
+    """Bytes that autograd saves per token in each part of a layer."""
 
     norms: int
     mlp: int
@@ -316,9 +326,9 @@ class _Parts(NamedTuple):
 
 
 def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
-    """Count the bytes of norms and their inputs, of attention from queries to outputs, and of the MLP.
+    """Count the saved bytes per token: norms and their inputs, attention from queries to outputs, the MLP.
 
-    The last layer computes only tokens that are read, which may be all.
+    The last layer is counted like the others, though it may compute fewer tokens: only those that are read.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if use.fused and not shape.adapters:
@@ -328,7 +338,7 @@ def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
     elif use.low:
         by_width, by_mlp = 26, 8
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
-    elif not use.masked and shape.own_pass:  # its norms and rotations save less
+    elif not use.masked and shape.own_pass:  # our own norms and rotations save less
         by_width, by_mlp = 16, 16
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
     else:
@@ -342,7 +352,7 @@ def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
 
 
 def logits(shape: ModelShape, use: MemoryUse) -> int:
-    """Return the bytes of a chunk of logits, of the head's rounded copy, and of its gradient."""
+    """Return the bytes of a chunk of logits, of the rounded copy of the LM head, and of its gradient."""
     head = shape.vocabulary * shape.width
     by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
     return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head

@@ -1,7 +1,8 @@
-"""Compares the memory that a job needs with that of this machine, or of a planned GPU.
+"""Compares the memory that a job needs with the memory of this machine, or of a planned GPU.
 
-Without `training.micro_batch_tokens`, the plan chooses the largest micro-batches that fit, for the fewest
-passes over the weights. The choice depends only on job and device, so a resumed run makes the same one.
+If the job does not set `training.micro_batch_tokens`, the plan chooses the largest micro-batches that fit,
+because they need the fewest passes over the weights. The choice depends only on the job and the device, so a
+resumed run makes the same choice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,31 +31,31 @@ from trainer_backend.models.folder import folder_config
 from trainer_backend.models.kinds import missing_kernels, module_is_here
 
 _CGROUP = Path("/sys/fs/cgroup")
-# Limits of chosen micro-batches, in tokens: larger ones gain nothing, smaller ones leave a GPU idle.
+# Limits of chosen micro-batches, in tokens. Larger ones are not faster; smaller ones leave a GPU partly idle.
 _MOST_TOKENS, _FEWEST_TOKENS = 2**16, 2**9
-# A choice of micro-batches leaves a reserve free: a share of the device, and a share of the estimated
-# activations, by our layers or by transformers' (see the accuracy in learner.memory).
+# When micro-batches are chosen, a reserve stays free: a share of the device's memory, and a share of the
+# estimated activations, for our layers or for those of transformers (see the accuracy in learner.memory).
 _SPARE, _UNSURE_OWN, _UNSURE_THEIRS = 0.05, 0.1, 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory that a run needs, and the memory of this machine, in bytes."""
+    """The memory that a run needs, and the memory that is free for it, in bytes."""
 
     placement: Placement
     needs: MemoryNeeds
     free: int
     host_free: int
     ranks: str = ""
-    """The ranks that have these needs, as text for the user; empty for a single process."""
+    """Text for the user: to which of the learner's ranks the needs apply. Empty for a single process."""
     notes: tuple[str, ...] = ()
-    """Sentences about slower ways in which the learner computes, with reasons and costs."""
+    """Sentences for the user, such as where the learner computes slowly, why, and at what cost."""
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    """Tokens of a micro-batch, from the job or chosen by the plan."""
+    """Number of tokens of a micro-batch, set by the job or chosen by the plan."""
 
     @property
     def need(self) -> int:
-        """Bytes needed on the device, each kind at its fullest."""
+        """Bytes needed on the device if each kind of memory is at its maximum."""
         return sum(self.needs.device.values())
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class MemoryPlan:
         return "\n".join((str(self), *self.notes))
 
     def shortage(self) -> str | None:
-        """Describe what cannot fit; None if everything fits."""
+        """Describe which memory is too small even for the least need; None if the job can run."""
         if self.needs.least > self.free:
             least = f"{self.needs.least / 2**30:.2f} GiB"
             each = " of each rank" if self.ranks and self.placement.device.type != "cpu" else ""
@@ -84,7 +85,7 @@ class MemoryPlan:
 
 
 def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
-    """Refuse a job that cannot fit the memory; `hint` names keys of the job that lower what it needs."""
+    """Raise JobError if the job cannot fit into memory; `hint` names keys of the job that lower its need."""
     shortage = plan.shortage()
     if shortage is not None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
@@ -92,32 +93,35 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models."""
+    """The shapes of a run's models: of the model in training (`own`) and of the fixed policies."""
 
     own: ModelShape
     kind: str
-    """The model_type of `own`."""
+    """The `model_type` of `own` in its transformers config."""
     fixed: tuple[ModelShape, ...] = ()
-    """Shapes of fixed policies."""
     missing: tuple[str, ...] = ()
-    """Packages with kernels for the layers of `own` that are not installed."""
+    """Names of packages that have fast kernels for layers of `own`, but are not installed."""
 
 
 def model_configs(
     config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
 ) -> tuple[Any, list[Any]]:
-    """Read the configs of a run's model, from `checkpoint` or [model], and of its fixed policies."""
+    """Read the transformers configs of the model in training and of the fixed policies.
+
+    The model is that of `checkpoint`, or without one that of the job's table [model]. `fixed` are the model
+    folders of the fixed policies.
+    """
     others = [folder_config(folder) for folder in fixed]
     return model_config(config.model, checkpoint, choose_vocabulary(config, others)), others
 
 
 def choose_vocabulary(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """Return the vocabulary size of a preset: that of the first fixed policy, if there is one."""
+    """Return a preset's vocabulary size: that of the first fixed policy, or the job's if there is none."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
 def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) -> Models:
-    """Compute the shapes of models from their configs (`model_configs`)."""
+    """Compute the shapes of the models from the configs that `model_configs` returns."""
     critic = None if config.value_level is None else config.training.critic
     shape = model_shape(own, config.lora, critic=critic, longest=config.inference.max_model_len)
     shapes = tuple(model_shape(other, None) for other in others)
@@ -128,7 +132,7 @@ def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) ->
 def memory_plan(
     config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
 ) -> MemoryPlan:
-    """Plan the memory of a run on this machine; arguments as in `model_configs` and `plan_on`."""
+    """Plan the memory of a run on this machine; for the arguments see `model_configs` and `plan_on`."""
     own, others = model_configs(config, checkpoint, fixed=fixed)
     return plan_on(place(config.model.device), config, model_shapes(config, own, others), ranks)
 
@@ -136,8 +140,8 @@ def memory_plan(
 def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks = ALONE) -> MemoryPlan:
     """Plan the memory of a run on a device.
 
-    Each rank plans its own share; engines are on the first rank's device. If the job leaves micro-batches
-    open, the largest with which it fits are chosen.
+    Each rank plans only its own need; the first rank's need includes the engines. If the job does not set the
+    size of micro-batches, the largest size with which the job fits is chosen.
     """
     if config.training.micro_batch_tokens is not None:
         return _plan_as_set(placement, config, models, ranks)
@@ -149,14 +153,16 @@ def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: 
 
 
 def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
-    """Return the job with micro-batches of `tokens`."""
+    """Return a copy of the job with micro-batches of this many tokens."""
     return replace(config, training=config.training.model_copy(update={"micro_batch_tokens": tokens}))
 
 
 def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
-    """List sizes of micro-batches in tokens, halving from the most that an optimizer step can use.
+    """List the sizes of micro-batches to try, in tokens. Each size is half of the one before.
 
-    On a CPU, no size exceeds what fits its cache. The last size is at least a row, which a pass computes.
+    The first size is the largest that can speed up an optimizer step, or on a CPU that fits the CPU's cache.
+    The list ends at the first size that does not exceed a row or 512 tokens, whichever is more, because a
+    pass always computes at least one row.
     """
     row = max(config.training.row_tokens, config.inference.max_model_len)
     step = config.training.batch_decisions * config.inference.max_model_len
@@ -170,13 +176,13 @@ def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
 
 
 def _reserve(plan: MemoryPlan, shape: ModelShape) -> float:
-    """Return the bytes that a choice must leave free."""
+    """Return the bytes of the device that must stay free when micro-batches are chosen."""
     unsure = _UNSURE_OWN if shape.own_pass else _UNSURE_THEIRS
     return _SPARE * device_size(plan.placement) + unsure * plan.needs.device.get("activations", 0)
 
 
 def note_choice(plan: MemoryPlan) -> MemoryPlan:
-    """Add a note about the chosen micro-batches to a plan."""
+    """Return the plan with a note about the chosen micro-batches."""
     size = device_size(plan.placement)
     fits = f"{abs(size - plan.need) / 2**30:.1f} GiB {'spare' if plan.need <= size else 'too little'}"
     note = f"micro-batches of {plan.micro_batch_tokens} tokens are chosen: {size / 2**30:.1f} GiB, {fits}"
@@ -195,7 +201,7 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
     servers = servers_on(placement, config, ranks)
     use = replace(
         use,
-        # Counted in full: a vLLM server does not adapt to the memory that others leave.
+        # Counted in full, because a vLLM server does not adapt to the memory that other processes leave.
         vllm=int(servers * config.inference.server_share * placement.card_bytes()) if servers else 0,
         vllm_servers=servers,
         vllm_sleeps=config.inference.sleep,
@@ -221,9 +227,9 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
 
 
 def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int:
-    """Count the run's vLLM servers on this rank's GPU; servers take GPUs from the last one on.
+    """Count the run's vLLM servers on this rank's GPU. Servers are placed on GPUs from the last to the first.
 
-    A planned machine has as many GPUs as the job's ranks on a node, or a server, need.
+    A planned machine is assumed to have as many GPUs as the job's ranks on a node, or one server, need.
     """
     if placement.device.type != "cuda":
         return 0
@@ -245,11 +251,14 @@ def slower_ways(
     apart: str = "",
     missing: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Describe, in a sentence each, slower ways in which the learner computes on this device.
+    """Return a sentence for each fast way of computing that the learner cannot use on this device, and why.
 
-    `no_kernels` is the reason why Triton's kernels do not run (`paged_attention.why_no_kernels`);
-    `wide_products` and `wide_sums` are `logprobs.multiplies_wide` and `logprobs.adds_wide`; `apart` is the
-    reason why segments need rows of their own; `missing` are packages with kernels for stateful layers.
+    Args:
+        no_kernels: the reason why Triton's kernels do not run (`paged_attention.why_no_kernels`), or None.
+        wide_products: the result of `logprobs.multiplies_wide`.
+        wide_sums: the result of `logprobs.adds_wide`.
+        apart: the reason why each segment needs its own row; empty if rows hold several segments.
+        missing: packages with fast kernels for the model's stateful layers that are not installed.
     """
     device = placement.device.type
     notes = [*placement.notes(), *slower_sampling(no_kernels), *slower_layers(device, apart, missing)]
@@ -283,7 +292,7 @@ def slower_ways(
 
 
 def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
-    """Yield why a row holds one segment (`apart`), and which fast kernels stateful layers lack."""
+    """Yield the sentences of `slower_ways` about `apart` and `missing`."""
     if apart:
         yield (
             "updates of this model run through transformers, a segment a row, padded by up to "
@@ -297,7 +306,7 @@ def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[s
 
 
 def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
-    """Return a sentence with the reason if Triton's kernels do not run on a GPU."""
+    """Return a sentence about slow sampling if Triton's kernels do not run on a GPU, with the reason."""
     if no_kernels is None:
         return ()
     return (
@@ -307,7 +316,7 @@ def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
 
 
 def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPlan:
-    """Plan the memory of serving a folder's model without training; weights are not read."""
+    """Plan the memory of serving the model of `folder` without training. Reads only its config."""
     placement = place(table.device)
     shape = model_shape(folder_config(folder), None)
     is_gpu = placement.device.type != "cpu"
@@ -329,7 +338,7 @@ def _compare_with_free(
 
 
 def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
-    """Convert the limits of [training] and [inference] to the inputs of `memory_needs`."""
+    """Convert a job's settings, such as those of [training] and [inference], to inputs of `memory_needs`."""
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
     masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask) and not shape.apart
@@ -355,7 +364,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
 
 
 def device_memory(placement: Placement) -> int:
-    """Return the free bytes of a GPU; of a planned GPU, all."""
+    """Return the free bytes of a GPU; for a planned GPU, its total bytes."""
     if placement.card is not None:
         return placement.card
     if placement.device.type == "cuda":
@@ -364,7 +373,7 @@ def device_memory(placement: Placement) -> int:
 
 
 def device_size(placement: Placement) -> int:
-    """Return the total bytes of the device: of a GPU, or of the machine's main memory."""
+    """Return the total bytes of the device. For a CPU this is main memory, within the container's limit."""
     if placement.device.type == "cuda":
         return placement.card_bytes()
     if placement.device.type == "mps":

@@ -1,4 +1,4 @@
-"""Declares the learner's metrics, apart from the code that computes them: pages read these without torch."""
+"""Declares the metrics of the learner. Web pages can import these declarations without importing torch."""
 
 from trainer_backend.core.metric import Metric, Panel, Row
 

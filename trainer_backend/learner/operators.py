@@ -1,8 +1,8 @@
-"""The operations of a decoder's layer between matrix products, with gradients: by torch, or by kernels.
+"""Norms, rotary embeddings, projections and gates of a decoder layer, with gradients: by torch or kernels.
 
-Both round as in `models.precision`. Triton's kernels (`models.kernels`) are for CUDA with bfloat16: inputs
-and outputs of products are bfloat16, states are read once, and less is saved for the backward pass. The CPU
-kernels (`models.cpu_kernels`) are for float32.
+All implementations round as `models.precision` describes. Triton's kernels (`models.kernels`) are for CUDA
+with bfloat16: inputs and outputs of matrix products are bfloat16, hidden states are read only once, and less
+is saved for the backward pass. The CPU kernels (`models.cpu_kernels`) are for float32.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ from trainer_backend.models.kinds import read_head_dim
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:
-    """Compute the root-mean-square norm of the last dimension by a module of these families.
+    """Apply the RMSNorm module `norm` over the last dimension of the states.
 
         x / sqrt(mean(x^2) + eps) * weight
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
     if states.dtype != torch.float32 or torch.is_autocast_enabled(states.device.type):
-        # By the module, to round exactly as the engine does.
+        # The module's own forward pass rounds exactly as the engine does.
         out: Tensor = norm(states)
         return out
     own: Tensor = _RmsNorm.apply(states, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
@@ -36,7 +36,9 @@ def rms_norm(norm: Any, states: Tensor) -> Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Saves its input, and r = 1 / RMS per row. With x^ = r x and g = dy:
+    """RMSNorm of float32 states that saves only its input x, the weight, and r = 1 / RMS(x) per row.
+
+    With the gradient g of the output, and x^ = r * x, the gradients are
 
     dx = r * (g * weight - x^ * mean(g * weight * x^))        dweight = sum(g * x^)
     """
@@ -54,8 +56,8 @@ class _RmsNorm(torch.autograd.Function):
         (gradient,), (states, weight_D, inverse) = gradients, ctx.saved_tensors
         scaled = states * inverse
         products = gradient * scaled
-        # A copy: the alignment of a weight affects the last bits of a product with it, and differs after
-        # loading a checkpoint.
+        # The weight is copied, because its alignment in memory affects the last bits of the product, and a
+        # loaded checkpoint may align it differently.
         means = (products @ weight_D.clone()).unsqueeze_(-1).div_(states.shape[-1])
         d_weight_D = products.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         d_states = (gradient * weight_D).addcmul_(scaled, means, value=-1.0).mul_(inverse)
@@ -63,16 +65,18 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotary(heads_LHD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Rotate heads [L, H, D] by position, in the angles' dtype: x * cos + (-x2, x1) * sin, for halves x1, x2.
+    """Apply rotary position embeddings to heads [L, H, D], in the dtype of `cos_LD`.
 
-    Source: Su et al., RoFormer, arXiv:2104.09864; the halves as in transformers.
+        x * cos + (-x2, x1) * sin        x1 and x2 are the halves of x, as in transformers
+
+    Source: Su et al., RoFormer, arXiv:2104.09864.
     """
     out_LHD: Tensor = _Rotary.apply(heads_LHD, cos_LD[:, None], sin_LD[:, None])  # type: ignore[no-untyped-call]
     return out_LHD
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves only the angles: the gradient is rotated back."""
+    """Applies rotary embeddings. Saves only cos and sin: the gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, heads_LHD: Tensor, cos_L1D: Tensor, sin_L1D: Tensor) -> Tensor:
@@ -113,7 +117,7 @@ BY_TORCH = Operators(
 
 
 def operators_for(placement: Placement, config: Any) -> Operators:
-    """Choose kernels if they run and support the model's gates; otherwise torch."""
+    """Choose kernels if they run on the device and support the model's MLP; otherwise torch's operators."""
     if not gates_are_known(config):
         return BY_TORCH
     if placement.low is not None and kernels_are_here(placement.device):
@@ -124,7 +128,7 @@ def operators_for(placement: Placement, config: Any) -> Operators:
 
 
 def _in_float32(operators: Operators) -> Operators:
-    """Wrap operators to use torch's for other dtypes, under autocast, and for modules with hooks."""
+    """Use `operators` for float32 inputs only; use torch's under autocast, and for modules with hooks."""
 
     def either(name: str) -> Any:
         own, other = getattr(operators, name), getattr(BY_TORCH, name)
@@ -146,12 +150,15 @@ def _is_plain(given: Any) -> bool:
 
 
 def gates_are_known(config: Any) -> bool:
-    """Return whether the kernels support the gates of a model's layers."""
+    """Return whether the kernels support the activation function of the model's MLPs (only SiLU)."""
     return getattr(config.get_text_config(), "hidden_act", None) == "silu"
 
 
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
-    """Return operators by Triton's kernels (`kernels_are_here`); `out` is the dtype of inputs of products."""
+    """Return operators by Triton's kernels, which the caller has found to run here (`kernels_are_here`).
+
+    `out` is the dtype of results that enter a matrix product.
+    """
     from trainer_backend.models import kernels
 
     reading = Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.sharding import laid_as, replace_whole
 
-# At a time, one part is computed, one is copied to main memory, and one is copied back.
+# At the same time, one part is computed, one is copied to main memory, and one is copied back to the GPU.
 _LANES = 3
 
 
@@ -28,10 +28,11 @@ def make_adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     offload: bool = False,
 ) -> torch.optim.AdamW:
-    """Make the optimizer of a model's trainable weights.
+    """Make the AdamW optimizer of a model's trainable weights; with `offload`, an OffloadedAdamW.
 
-    On CUDA and on a CPU it is torch's fused one. It allocates only the moments, before it changes a weight,
-    so running out of memory in the first step does not damage the weights.
+    Without `offload`, torch's fused AdamW is used on CUDA and on a CPU. The fused AdamW allocates memory only
+    for the moments, before it changes any weight. So a first step that runs out of memory leaves the weights
+    intact.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {
@@ -44,7 +45,7 @@ def make_adamw(
 
 
 def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by name, and their AdamW state as `name.exp_avg` and so on, to store in a file."""
+    """Return the weights by name, and their AdamW states as `name.exp_avg` and so on, to store in a file."""
     states = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
     moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
     return {name: weight.detach() for name, weight in weights.items()} | moments
@@ -54,9 +55,11 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Restore each rank's share of what `named_state` stored in a file; yield all of the file's tensors.
+    """Restore weights and AdamW states from a file with the result of `named_state`; yield all its tensors.
 
-    CheckpointError: the file belongs to another model.
+    Each rank restores its own share. `what` names the restored object in errors.
+
+    Raises CheckpointError: the file is missing, damaged or of another model, or the context raises an error.
     """
     try:
         tensors = load_file(path)
@@ -77,7 +80,7 @@ def restored(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a weight, [n] each: weight and gradient on their device, moments and step in main memory."""
+    """A part [n] of a weight and of its gradient, on their device, and its moments [n] in main memory."""
 
     weight: Tensor
     gradient: Tensor
@@ -86,7 +89,7 @@ class _Part:
     group: dict[str, Any]
 
     def take_step(self, here: Tensor, gradient: Tensor) -> None:
-        """Take AdamW's step on `here`, this part of the weight in main memory, in place."""
+        """Apply one AdamW step, in place, to `here`, the copy of this part of the weight in main memory."""
         group = self.group
         adamw(
             [here], [gradient], [self.moments[0]], [self.moments[1]], [], [self.step.clone()],
@@ -96,15 +99,15 @@ class _Part:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with moments in main memory: saves 8 bytes per trained weight on the device.
+    """AdamW with its moments in main memory, which saves 8 bytes per trained weight on the device.
 
-    The step is computed on the CPU in float32. Part by part, weights and gradients are copied to main memory,
-    and weights back. On CUDA, parts are copied through pinned memory while others are computed. For weights
-    on a CPU the result equals that of `torch.optim.AdamW`.
+    The CPU computes the step in float32. Weights are split into parts. Each part and its gradient are copied
+    to main memory, and the updated part is copied back. On CUDA, parts are copied through pinned memory while
+    another part is computed. For weights on a CPU the result equals that of `torch.optim.AdamW`.
     """
 
     part_numbers = 2**24
-    """Largest size of a part; each lane has 8 bytes of pinned memory per number."""
+    """Largest number of weights in a part. Each of _LANES buffers has 8 bytes of pinned memory per weight."""
     _lanes: "_Lanes | None" = None
 
     @torch.no_grad()
@@ -139,7 +142,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(weight, device="cpu")
         assert weight.grad is not None, "called only for weights with a gradient"
         own = (weight.detach(), state["exp_avg"], state["exp_avg_sq"])
-        # Views, because a step on copies would be lost.
+        # `view`, because a step on copies of the weight or moments would be lost.
         columns = [torch.split(column.view(-1), most) for column in own]
         for here, *moments, gradient in zip(
             *columns, torch.split(weight.grad.reshape(-1), most), strict=True
@@ -147,7 +150,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             yield _Part(here, gradient, (moments[0], moments[1]), state["step"], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into main memory; torch would move the moments to the weights' device."""
+        """Load a state into main memory. torch's own method would move moments to the weights' device."""
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, values in state_dict["state"].items():
@@ -156,9 +159,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 class _Lanes:
-    """Pinned memory for copies of parts between a GPU and the CPU, on a stream of their own.
+    """Copies parts between a GPU and the CPU through pinned buffers (lanes), on a separate CUDA stream.
 
-    All copies are on one stream, so a lane is free before it gets its next part.
+    All copies use this one stream, so a part has left its lane before the next part is copied into the lane.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -169,7 +172,7 @@ class _Lanes:
         ]
 
     def take_steps(self, parts: Sequence[_Part]) -> None:
-        """Take the steps of all parts; later work on the current stream waits for them."""
+        """Apply the AdamW step to all parts. Later work on the current CUDA stream waits for the copies."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         for index in range(min(_LANES - 1, len(parts))):

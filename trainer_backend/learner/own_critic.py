@@ -1,10 +1,11 @@
-"""A critic with its own layers: V(s) by a second model, which begins as a copy of the policy.
+"""A critic with its own layers: it predicts V(s) by a second model, which begins as a copy of the policy.
 
-A linear layer on the policy's hidden states is limited to what the policy encodes about a state, and a value
-loss in the policy's layers changes the policy. This critic has its own layers, optimizer, batches and passes;
-it costs a forward pass for values, and a second model to train.
+The alternative is a linear layer on the policy's hidden states. It can use only what the policy encodes about
+a state; and if its loss also trains the policy's layers, it changes the policy. This critic has its own
+layers, optimizer, batches and passes. In return it costs another forward pass and a second model to train.
 
-Ranks shard its layers like the policy's. A checkpoint has one file for it, whatever the number of ranks.
+Ranks shard its layers like those of the policy. Its files in a checkpoint do not depend on the number of
+ranks.
 """
 
 import copy
@@ -39,15 +40,15 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-# Key in the critic's file of its number of iterations; the other keys name weights.
+# Key of the number of iterations in the critic's file; the other keys name weights and their moments.
 _ITERATIONS = "iterations"
 
 
 class OwnCritic:
     """A second model that predicts values. It begins as a copy of the policy. Not thread-safe.
 
-    `level` says whether values are read by decision or by token. The order of batches follows from the job's
-    `seed`.
+    `level` determines whether it predicts a value per decision or per token. `seed`, that of the job,
+    determines the order of its batches.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class OwnCritic:
     ) -> None:
         self._scorer, self._ranks = replace(policy, model=_copy_policy(policy, table, ranks)), policy.ranks
         self._table, self._seed, self.level = table, seed, level
-        self.steps = 0  # steps of the optimizer since this object was made
-        self.iterations = 0  # iterations from which it has learned, also before a resume
+        self.steps = 0  # optimizer steps since this object was made
+        self.iterations = 0  # iterations on which it was trained, including those before a resume
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay, epsilon = table.critic_learning_rate, table.weight_decay, table.adam_epsilon
@@ -64,9 +65,10 @@ class OwnCritic:
         self._optimizer = make_adamw(model, rate, decay, epsilon=epsilon, offload=offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
-        """Compute V for each segment, [N] in reward units, 0 where no value is read.
+        """Compute the values [N] at the N sampled tokens of each segment, in units of the reward.
 
-        SegmentError: the model has no embedding of a token.
+        With values per decision, they are 0 at all tokens where no decision begins. Raises SegmentError for a
+        token that the model has no embedding of.
         """
         refuse_unknown(segments, self._scorer.model)
         (values,) = read_pieces(
@@ -80,7 +82,7 @@ class OwnCritic:
         return values
 
     def fit(self, episodes: Sequence[CreditedEpisode], iteration: int) -> dict[str, float]:
-        """Train for `critic_passes` on the episodes' targets; return the mean loss of the last pass."""
+        """Make `critic_passes` passes over the episodes' targets; return the mean loss of the last pass."""
         targets = {episode.rollout_id: episode.critic for episode in episodes if episode.critic is not None}
         items = [
             [Scored(segment)] for item in episodes if item.critic is not None for segment in item.segments
@@ -109,12 +111,12 @@ class OwnCritic:
         return loss
 
     def zero_grad(self) -> None:
-        """Clear the gradients of layers and head."""
+        """Clear the gradients of the layers and of the value head."""
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
-        """Compute the gradient of a step, and leave it on layers and head; return the step's loss."""
+        """Compute the gradients of one optimizer step, left on the weights; return the step's loss."""
         packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))
@@ -133,9 +135,9 @@ class OwnCritic:
         return self._ranks.sums(total)[0]
 
     def save(self, folder: Path, ranks: Ranks) -> None:
-        """Write weights and moments of layers and head to two files of a checkpoint; all ranks call this.
+        """Write the layers and the value head, with their moments, to two files of a checkpoint.
 
-        The first rank writes, and holds all of them in main memory meanwhile.
+        All ranks must call this. The first rank gathers everything in its main memory and writes the files.
         """
         self._head.save(folder, ranks)
         tensors = {_ITERATIONS: torch.tensor(self.iterations)}
@@ -146,7 +148,7 @@ class OwnCritic:
         ranks.first_alone(lambda: save_file(tensors, folder / CRITIC_FILE))
 
     def restore(self, checkpoint: Path) -> None:
-        """Load what `save` wrote; without such a file the critic stays new."""
+        """Load what `save` wrote. If the checkpoint has no file of an own critic, nothing changes."""
         path = checkpoint / TRAINING_FOLDER / CRITIC_FILE
         if not path.exists():
             return
@@ -158,7 +160,7 @@ class OwnCritic:
 
 
 def _copy_policy(policy: Scorer, table: TrainingTable, ranks: LearnerTable) -> PreTrainedModel:
-    """Copy the policy's model for training; all ranks call this and get their shares."""
+    """Copy the policy's model for training. All ranks must call this; each gets its share of the copy."""
     if not policy.ranks.are_several:
         return copy.deepcopy(policy.model)
     model = gathered_copy(policy.model)

@@ -1,1 +1,1 @@
-"""BabyAI's levels, from the package minigrid: missions in a grid that is seen in part."""
+"""BabyAI, from the package minigrid: missions in a grid world of which the agent sees only a part."""

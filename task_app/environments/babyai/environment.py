@@ -1,4 +1,7 @@
-"""BabyAI as an `Environment`: a mission in words, a view of part of the grid, and one reward at the end."""
+"""BabyAI as an `Environment`.
+
+The agent reads a mission in words, sees a part of the grid, and gets one reward, at the end of the mission.
+"""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -46,7 +49,10 @@ class BabyAIConfig(Body):
 
 
 class BabyAIMoment(Body, allow_inf_nan=False):
-    """A snapshot: the world's seed and all actions so far; replaying these actions restores the state."""
+    """The content of a snapshot: level, seed, all actions so far, and facts about the last observation.
+
+    `restore` replays the actions, which leads to the same state.
+    """
 
     level: str
     seed: int = Field(ge=0, lt=2**31)
@@ -57,7 +63,10 @@ class BabyAIMoment(Body, allow_inf_nan=False):
 
 
 class BabyAIEnvironment(OneCallEnvironment):
-    """One episode; equal seeds and calls give equal episodes in every process. Steps use no randomness."""
+    """Runs one episode of a BabyAI level.
+
+    The same seed and calls give the same episode in every process. Only `reset` draws random numbers.
+    """
 
     name = "babyai"
     quick_step = True
@@ -98,7 +107,10 @@ class BabyAIEnvironment(OneCallEnvironment):
         return float(self._success)
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Draw the grid, [height, width, 3], and highlight the view. Raises EpisodeOver before a reset."""
+        """Draw the grid as an RGB picture [height, width, 3] with the agent's view highlighted.
+
+        Raises EpisodeOver before the first reset.
+        """
         env = started(self._level).env
         pixels = env.get_frame(highlight=True, tile_size=max(4, min(width, height) // env.width))
         rows = np.arange(height) * len(pixels) // height
@@ -152,7 +164,11 @@ class BabyAIEnvironment(OneCallEnvironment):
         no_effect: bool = False,
         invalid: bool = False,
     ) -> Observation:
-        """Make the observation; find `no_effect` if `before`, the state at the last observation, is given."""
+        """Make the observation of the current state.
+
+        If `before`, the state at the last observation, is given, `no_effect` is computed: it is true if the
+        two states are equal.
+        """
         level = started(self._level)
         self._state = level.state()
         no_effect = self._state == before if before is not None else no_effect
@@ -168,7 +184,7 @@ class BabyAIEnvironment(OneCallEnvironment):
             "no_effect": no_effect,
             "invalid": invalid,
             "state": self._state,
-            # For the teacher, which replays the episode.
+            # The teacher replays the episode from these values.
             "episode": {"level": self.config.level, "seed": self._seed, "actions": list(self._actions)},
         }
         text = compact_text(data) if self.config.text == "compact" else full_text(data)
@@ -177,9 +193,9 @@ class BabyAIEnvironment(OneCallEnvironment):
 
 _SEEN = itemgetter("mission", "objects", "room", "carrying")
 BABYAI_STATE_KEYS: Mapping[str, StateKey] = {
-    # Grid, agent, carried object and the mission's progress, but not the number of steps left.
+    # The grid, the agent, the carried object and the mission's progress, but not the number of steps left.
     "grid": StateKey(lambda observation: observation.data["state"]),
-    # Everything that the policy sees now, without the last actions.
+    # Everything that the policy sees in this observation, except its last actions.
     "view": StateKey(lambda observation: _SEEN(observation.data)),
 }
 PLUGIN = EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")

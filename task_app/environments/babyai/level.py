@@ -1,4 +1,4 @@
-"""A level of BabyAI in minigrid, with its full state and the agent's view.
+"""Runs a level of BabyAI in minigrid, and returns its full state and what the agent sees.
 
 Source: Chevalier-Boisvert et al., BabyAI (arXiv 1810.08272); minigrid, envs/babyai.
 """
@@ -17,9 +17,10 @@ _SIDES = {"ahead": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 def level_id(level: str, *, spec_of: Callable[[str], object] = find_spec) -> str:
-    """Return gymnasium's id of a level. Raises ValueError for an unknown level, or without minigrid.
+    """Return the id under which gymnasium knows a level, such as `BabyAI-GoToLocal-v0` for `GoToLocal`.
 
-    `spec_of` finds an installed package.
+    Raises ValueError if the level is unknown or minigrid is not installed. `spec_of` looks up an installed
+    package; tests replace it.
     """
     if spec_of("minigrid") is None:
         raise ValueError("babyai needs minigrid, which is not installed: pip install 'turnwise[babyai]'")
@@ -36,7 +37,7 @@ def level_id(level: str, *, spec_of: Callable[[str], object] = find_spec) -> str
 
 
 class Level:
-    """One level in one episode; equal seeds and actions give equal states."""
+    """Plays one level, episode by episode. The same seed and actions give the same states."""
 
     def __init__(self, level: str, *, max_steps: int) -> None:
         import gymnasium
@@ -63,7 +64,11 @@ class Level:
         return f"{held.color} {held.type}" if held is not None else None
 
     def objects(self) -> list[dict[str, Any]]:
-        """Return words, distances ahead and to the right, and role of each visible object, nearest first."""
+        """List the visible objects, nearest first.
+
+        Each object is a dict: its `words` (such as `red ball`), its distances `ahead` and to the `right` of
+        the agent in cells (negative: to the left), and its `role` in the mission, which `_role` returns.
+        """
         from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
         view = self._seen["image"]
@@ -83,7 +88,7 @@ class Level:
         return sorted(found, key=lambda item: (item["ahead"] + abs(item["right"]), item["right"]))
 
     def room(self) -> dict[str, int]:
-        """Map each side (ahead, left, right) to the number of free visible cells in a row there."""
+        """Count the free visible cells in a straight line from the agent, by side (ahead, left, right)."""
         view = self._seen["image"][:, :, 0]
         free = {}
         for side, (right, ahead) in _SIDES.items():
@@ -94,7 +99,7 @@ class Level:
         return free
 
     def state(self) -> list[Any]:
-        """Return everything that determines the future, except the number of steps left."""
+        """Return everything that determines the rest of the episode, except the number of steps left."""
         env = self.env
         return [
             env.mission,
@@ -106,7 +111,11 @@ class Level:
 
 
 def _role(instruction: Any, item: Any) -> str | None:
-    """Return an object's role in a mission: `goal`, `move` (to put next to another), `beside` (the other)."""
+    """Return an object's role in a mission, or None if the mission does not concern the object.
+
+    The role `move` belongs to an object that must be put next to another object, the role `beside` to that
+    other object, and the role `goal` to the object of any other instruction.
+    """
     for name, role in (("desc", "goal"), ("desc_move", "move"), ("desc_fixed", "beside")):
         described = getattr(instruction, name, None)
         if described is not None and any(one is item for one in described.obj_set):
@@ -116,7 +125,7 @@ def _role(instruction: Any, item: Any) -> str | None:
 
 
 def _encode_object(item: Any) -> str:
-    """Encode an object in a word: type, colour, state, and the content of a box."""
+    """Encode an object as one word: type and colour, the state of a door, and the content of a box."""
     if item is None:
         return "."
     state = f"{int(item.is_open)}{int(item.is_locked)}" if item.type == "door" else ""
@@ -125,7 +134,7 @@ def _encode_object(item: Any) -> str:
 
 
 def _progress(instruction: Any) -> Iterator[Any]:
-    """Yield the state of an instruction: which parts are completed, and where its objects are."""
+    """Yield an instruction's progress: completed parts, positions of its objects, and the carried object."""
     for part in ("instr_a", "instr_b"):
         if hasattr(instruction, part):
             yield str(getattr(instruction, f"{part[-1]}_done"))

@@ -1,7 +1,8 @@
-"""The two texts of an observation, as pure functions of `Observation.data`.
+"""The two text styles of an observation, as pure functions of `Observation.data`.
 
-`full` has sentences. `compact` has some 30 words of a closed vocabulary, for models with under a million
-parameters. Both describe the view relative to the agent's position and direction.
+The style `full` consists of sentences. The style `compact` consists of some 30 words of a closed vocabulary,
+for models with under a million parameters. Both describe the view relative to the agent's position and
+direction.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,9 +32,14 @@ def full_text(data: Mapping[str, Any]) -> str:
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
-    """Make a text such as `go to the red ball goal red ball F3 R2 free F2 L0 R3 did left forward`.
+    """Describe the state in words of a closed vocabulary.
 
-    The text marks the mission's objects (`goal`), because matching words is hard for so small a model.
+        go to the red ball goal red ball F3 R2 free F2 L0 R3 did left forward
+
+    The mission comes first. Each visible object follows with its role in the mission, or `see` if it has
+    none, and its distance (here 3 cells ahead and 2 to the right). `free` counts the free cells in each
+    direction, and `did` lists the last actions. The roles are given because it is hard for so small a model
+    to find the mission's objects by comparing words.
     """
     words = [data["mission"]]
     for item in data["objects"]:
@@ -55,7 +61,7 @@ _WAYS = ("{} ahead", "{} to the right", "{} to the left")
 
 
 def _legs(item: Mapping[str, Any], ahead: str, right: str, left: str) -> Iterator[str]:
-    """Yield an object's distances ahead and to a side, in the given words."""
+    """Yield an object's distances ahead and to a side, each formatted with its template; omit zeros."""
     if item["ahead"]:
         yield ahead.format(item["ahead"])
     if item["right"]:

@@ -1,8 +1,9 @@
 """Spawns and despawns creatures every tenth step, chunk by chunk (a chunk is 12x12 cells of the world).
 
-The published package crafter ("stock") examines every chunk; here counters show the few chunks where
-something can happen. Stock picks the creature to despawn from a set whose order depends on memory
-addresses, and so on the process. This engine and the tests' reference pick it by *order of creation*.
+The published package crafter ("stock") examines the cells and creatures of every chunk. This module reads
+counters, which show the few chunks where a creature can spawn or despawn. Stock draws the creature to despawn
+from a set. The order of a set depends on memory addresses, so it differs between processes. This engine, and
+the reference implementation in the tests, draw from a list in *order of creation* instead.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,12 @@ GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
 
 @dataclass(frozen=True, slots=True)
 class Habitat:
-    """Where and how a kind spawns and despawns: least distances to the player in cells, chances per call."""
+    """Where, and with which probability, one kind of creature spawns and despawns.
+
+    `spawn_distance` and `despawn_distance` are the least distances from the player, in cells, at which a
+    creature spawns or despawns. `spawn_chance` and `despawn_chance` are probabilities per chunk and call of
+    `balance`.
+    """
 
     kind: int
     make: Callable[[int, int], Thing]
@@ -42,7 +48,10 @@ COWS = Habitat(COW, Cow, GRASS, 5, 5, 0.01, 0.1)
 
 
 def balance(world: World, player: Player) -> None:
-    """Spawn and despawn in each chunk that ever had a thing; the chunk that had one first comes first."""
+    """Spawn and despawn creatures in every chunk that has ever contained an object.
+
+    Chunks are processed in the order in which they first contained an object.
+    """
     most_zombies = int(3.5 - 3 * world.daylight)
     most_cows = int(1.5 + world.daylight)
     population, counts = world.population, world.material_counts
@@ -61,7 +70,10 @@ def balance(world: World, player: Player) -> None:
 
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
-    """Spawn a creature if the chunk has fewer than `fewest`, otherwise despawn one; both only by chance."""
+    """Spawn a creature if the chunk has fewer than `fewest`, otherwise despawn one.
+
+    This happens only with the probability and at the distance from the player that `habitat` states.
+    """
     kind = habitat.kind
     if world.population[chunk * KIND_COUNT + kind] < fewest:
         if world.uniform() < habitat.spawn_chance:

@@ -1,9 +1,10 @@
-"""Crafter with BALROG's texts and window of past messages; an answer is the name of an action.
+"""Crafter with the prompts of the benchmark BALROG: the model answers with the name of one action.
 
 A prompt equals the messages of BALROG's `naive` agent (github.com/balrog-ai/BALROG, commit af7d1f1) letter
 for letter, as tests check. The texts are BALROG's: MIT licence, Copyright (c) 2024 BALROG Team.
-Quirks of BALROG are kept: a game begins with a noop, and within four columns of the world's left edge or
-three rows of its top edge the text says that nothing is in sight.
+
+Two quirks of BALROG are kept. An episode begins with a noop. If the player is within four columns of the
+world's left edge or three rows of its top edge, the text says that nothing is in sight.
 """
 
 import re
@@ -81,10 +82,10 @@ Turn = tuple[Literal["user", "assistant"], str]
 
 
 class BalrogEnvironment(CrafterEnvironment):
-    """One episode of Crafter with BALROG's texts: a decision is a text, and executes one env step.
+    """Runs one episode of Crafter with BALROG's texts; each answer of the model executes one env step.
 
-    The prompt has the last `config.history` observations and the answers between them. An answer that is not
-    the name of an action executes a noop, and the next observation says so.
+    The prompt contains the last `config.history` observations and the answers between them. An answer that is
+    not the name of an action executes a noop, and the next observation says that the answer was not valid.
     """
 
     def __init__(self, config: CrafterConfig) -> None:
@@ -112,13 +113,16 @@ class BalrogEnvironment(CrafterEnvironment):
         return self._observe(*self._last)
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Execute the action that the text names."""
+        """Execute the action that the text names, or a noop if the text is not the name of an action."""
         word = _UNREAD.sub("", text.strip())
         known = f"answer with one of the {len(ANSWERS)} names alone, such as {ANSWERS[1]!r}"
         return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        """Execute the action of a call of `interact_many` like an answer; no prompt offers this tool."""
+        """Execute the action of a call of `interact_many`, as `answer` executes the action that a text names.
+
+        The prompt does not offer this tool to the model.
+        """
         actions, reason = self._plan(calls, invalid_reason, max_actions=1)
         return self._play("" if reason else ANSWERS[ACTIONS.index(actions[0])], reason)
 
@@ -149,7 +153,7 @@ class BalrogEnvironment(CrafterEnvironment):
         return replace(observation, data=self._data)
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        # Only the current observation has vitals and inventory.
+        # Only the current observation shows vitals and inventory; past ones show `situation_text` alone.
         inventory = data["inventory"]
         vitals = "\n".join(f"- {name}: {inventory[name]}/9" for name in VITALS)
         items = [f"- {name}: {count}" for name, count in inventory.items() if count and name not in VITALS]
@@ -158,13 +162,17 @@ class BalrogEnvironment(CrafterEnvironment):
 
 
 class _Head(Body):
-    """The first line of a snapshot, before the game's snapshot."""
+    """The first line of a snapshot, as JSON. The snapshot of the game follows it."""
 
     history: list[tuple[Literal["user", "assistant"], Annotated[str, Field(max_length=1_000_000)]]]
 
 
 def situation_text(data: Mapping[str, Any]) -> str:
-    """Describe the nearest cell of each visible kind and the faced cell; any complaint comes first."""
+    """Describe the nearest cell of each visible kind and the cell in front of the player.
+
+    The text begins with a complaint if the last answer was invalid, and then says if the player sleeps or is
+    dead.
+    """
     complaint = _COMPLAINT if data["news"]["invalid"] else ""
     state = _SLEEPING if data["sleeping"] else "" if data["inventory"]["health"] > 0 else _DEAD
     x, y = data["position"]
@@ -191,7 +199,10 @@ def _describe_offset(dx: int, dy: int) -> str:
 
 
 def _clear_old_texts(turns: Sequence[Sequence[str]], *, texts: int) -> list[tuple[str, str]]:
-    """Return role and text of past turns; only the last `texts` observations keep their text."""
+    """Return role and text of each past turn.
+
+    Only the last `texts` observations keep their text; an older one is reduced to its heading.
+    """
     shown = []
     for role, text in reversed(turns):
         if role == "user":

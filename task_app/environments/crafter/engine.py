@@ -1,8 +1,9 @@
-"""The reproducible Crafter engine: the game of the package crafter 1.8.3 ("stock"), some thirty times faster.
+"""A reproducible Crafter engine: the game of the package crafter 1.8.3 ("stock"), some thirty times faster.
 
-Equal seeds and actions give equal episodes in every process. In stock, one choice depends on memory
-addresses: the creature to despawn, which is picked in order of creation here (see balance.py). A step draws
-no picture, but still consumes the random numbers of stock's night picture.
+The same seed and actions give the same episode in every process. In stock, one choice depends on memory
+addresses: which creature is despawned. This engine makes that choice by order of creation (see balance.py).
+An env step draws no picture. In the dark it still draws the random numbers of stock's picture, so that all
+later random numbers equal stock's.
 """
 
 import functools
@@ -32,19 +33,22 @@ BALANCE_EVERY = 10
 
 @functools.lru_cache(maxsize=16_384)
 def daylight_at(step: int) -> float:
-    """Return the light after `step` steps, in [0, 1], bit for bit as in stock; a day has 300 steps."""
+    """Return the daylight after `step` env steps, in [0, 1], equal to stock's to the last bit.
+
+    A day lasts 300 steps.
+    """
     progress = (step / 300) % 1 + 0.3
     return float(1 - np.abs(np.cos(np.pi * progress)) ** 3)
 
 
 class CrafterEngine:
-    """One episode of Crafter in the 64x64 world of one seed; threads must not share an engine."""
+    """Runs one episode of Crafter in the 64x64 world of one seed. Threads must not share an engine."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
         """Prepare an engine; `reset` makes its world.
 
-        The seed lies in 0 .. 2**31 - 2, as for `crafter.Env`. An episode ends after `length` env steps;
-        `length` is at least 1. Raises ValueError for other values.
+        The seed lies in 0 .. 2**31 - 2, as for `crafter.Env`. An episode ends after `length` env steps, at
+        least 1. Raises ValueError for a seed or a length out of range.
         """
         self.seed = _check_int("seed", seed, 0, SEED_LIMIT - 1)
         self.length = _check_int("length", length, 1, None)
@@ -55,19 +59,22 @@ class CrafterEngine:
 
     @property
     def world(self) -> World:
-        """The world; NotReset before the first reset."""
+        """The world. Raises NotReset before the first reset."""
         return (self._game or _refuse_early())[0]
 
     @property
     def player(self) -> Player:
-        """The player; NotReset before the first reset."""
+        """The player. Raises NotReset before the first reset."""
         return (self._game or _refuse_early())[1]
 
     def reset(self) -> None:
-        """Make the world that stock's `crafter.Env(seed=seed)` makes at its first reset; never another."""
+        """Make the world that stock's `crafter.Env(seed=seed)` makes at its first reset.
+
+        Every reset makes this same world; stock makes a new world at each reset.
+        """
         self.step_count = 0
         player = Player(CENTER, CENTER, Plant)
-        # Stock's seed of its first episode. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
+        # The seed of stock's first episode. hash() of a tuple of ints does not depend on PYTHONHASHSEED.
         world = generate_world(hash((self.seed, 1)) % (2**31 - 1), player)
         world.daylight = daylight_at(0)
         self._game = world, player
@@ -77,14 +84,15 @@ class CrafterEngine:
     def act(self, action: int) -> float:
         """Run one env step, and return stock's reward.
 
-        The reward is the change of health / 10, plus 1.0 if any achievement was unlocked (however many).
+        The reward is a tenth of the change of health, plus 1.0 if the step unlocked at least one achievement.
 
         Args:
-            action: index in ACTIONS, 0 .. 16; ValueError otherwise.
+            action: index in ACTIONS, 0 .. 16.
 
         Raises:
-            NotReset: there was no reset.
+            NotReset: `reset` was not called.
             EpisodeOver: the player is dead, or `length` steps were made.
+            ValueError: the action is out of range.
         """
         world, player = self._game or _refuse_early()
         if self.over:
@@ -93,7 +101,7 @@ class CrafterEngine:
             raise ValueError(f"action must lie in 0 .. {len(ACTIONS) - 1}, got {action!r}")
         self.step_count += 1
         world.daylight = daylight_at(self.step_count)
-        others = cast("list[Being]", world.things[1:])  # without a plant that this step places
+        others = cast("list[Being]", world.things[1:])  # without a plant that is placed in this step
         player.update(world, action)
         # |dx| + |dy| < r is equivalent to |dx + dy| < r and |dx - dy| < r, which needs no call of abs().
         low, left = player.x + player.y - UPDATE_RADIUS, player.x - player.y - UPDATE_RADIUS
@@ -132,17 +140,20 @@ class CrafterEngine:
 
     @property
     def inventory(self) -> dict[str, int]:
-        """The 16 item counts, including health, food, drink and energy, as a live dict."""
+        """The 16 item counts, including health, food, drink and energy; the dict changes with each step."""
         return self.player.inventory
 
     @property
     def achievements(self) -> dict[str, int]:
-        """The 22 counters, as a live dict; they only grow within an episode."""
+        """How often each of the 22 achievements was reached in this episode.
+
+        The dict changes with each step.
+        """
         return self.player.achievements
 
     @property
     def position(self) -> tuple[int, int]:
-        """(x, y) of the player, 0 .. 63 each, y growing downwards."""
+        """(x, y) of the player, each in 0 .. 63; y grows downwards."""
         return self.player.x, self.player.y
 
     @property
@@ -155,7 +166,7 @@ class CrafterEngine:
         return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
-        """Return the game's picture as stock draws it, [height, width, 3]; this does not change the game."""
+        """Draw the game as stock does, as an RGB picture [height, width, 3]; the game does not change."""
         return picture.draw(*(self._game or _refuse_early()), width, height)
 
     def capture(self) -> GameState:
@@ -165,7 +176,10 @@ class CrafterEngine:
         self.world.draw_from(seeded_bits(seed))
 
     def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
-        """Make an engine with the same seed and length, in the given state after `step` steps."""
+        """Return a new engine with this engine's seed and length, in the given state after `step` env steps.
+
+        `last_health` is the health after the last step, from which the next reward is computed.
+        """
         other = CrafterEngine(self.seed, length=self.length)
         world, player = rebuild(state)
         world.daylight = daylight_at(step)
@@ -189,8 +203,8 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any
 
 
 class NotReset(RuntimeError):
-    """There is no world yet; call reset() first."""
+    """Raised when an engine without a world is used; call reset() first."""
 
 
 class EpisodeOver(RuntimeError):
-    """The episode has ended; call reset(). (In stock crafter a dead player continues.)"""
+    """Raised for a step after the episode's end; call reset(). (In stock, a dead player can continue.)"""

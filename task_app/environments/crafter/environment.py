@@ -1,4 +1,4 @@
-"""Crafter as an `Environment`: the engine's state as text and data, and tool calls as env steps."""
+"""Crafter as an `Environment`: the engine's state becomes text and data, and tool calls become env steps."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -56,7 +56,7 @@ class CrafterConfig(Body):
 
 
 class CrafterEnvironment:
-    """One episode of Crafter; equal seeds and calls give equal episodes in every process."""
+    """Runs one episode of Crafter; the same seed and calls give the same episode in every process."""
 
     name = "crafter"
     quick_step = True
@@ -74,7 +74,10 @@ class CrafterEnvironment:
         return self._observe(0.0, prompt.NO_NEWS)
 
     def snapshot(self) -> bytes:
-        """Return the game (about 8 KB) and the map memory. Raises EpisodeOver before the first reset."""
+        """Return the game (about 8 KB) and the map memory as bytes.
+
+        Raises EpisodeOver before the first reset.
+        """
         reward, news = self._last
         memory = self._memory.snapshot() if self._memory else None
         return pack(started(self._engine), reward=reward, news=news, memory=memory)
@@ -86,7 +89,7 @@ class CrafterEnvironment:
                 f"the snapshot's episode is {engine.length} env steps long, this environment's "
                 f"config.length is {self.config.length}"
             )
-        if self._memory is not None:  # without a memory in the snapshot, begin with an empty one
+        if self._memory is not None:  # empty if the snapshot contains no memory
             self._memory = MapMemory()
             if memory is not None:
                 self._memory.restore(memory)
@@ -133,14 +136,15 @@ class CrafterEnvironment:
         )
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Return the game's picture as stock crafter draws it, [height, width, 3]; only people see it.
+        """Draw the game as stock crafter does, as an RGB picture [height, width, 3].
 
-        Raises ValueError for a side shorter than 9 pixels.
+        The picture is for people; it is not shown to models. Raises ValueError for a side shorter than 9
+        pixels.
         """
         return started(self._engine).frame(width, height)
 
     def outcome_reward(self) -> float:
-        """Count the unique achievements so far; 0 before the first reset."""
+        """Return the number of different achievements unlocked so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
     def _require_running(self) -> CrafterEngine:
@@ -162,8 +166,8 @@ class CrafterEnvironment:
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         engine = started(self._engine)
         self._last, view, player = (reward, news), engine.view(), engine.player
-        # Table and furnace are "near" within crafting range, but never at the world's left and top edge (a
-        # quirk of stock).
+        # A table or furnace in crafting range is "near". At the world's left and top edge, none is ever near
+        # (a quirk of stock).
         above, middle, below = view.materials[2:5]
         around = () if 0 in engine.position else (*above[3:6], *middle[3:6], *below[3:6])
         # Plain JSON, with no more information than the 9x7 view and the status bar show.
@@ -191,7 +195,10 @@ class CrafterEnvironment:
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
-    """Execute actions; return the reward of each env step, and whether the last one had an effect."""
+    """Execute actions until the episode ends.
+
+    Returns the reward of each env step, and whether the last executed action had an effect.
+    """
     rewards: list[float] = []
     has_effect, state = False, _visible_state(engine)
     for action in actions:
@@ -204,10 +211,11 @@ def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bo
 
 
 def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
-    """Return the state that shows whether an action had an effect.
+    """Return the values that are compared to decide whether an action had an effect.
 
-    Vitals are left out, because they change by themselves. So achievement counters are needed to show a
-    drink, and also a tenth stone, which the inventory cannot hold. The faced creature's health shows a hit.
+    Health, food, drink and energy are left out, because they also change by themselves. Achievement counters
+    are included because drinking changes none of the other values, and neither does collecting a tenth stone,
+    for which the inventory has no room. The health of the faced creature shows whether a blow hit.
     """
     player = engine.player
     counts = tuple(player.achievements.values())

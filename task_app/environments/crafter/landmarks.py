@@ -1,6 +1,6 @@
-"""The facts of a view, for the compact text and the scripted teacher. Pure.
+"""Extracts from a view the facts that the compact text and the scripted teacher use.
 
-All functions read only `Observation.data`, so they use only what a player sees.
+All functions are pure and read only `Observation.data`, so they use only what a player sees.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Kinds of things to walk to, in the order of the compact text; if there are too many, it omits the last.
+# Kinds of things to walk to, in the order of the compact text. If there are too many, the text omits the
+# last ones.
 THINGS = (
     "zombie", "skeleton", "arrow", "cow", "water", "tree", "stone", "coal", "iron", "diamond", "table",
     "furnace", "ripe-plant", "plant",
@@ -34,12 +35,12 @@ THINGS = (
 # Kinds of free cells to face: grass for saplings, any ground for building. The kind `way` leads out of view.
 PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GROUND}
 KINDS = ("way", *PLACES, *THINGS)
-# A shown walk ends with the leg that completes this many cells, because a decision covers no more.
+# A shown walk ends with the leg that completes this many cells, because one decision does not walk further.
 MAX_CELLS = 4
 # A player with memory visits known things beyond this distance only if no nearer thing is useful.
 NEAR_CELLS = 6
 _VIEW = tuple(cell_at(x, y) for y in range(ROWS) for x in range(COLUMNS))
-# The cells of the view's edge in each direction.
+# By direction: the cells at that edge of the view.
 _EDGES = {
     (dx, dy): frozenset(
         cell_at(x, y)
@@ -53,7 +54,7 @@ _EDGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The content of the compact text as values; a teacher without memory reads nothing else."""
+    """The content of the compact text as values. A teacher without memory decides from these values alone."""
 
     inventory: Mapping[str, int]
     """All 16 item counts, including health, food, drink and energy."""
@@ -62,32 +63,35 @@ class Facts:
     facing: str
     """Name of the direction in which the player looks."""
     target: str
-    """Name of the faced cell."""
+    """Name of the cell in front of the player: of the thing on it, or else of its material."""
     neighbours: Mapping[str, str]
-    """Names of the cells left, right, up and down."""
+    """By direction (left, right, up, down): the name of the neighbouring cell."""
     near: frozenset[str]
-    """`table` and `furnace`, if they are in crafting range."""
+    """Those of `table` and `furnace` that are in crafting range."""
     walks: Mapping[str, Walk]
-    """The walk to the nearest thing or place of each kind, unless it is faced or unreachable."""
+    """By kind: the walk to the nearest thing or place that can be reached and is not faced already."""
     lava: tuple[Leg, ...]
-    """Offset of the nearest visible lava, in cells across and then down; this is not a walk."""
+    """Offset of the nearest visible lava: first the columns, then the rows. It is not a walk."""
     sleeping: bool
     """Whether actions are ignored until the player wakes up."""
     dark: bool
 
 
 def read_facts(data: Mapping[str, Any]) -> Facts:
-    """Read the facts of the view in an `Observation.data` of Crafter."""
+    """Return the facts of the view that an `Observation.data` of Crafter contains."""
     rows = tuple(map(tuple, data["rows"]))
     return make_facts(data, *view_walks(rows, facing_name(data), can_dig=can_dig(data)))
 
 
-# Cached, because text and teacher both read each view, and views without movement repeat.
+# Cached, because the text and the teacher both read each view, and a view repeats if nothing moves.
 @lru_cache(maxsize=1024)
 def view_walks(
     rows: tuple[tuple[str, ...], ...], facing: str, *, can_dig: bool
 ) -> tuple[Ground, Mapping[str, Walk]]:
-    """Return the cells of a view, and the walk to each kind; `rows` has [7][9] names."""
+    """Return the part of the map that a view shows, and the walk to the nearest cell of each kind.
+
+    `rows` is [7][9] names of cells, as in `LocalView.rows`.
+    """
     cells = dict(zip(_VIEW, chain.from_iterable(rows), strict=True))
     ground = Ground(cells, player=cell_at(*CENTRE), facing=facing)
     trails = find_trails(ground, can_dig=can_dig)
@@ -128,7 +132,7 @@ def can_dig(data: Mapping[str, Any]) -> bool:
 
 
 def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[str, Walk]:
-    """Find the walk to the nearest reachable thing or place of every kind."""
+    """Find the walk to the nearest reachable thing or place of every kind; keys are the kinds."""
     cells: dict[str, Cell] = nearest(ground, trails, THINGS)
     for kind, names in PLACES.items():
         if (cell := nearest_facing(ground, trails, names)) is not None:

@@ -1,15 +1,16 @@
 """The part of three-dimensional OpenSimplex noise that does not depend on the seed, for many points at once.
 
-The noise at a point is a sum over the lattice points around it,
+The noise at a point is a sum over the lattice points k around it,
 
-    noise = sum_k  weight_k * (g_k . d_k) / 103,     weight_k = (2 - |d_k|^2)^4 where that is positive
+    noise = sum_k  weight_k * (g_k . d_k) / 103,     weight_k = max(0, 2 - |d_k|^2)^4
 
-with d_k the offset from lattice point k. Only the gradients g_k depend on the seed, so each process computes
-lattice points, offsets and weights once. Operations and their order are those of the package `opensimplex`
-(`_noise3`), so results are equal to the last bit; tests compare them.
+where g_k is the gradient at lattice point k, and d_k is the offset of the point from lattice point k. Only
+the gradients depend on the seed, so each process computes lattice points, offsets and weights once. The
+operations and their order are those of the package `opensimplex` (`_noise3`), so that results are equal to
+the last bit; tests compare them.
 
-Names: N is the number of points. K = 8 is the number of slots: no point has more lattice points around it.
-o is the offset of a lattice point from the origin of the lattice cell, in integers.
+Names: N is the number of points. K = 8 is the number of slots for lattice points per point; no point needs
+more. o is the offset of a lattice point from the origin of the lattice cell, in integers.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ SQUISH = 1.0 / 3
 
 Offset = tuple[int, int, int]
 
-# Lattice offsets in the order of the sum, for the three regions of a cell: the tetrahedra at (0,0,0) and
-# (1,1,1), and the octahedron between. Two extra points follow; they depend on the position in the region.
+# Lattice offsets in the order of the sum, for the three regions of a lattice cell: the tetrahedra at (0,0,0)
+# and (1,1,1), and the octahedron between them. The sum then continues with two extra lattice points, which
+# depend on where in the region the point lies.
 NEAR_CORNERS: tuple[Offset, ...] = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
 FAR_CORNERS: tuple[Offset, ...] = ((1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1))
 MIDDLE_CORNERS: tuple[Offset, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1))
@@ -56,14 +58,14 @@ ACROSS: dict[int, Offset] = {6: (-1, 1, 1), 5: (1, -1, 1), 3: (1, 1, -1)}
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """The seed-independent values of N points; unused slots have weight 0."""
+    """The lattice points that N points sum over, without their gradients; unused slots have weight 0."""
 
     corners_KN3: Ints
-    """[K, N, 3] lattice points, in the order of the sum."""
+    """[K, N, 3] coordinates of the lattice points, in the order of the sum."""
     offset_KN3: Floats
     """[K, N, 3] offset of the point from each lattice point."""
     weight_KN: Floats
-    """[K, N] weight of each lattice point; 0.0 if it is too far away."""
+    """[K, N] weight of each lattice point; 0.0 if the lattice point is too far away."""
 
 
 def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
@@ -75,8 +77,8 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
     d0_N3 = np.stack([p - (b + squish) for p, b in zip((x_N, y_N, z_N), base, strict=True)], axis=-1)
     inside = [axis - b for axis, b in zip(stretched, base, strict=True)]
     o_KN3, late_KN3, used_KN = _slots(*inside)
-    # The package computes d0 - o - m * SQUISH, where m is the sum of the offset; in a few cases it subtracts
-    # a part of o last, which rounds differently.
+    # The package computes d0 - o - m * SQUISH, where m is the sum of o's coordinates. In a few cases it
+    # subtracts a part of o last, which rounds differently.
     squishes_KN1 = (o_KN3.sum(-1, keepdims=True) * SQUISH).astype(np.float64)
     offset_KN3 = d0_N3 - (o_KN3 - late_KN3) - squishes_KN1 - late_KN3
     dx, dy, dz = offset_KN3[..., 0], offset_KN3[..., 1], offset_KN3[..., 2]
@@ -88,7 +90,11 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 
 
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
-    """Return [K, N, 3] offsets, [K, N, 3] the part to subtract last, and [K, N] whether a slot is used."""
+    """Return the slots of points that lie at (x, y, z) inside their lattice cell.
+
+    The arrays are [K, N, 3] the offset o of each lattice point, [K, N, 3] the part of o to subtract last, and
+    [K, N] whether the slot is used.
+    """
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
     tetrahedra_N = np.where(near, _near_case(x_N, y_N, z_N, total), _far_case(x_N, y_N, z_N, total))
@@ -101,8 +107,8 @@ def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
     )
 
 
-# A case is a number for a region and its extra points. Near: c. Far: 8 + c. Middle: 16 + 8 * e0 + e1, where
-# e0 and e1 are the indices of the two extra points in MIDDLE_FIRST and MIDDLE_SECOND.
+# A case number stands for a region and its two extra points. Near: c. Far: 8 + c. Middle: 16 + 8 * e0 + e1,
+# where e0 and e1 are the indices of the extra points in MIDDLE_FIRST and MIDDLE_SECOND.
 FAR_CASES, MIDDLE_CASES = 8, 16
 MIDDLE_FIRST: tuple[Offset, ...] = ((0, 0, 0), (1, 1, 1), ACROSS[6], ACROSS[5], ACROSS[3])
 MIDDLE_SECOND: tuple[Offset, ...] = (*ALONG.values(), *ACROSS.values())
@@ -135,7 +141,7 @@ def _case_tables() -> tuple[Ints, Ints, Bools]:
 
 
 def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Return the case of each point in the tetrahedron at (0,0,0)."""
+    """Return each point's case number, which is valid for points in the tetrahedron at (0,0,0)."""
     z_for_b = (x_N >= y_N) & (z_N > y_N)
     z_for_a = (x_N < y_N) & (z_N > x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 4, 1)
@@ -146,7 +152,7 @@ def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Return the case of each point in the tetrahedron at (1,1,1)."""
+    """Return each point's case number, which is valid for points in the tetrahedron at (1,1,1)."""
     z_for_b = (x_N <= y_N) & (z_N < y_N)
     z_for_a = (x_N > y_N) & (z_N < x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 3, 6)
@@ -157,7 +163,7 @@ def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
-    """Return the case of each point in the octahedron."""
+    """Return each point's case number, which is valid for points in the octahedron."""
     a_sum, b_sum, c_sum = x_N + y_N, x_N + z_N, y_N + z_N
     a_score, a_point, a_far = _side(a_sum, 3, 4)
     b_score, b_point, b_far = _side(b_sum, 5, 2)
@@ -167,8 +173,8 @@ def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
     a_point, a_far = np.where(for_a, c_point, a_point), np.where(for_a, c_far, a_far)
     b_point, b_far = np.where(for_b, c_point, b_point), np.where(for_b, c_far, b_far)
     far_point, near_point = np.where(a_far, a_point, b_point), np.where(a_far, b_point, a_point)
-    across_e0 = np.array([0, 0, 0, 4, 0, 3, 2, 0])  # bit set -> place in MIDDLE_FIRST
-    across_e1 = np.array([0, 0, 0, 5, 0, 4, 3, 0])  # bit set -> place in MIDDLE_SECOND
+    across_e0 = np.array([0, 0, 0, 4, 0, 3, 2, 0])  # bit set -> index in MIDDLE_FIRST
+    across_e1 = np.array([0, 0, 0, 5, 0, 4, 3, 0])  # bit set -> index in MIDDLE_SECOND
     along_e1 = np.array([2, 0, 1, 0, 2, 0, 0, 0])
     split = 8 * across_e0[far_point] + along_e1[near_point]
     both_far = 8 * BOTH_FAR + along_e1[a_point & b_point]
@@ -179,6 +185,10 @@ def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
 
 
 def _side(total: Floats, far_point: int, near_point: int) -> tuple[Floats, Ints, Bools]:
-    """Return each point's score, its nearer one of two opposite corners, and whether that is the far one."""
+    """Compare two opposite corners of the octahedron, given the sum of two coordinates of each point.
+
+    Returns the score |total - 1| of each point, the corner that is nearer to the point, and whether that
+    corner is `far_point`.
+    """
     far = total > 1
     return np.where(far, total - 1, 1 - total), np.where(far, far_point, near_point), far

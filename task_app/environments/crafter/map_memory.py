@@ -1,4 +1,4 @@
-"""A player's memory of the map: all seen cells, so that walks can lead beyond the view."""
+"""A player's memory of the map: it stores all seen cells, so that walks can lead beyond the view."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Ground to remember for a creature's cell, because creatures walk away when they are out of sight.
+# The ground to remember for the cell of a creature, because the creature walks away when it is out of sight.
 _GROUND_UNDER = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
 _WHOLE_WALK = 10_000
 _TURN_BACK_COST = 4
@@ -33,7 +33,7 @@ _Coordinate = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 
 
 class SeenCells(Body):
-    """A memory as JSON: the env step of the last view, and x, y and name of each cell."""
+    """The JSON form of a `MapMemory`: the env step of the last view, and (x, y, name) of each seen cell."""
 
     step: int = Field(ge=0)
     cells: list[tuple[_Coordinate, _Coordinate, Annotated[str, Field(max_length=100)]]] = Field(
@@ -42,14 +42,18 @@ class SeenCells(Body):
 
 
 class MapMemory:
-    """The last seen name of each cell, by absolute position."""
+    """Remembers the last seen name of each cell of the map."""
 
     def __init__(self) -> None:
         self._cells: dict[Cell, str] = {}
         self._step = 0
 
     def facts(self, data: Mapping[str, Any]) -> Facts:
-        """Return the facts of a view, with walks to the nearest visible or remembered things."""
+        """Add a view to the memory, and return its facts.
+
+        The facts contain walks to the nearest visible or remembered things. The memory is emptied first if
+        `data` begins a new episode.
+        """
         x, y = data["position"]
         if data["step"] == 0 or data["step"] < self._step:
             self._cells = {}  # a new episode
@@ -73,7 +77,7 @@ class MapMemory:
         return {"step": self._step, "cells": [[*locate(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:
-        """Replace the memory by the state of a `snapshot`. Raises ValueError for any other state."""
+        """Replace the memory by a state that `snapshot` returned. Raises ValueError for any other state."""
         try:
             memory = SeenCells.model_validate(state)
         except ValidationError as exc:
@@ -83,7 +87,10 @@ class MapMemory:
 
 
 def _find_frontier(ground: Ground, trails: Trails) -> Cell | None:
-    """Find a near free cell next to unknown cells, preferably ahead of the player."""
+    """Return the cell that is cheapest to reach among the free cells with an unknown neighbour.
+
+    Cells ahead of the player are preferred: any other cell costs _TURN_BACK_COST more.
+    """
     dx, dy = FACINGS[ground.facing]
     px, py = locate(ground.player)
 

@@ -1,10 +1,11 @@
 """The thirteen noise layers of a Crafter world, for any seed.
 
 A layer equals `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, and is computed about 300
-times faster: each process computes the geometry of the 64x64 points once (`geometry`); a seed only permutes
-gradients.
+times faster. Each process computes the geometry of the 64x64 points once (`geometry`), because the seed only
+changes which gradient each lattice point has.
 
-Names: N = 4096 cells, ordered by x, then y, as in stock; P distinct lattice points; K slots of the sum.
+Names: N = 4096 cells, ordered by x, then y, as in stock. P is the number of distinct lattice points. K is the
+number of slots of the sum that lattice.py defines.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 from task_app.environments.crafter.grid import AREA
 from task_app.environments.crafter.lattice import Floats, Ints, lattice_around
 
-# Stock's z and size of each layer; see _layer_points for x and y.
+# The z coordinate and the size of each layer, as in stock; _layer_points computes x and y.
 LAYERS: dict[str, tuple[float, float]] = {
     "start": (8, 3),
     "water_15": (3, 15),
@@ -33,7 +34,7 @@ LAYERS: dict[str, tuple[float, float]] = {
     "tree": (5, 7),
 }
 NORM = 103
-# Without this lock, threads that make the first worlds of a process would all compute the geometry.
+# Without this lock, each thread that makes one of a process's first worlds would compute the geometry.
 _ONE_AT_A_TIME = threading.Lock()
 MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407
 WORD = 1 << 64
@@ -48,7 +49,10 @@ GRADIENTS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Lattice point, offset and weight of each slot of a layer's sum; unused slots have weight 0."""
+    """The lattice points that a layer's noise sums over: index, offset and weight of each slot.
+
+    Unused slots have weight 0. `point_KN` are indices into the P lattice points of `Geometry`.
+    """
 
     point_KN: Ints
     dx_KN: Floats
@@ -59,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All layers, and the [P] x, y and z of their distinct lattice points, modulo 256."""
+    """All layers, and the coordinates x, y, z [P] of their distinct lattice points, modulo 256."""
 
     x_P: Ints
     y_P: Ints
@@ -68,9 +72,10 @@ class Geometry:
 
 
 def noise_layers(seed: int) -> dict[str, Floats]:
-    """Compute the noise [N] of every layer at every cell, about -0.9 .. 0.9, not weighted or normalised.
+    """Compute the noise [N] of every layer at every cell.
 
-    The seed is stock's for OpenSimplex, 0 .. 2**31 - 2.
+    Values lie in about -0.9 .. 0.9; the caller weights and adds the layers. The seed is the one that stock
+    passes to OpenSimplex, in 0 .. 2**31 - 2.
     """
     with _ONE_AT_A_TIME:
         shape = geometry()
@@ -85,7 +90,11 @@ def noise_layers(seed: int) -> dict[str, Floats]:
 def _layer_noise(
     layer: Layer, gradients: tuple[Floats, Floats, Floats], sums: Floats, part: Floats
 ) -> Floats:
-    """Compute sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, in exactly this order."""
+    """Compute the noise of one layer, sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, in this order.
+
+    (gx, gy, gz) is the gradient at lattice point k and (dx, dy, dz) the offset from lattice point k. `sums`
+    and `part` are buffers for intermediate results.
+    """
     gx_P, gy_P, gz_P = gradients
     slots = layer.weight_KN.shape[0]
     sums_KN, part_KN = sums[:slots], part[:slots]
@@ -104,7 +113,10 @@ def _layer_noise(
 
 
 def permutation(seed: int) -> Ints:
-    """Return [256] the numbers 0 .. 255, shuffled by OpenSimplex's own 64-bit congruential generator."""
+    """Return [256] the numbers 0 .. 255 in an order that depends on the seed.
+
+    They are shuffled by OpenSimplex's own 64-bit linear congruential generator.
+    """
     for _ in range(3):
         seed = (seed * MULTIPLIER + INCREMENT) % WORD
     source = list(range(256))
@@ -120,7 +132,7 @@ def permutation(seed: int) -> Ints:
 
 @functools.lru_cache(maxsize=1)
 def geometry() -> Geometry:
-    """Compute the geometry of the 64x64 points, once per process (0.15 s)."""
+    """Compute the part of all layers that does not depend on the seed, once per process (0.15 s)."""
     points = [_layer_points(name) for name in LAYERS]
     x_LN, y_LN, z_LN = (np.concatenate([p[axis] for p in points]) for axis in range(3))
     lattice = lattice_around(x_LN, y_LN, z_LN)
@@ -140,7 +152,7 @@ def geometry() -> Geometry:
 
 
 def _make_layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
-    """Make a layer without its unused slots and with contiguous arrays."""
+    """Make a layer with contiguous arrays, without the slots that no point of the layer uses."""
     slots = int((weight_KN > 0).sum(0).max())
     dx_KN, dy_KN, dz_KN = (np.ascontiguousarray(offset_KN3[:slots, :, axis]) for axis in range(3))
     point_KN = np.ascontiguousarray(point_KN[:slots], np.int64)
@@ -148,7 +160,11 @@ def _make_layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
 
 
 def _layer_points(name: str) -> tuple[Floats, Floats, Floats]:
-    """Return a layer's coordinates [N], divided in stock's order (tunnels: 2 * x, y / 5, then / size)."""
+    """Return the coordinates x, y, z [N] at which the noise of a layer is evaluated.
+
+    Divisions follow stock's order, so that they round as in stock: a tunnel layer first computes 2 * x and y
+    / 5 (or x / 5 and 2 * y), and then divides by its size.
+    """
     z, size = LAYERS[name]
     x_N = np.repeat(np.arange(AREA, dtype=np.float64), AREA)
     y_N = np.tile(np.arange(AREA, dtype=np.float64), AREA)

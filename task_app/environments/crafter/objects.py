@@ -1,7 +1,7 @@
-"""Creatures, arrows and plants, which decide by the same random draws as in stock crafter 1.8.3.
+"""Creatures, arrows and plants, which make the same random draws as in stock crafter 1.8.3.
 
-As in stock, a creature without health still acts once in the update that removes it. Its flag `removed`
-prevents this last act from moving it.
+As in stock, a creature whose health is 0 is removed in its next update, and still acts in that update. The
+flag `removed` prevents it from moving.
 """
 
 from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
@@ -15,7 +15,11 @@ RIPE_AFTER = 300
 
 
 class Being(Interactive):
-    """A thing with health. `counter` names a further attribute, a counter from 0, if the class has one."""
+    """A thing with health.
+
+    If a subclass stores a counter, such as a cooldown, `counter` is the name of that attribute. It starts at
+    0.
+    """
 
     __slots__ = ("health",)
     start_health: int
@@ -34,7 +38,7 @@ class Being(Interactive):
         raise NotImplementedError
 
     def extra(self) -> tuple[int, ...]:
-        """Return the hidden state except position and health, for snapshots."""
+        """Return the state that a snapshot stores in addition to kind, position and health."""
         return (getattr(self, self.counter),) if self.counter else ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:
@@ -44,14 +48,17 @@ class Being(Interactive):
 
 
 def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
-    """Return a unit step along the longer (or shorter) axis of (dx, dy); in a tie, y counts as longer."""
+    """Return a unit step towards (dx, dy): along its longer axis if `long_axis`, else along the shorter one.
+
+    If both axes are equally long, y counts as the longer one.
+    """
     if (abs(dx) > abs(dy)) == long_axis:
         return (dx > 0) - (dx < 0), 0
     return 0, (dy > 0) - (dy < 0)
 
 
 class Creature(Being):
-    """A being that the player can kill, which counts as `achievement`."""
+    """A being that the player can kill; a kill counts for the achievement that `achievement` names."""
 
     __slots__ = ()
     achievement: str
@@ -63,7 +70,7 @@ class Creature(Being):
 
 
 class Cow(Creature):
-    """A cow is food, and moves at random with probability 1/2 in each step."""
+    """A cow, which moves in a random direction with probability 1/2 in each step, and is food when killed."""
 
     __slots__ = ()
     kind = COW
@@ -84,7 +91,11 @@ class Cow(Creature):
 
 
 class Zombie(Creature):
-    """Hunts the player within 8 cells. Next to it, hits for 2 (7 if it sleeps), and then waits 5 steps."""
+    """A zombie, which usually walks towards a player within 8 cells, and otherwise moves at random.
+
+    If the player is on a neighbouring cell, the zombie hits for 2 health, or for 7 if the player sleeps. Then
+    it waits 5 steps next to the player before it hits again.
+    """
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE
@@ -110,7 +121,11 @@ class Zombie(Creature):
 
 
 class Skeleton(Creature):
-    """Steps back from a player within 3 cells, shoots within 5, follows within 8."""
+    """A skeleton, which keeps its distance from the player and shoots arrows.
+
+    It steps back from a player within 3 cells. If it has not stepped back, it may shoot at a player within 5
+    cells, follow a player within 8 cells, or move at random, each with a fixed probability.
+    """
 
     __slots__ = ("reload",)
     kind = SKELETON
@@ -147,7 +162,10 @@ class Skeleton(Creature):
 
 
 class Arrow(Being):
-    """Flies straight on, takes 2 health from a thing that it hits, and turns a table or furnace into path."""
+    """An arrow, which flies straight on until it hits something.
+
+    A thing that is hit loses 2 health. A table or furnace that is hit becomes path.
+    """
 
     __slots__ = ("facing",)
     kind = ARROW
@@ -178,7 +196,7 @@ class Arrow(Being):
 
 
 class Plant(Being):
-    """Ripens, unless a creature on a neighbouring cell eats it."""
+    """A plant. It is ripe after RIPE_AFTER steps, unless a creature on a neighbouring cell eats it first."""
 
     __slots__ = ("grown",)
     kind = PLANT

@@ -1,7 +1,8 @@
-"""Draws the picture of stock crafter, with map, creatures, night and inventory, for people.
+"""Draws the game for people as stock crafter does: map, creatures, darkness and inventory.
 
-Stock's own view classes draw `_World`, which has the form of stock's world. The night's noise comes from a
-copy of the random generator. In stock, an extra picture uses the game's generator and so changes the game.
+Stock's own view classes draw the picture. They read a `_World`, which has the attributes of stock's world.
+The noise of a dark picture comes from a copy of the random generator, so that drawing does not change the
+game. In stock, drawing changes the game, because the noise comes from the game's own generator.
 """
 
 import functools
@@ -26,13 +27,16 @@ ITEM_ROWS = 2  # rows of 9 cells for the 16 items, below the map
 
 @functools.lru_cache(maxsize=1)
 def _textures() -> Any:
-    """Read all textures (30 ms), once per process."""
+    """Read stock's textures, once per process (30 ms)."""
     return stock.Textures(constants.root / "assets")
 
 
 @functools.lru_cache(maxsize=8)
 def _vignette(shape: tuple[int, ...], stddev: float) -> Any:
-    """Make stock's mask of the dark rim; stock's own cache would keep every view object alive."""
+    """Make stock's mask by which the noise of a dark picture grows towards the rim.
+
+    It is cached here, because stock's own cache would keep every view object alive.
+    """
     return stock.LocalView._vignette.__wrapped__(None, shape, stddev)
 
 
@@ -42,7 +46,7 @@ class _MapView(stock.LocalView):  # type: ignore[misc]  # crafter has no types
 
 
 class _World:
-    """A world in the form of stock's; `random` is a copy."""
+    """A world with the attributes of stock's world; `random` is a copy of the world's generator."""
 
     area = (AREA, AREA)
 
@@ -69,9 +73,10 @@ def _texture_name(thing: Thing) -> str:
 
 
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
-    """Return an RGB picture of the game, [height, width, 3], as stock's `render((width, height))` draws it.
+    """Draw the game as stock's `render((width, height))` does, as an RGB picture [height, width, 3].
 
-    The picture has 9x9 equal cells in its middle. Raises ValueError if a side is shorter than 9 pixels.
+    The middle of the picture consists of 9x9 cells of equal size: 9x7 of the map above 9x2 of the inventory.
+    The rest is black. Raises ValueError if a side is shorter than 9 pixels.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")

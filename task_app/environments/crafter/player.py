@@ -31,24 +31,28 @@ class Interactive(Thing):
     __slots__ = ()
 
     def acted_on(self, player: "Player", damage: int) -> None:
-        """React to the player's action, a blow of `damage`."""
+        """React to the player's action `do`, which is a blow that takes `damage` health points."""
 
 
 class Player(Thing):
-    """The player.
+    """The player of a world.
 
     Attributes:
         inventory: the 16 item counts, including health, food, drink and energy.
-        achievements: the 22 counters, which only grow.
-        facing: (dx, dy) of the last direction walked or tried.
-        sleeping: whether the next step executes `sleep` instead of its action.
+        achievements: how often each of the 22 achievements was reached.
+        facing: (dx, dy) of the direction in which the player last moved or tried to move.
+        sleeping: whether the player sleeps. Until energy is full, each step then executes `sleep` instead of
+            the requested action.
         last_health, hunger, thirst, fatigue, recover: stock's hidden counters, in multiples of 0.5.
     """
 
     kind = PLAYER
 
     def __init__(self, x: int, y: int, plant: Callable[[int, int], Thing]) -> None:
-        """Stand at (x, y) with the starting inventory; `plant` makes a thing from a sapling."""
+        """Place the player at (x, y) with the starting inventory.
+
+        `plant(x, y)` makes the plant that a sapling becomes when the player places it.
+        """
         super().__init__(x, y)
         self.plant = plant
         self.facing = (0, 1)
@@ -118,14 +122,14 @@ class Player(Thing):
         return self.cell + self.facing[0] + self.facing[1] * STRIDE
 
     def walk(self, world: World, direction: tuple[int, int]) -> None:
-        """Face `direction` and step there if the cell is free; lava is free and kills."""
+        """Face `direction`, and step onto the next cell if it is free. Lava counts as free, and kills."""
         self.facing = direction
         self.try_move(world, direction, PLAYER_WALKABLE)
         if world.materials[self.cell] == LAVA:
             self.inventory["health"] = 0
 
     def act_on_target(self, world: World) -> None:
-        """Action 'do': hit, eat or collect what the player faces."""
+        """Execute action 'do': hit, eat or collect what the player faces."""
         target = self.target_cell()
         thing = world.at[target]
         if thing is None:
@@ -149,12 +153,16 @@ class Player(Thing):
                 self.achievements[f"collect_{name}"] += 1
 
     def fall_asleep(self, world: World) -> None:
-        """Action 'sleep': a rested player stays awake."""
+        """Execute action 'sleep': fall asleep, unless energy is full."""
         if self.inventory["energy"] < ENERGY_MAX:
             self.sleeping = True
 
     def place(self, world: World, name: str, rule: PlaceRule) -> None:
-        """Put a material or a plant on the faced cell, if the cell is free and has the right ground."""
+        """Put a material or a plant on the faced cell.
+
+        Nothing happens if the cell is not empty, if its ground is not allowed, or if the player lacks the
+        items.
+        """
         target = self.target_cell()
         if world.at[target] is not None or MATERIAL_NAMES[world.materials[target]] not in rule.where:
             return
@@ -188,7 +196,7 @@ class Player(Thing):
         return all(self.inventory[name] >= amount for name, amount in needs.items())
 
     def _use(self, uses: Mapping[str, int]) -> bool:
-        """Use up items if the player has all of them; return whether it has."""
+        """Take the items out of the inventory if it contains all of them; return whether it did."""
         if not self._holds(uses):
             return False
         for name, amount in uses.items():
@@ -200,7 +208,7 @@ Handler = Callable[[Player, World], None]
 
 
 def _find_handler(action: str) -> Handler:
-    """Return the effect of an action of data.yaml, by the first word of its name."""
+    """Return the function that executes an action; the first word of the action's name selects it."""
     verb, _, name = action.partition("_")
     if action == "noop":
         return lambda player, world: None

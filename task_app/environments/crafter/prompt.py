@@ -1,6 +1,6 @@
-"""The messages and the tool of Crafter for models, and the reading of their tool calls.
+"""Writes the messages and the tool of Crafter for models, and reads the models' tool calls.
 
-Rules and costs come from the installed game.
+The rules and costs in the messages are those of the installed crafter package.
 """
 
 import json
@@ -36,7 +36,7 @@ Rules
 
 @cache
 def system_prompt(max_actions: int) -> str:
-    """Make the system message: rules, costs, achievements and actions; the same for every decision."""
+    """Make the system message, which lists rules, costs, achievements and actions."""
     return "\n\n".join(
         (
             _INTRODUCTION.format(walkable=", ".join(RULES.walkable)),
@@ -93,7 +93,11 @@ def tool_spec(max_actions: int) -> ToolSpec:
 
 
 def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
-    """Make the user's message: observation, up to three past calls (latest first), last call's fault."""
+    """Make the text of the user message.
+
+    It contains the observation, the tool calls of up to three past decisions (latest first), and the reason
+    if the last call was refused.
+    """
     decisions = list(past[: -MAX_PAST - 1 : -1])
     calls = []
     for decision in decisions:
@@ -113,14 +117,14 @@ def _dump_arguments(call: ToolRequest) -> str:
 
 
 def result_text(action_names: Sequence[str], news: Mapping[str, Any]) -> str:
-    """Make the tool's result: the executed actions, and their effects."""
+    """Make the tool's result: the executed actions and their effects, or why the call was refused."""
     if news["invalid"]:
         return f"error: {_end_sentence(news['invalid'])} {_NOOP_RAN}"
     return "; ".join((f"executed: {', '.join(action_names)}", *news_lines(news)))
 
 
 def _end_sentence(reason: str) -> str:
-    """Add a full stop, unless the reason ends with a question ("Did you mean 'x'?")."""
+    """Add a full stop, unless the text already ends a sentence, as in "Did you mean 'x'?"."""
     return reason if reason.endswith((".", "?", "!")) else f"{reason}."
 
 
@@ -131,7 +135,7 @@ def news_lines(news: Mapping[str, Any]) -> list[str]:
     if change:
         lines.append(f"health {'rose' if change > 0 else 'fell'} by {abs(change)}")
     if news["invalid"]:
-        # Not "the last action changed nothing", because the last action was our noop, not the model's.
+        # Do not add "the last action changed nothing": the last action was our noop, not the model's.
         lines.append("the last call was not carried out, one noop was executed instead")
     elif news["no_effect"]:
         lines.append("the last action changed nothing")
@@ -143,7 +147,7 @@ CLIP = 500
 
 
 class InvalidCall(ValueError):
-    """A decision that cannot be executed; the message becomes its `invalid_reason`."""
+    """Raised for a decision that cannot be executed; the message becomes its `invalid_reason`."""
 
 
 def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_actions: int) -> list[str]:

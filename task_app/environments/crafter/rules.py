@@ -1,7 +1,7 @@
 """The rules of the installed crafter package, read from its data.yaml.
 
-Papers and other implementations have other costs (for example a table for 1 wood), so prompts and checks use
-these.
+Papers and other implementations have other costs (for example, a table for 1 wood), so prompts and checks use
+the rules of this package.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,11 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CollectRule:
-    """Collecting a material gains `receives`; `requires` must be in the inventory and is not used up.
+    """What the player needs to collect a material, and what collecting it gives.
 
-    `probability` applies to the gain only; the material always becomes `leaves`.
+    The inventory must contain the items of `requires`, and keeps them. The player gains the items of
+    `receives` with the given `probability`. The cell's material becomes `leaves` even if the player gains
+    nothing.
     """
 
     requires: Annotated[Mapping[str, int], Field(validation_alias="require")]
@@ -27,9 +29,11 @@ class CollectRule:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRule:
-    """Placing something uses up `uses`; the faced cell must be a material of `where` and have no creature.
+    """What it costs to place something, and on which ground it can be placed.
 
-    `kind` is 'material' (the cell's new material) or 'object' (a thing on the cell).
+    The items of `uses` are taken from the inventory. The faced cell must have a material of `where`, and must
+    contain no creature or other thing. `kind` is 'material' if the cell gets a new material, or 'object' if a
+    thing is put on the cell.
     """
 
     uses: Mapping[str, int]
@@ -39,7 +43,11 @@ class PlaceRule:
 
 @dataclass(frozen=True, slots=True)
 class MakeRule:
-    """Crafting uses up `uses`; the 3x3 cells around the player must have each material of `nearby`."""
+    """What it costs to craft an item, and what must be near.
+
+    The items of `uses` are taken from the inventory. Each material of `nearby` must occur in the 3x3 cells
+    around the player.
+    """
 
     uses: Mapping[str, int]
     nearby: tuple[str, ...]
@@ -48,7 +56,7 @@ class MakeRule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All rules by name: `collect` by material, `place` and `make` by result."""
+    """All rules: `collect` by the name of the material, `place` and `make` by the name of the result."""
 
     collect: Mapping[str, CollectRule]
     place: Mapping[str, PlaceRule]

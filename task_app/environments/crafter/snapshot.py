@@ -1,7 +1,8 @@
-"""Converts a game to bytes and back, to store it, send it, or start siblings from it.
+"""Converts a game to bytes and back, so that it can be stored, sent, or continued by several rollouts.
 
-A snapshot may come from outside, so all of it is checked before a game is built, and it is no pickle. It is a
-line of JSON, then the ground (a byte per cell), then the generator's 624 words (little-endian, 32 bits).
+A snapshot is a line of JSON, then the ground (one byte per cell), then the 624 words of the random generator
+(32 bits each, little-endian). A snapshot may come from outside. So it is not a pickle, and `unpack` checks
+all of it before it builds a game.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.it
 
 
 class News(Body, allow_inf_nan=False):
-    """The effects of the last decision, for the next prompt."""
+    """The effects of the last decision, which the next prompt describes."""
 
     unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # names of the installed game
     health_change: Small
@@ -50,7 +51,11 @@ _STATE_FIELDS = (
 
 
 class Head(Body, allow_inf_nan=False):
-    """The line of JSON: fields of `GameState` and the engine, and the last observation's reward and news."""
+    """The line of JSON in a snapshot.
+
+    It contains fields of `GameState` and of the engine, the reward and news of the last observation, and the
+    map memory.
+    """
 
     format: Literal[1]
     seed: int
@@ -74,9 +79,9 @@ class Head(Body, allow_inf_nan=False):
 def pack(
     engine: CrafterEngine, *, reward: float, news: Mapping[str, Any], memory: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Convert the game of `engine` to bytes. Raises NotReset without a game.
+    """Convert the game of `engine` to bytes. Raises NotReset before the engine's first reset.
 
-    `reward` and `news` are those of the game's last observation; `memory` is a `MapMemory.snapshot()`.
+    `reward` and `news` belong to the game's last observation. `memory` is the result of `MapMemory.snapshot`.
     """
     state = engine.capture()
     head = {
@@ -97,7 +102,9 @@ def pack(
 
 
 def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], SeenCells | None]:
-    """Make an engine that continues the packed game; also return its last reward, news and memory, if any.
+    """Return the packed game as an engine, with its last reward, its last news and its map memory.
+
+    The memory is None if the snapshot contains none.
 
     Raises:
         ValueError: the data is not a snapshot, or its game is impossible.

@@ -1,8 +1,8 @@
 """Converts a game to plain values and back, for snapshots.
 
-The values are the ground, things in order of creation, order of the chunks, generator (624 words and
-position), and the player with hidden counters. Material counts and chunk membership follow from them;
-daylight follows from the number of steps.
+The values are the ground, the things in order of creation, the order of the chunks, the random generator (624
+words and a position), and the player with its hidden counters. They suffice: the counts of materials and
+things per chunk follow from the ground and the things, and the daylight follows from the number of steps.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ MT_WORDS = 624
 
 @dataclass(frozen=True, slots=True)
 class GameState:
-    """A game at one moment."""
+    """The state of a game at one moment."""
 
     ground: bytes
     """[64 * 64] material numbers, row by row (y before x), one byte each."""
     things: tuple[tuple[int, ...], ...]
     """(kind, x, y, health, *extra) of everything but the player, in order of creation."""
     chunks: tuple[int, ...]
-    """Numbers of the chunks that ever had a thing, in the order of their first thing."""
+    """Numbers of the chunks that have ever contained a thing, in the order in which they first did."""
     words: npt.NDArray[np.uint32]
-    """[624] uint32 of the Mersenne Twister; `word_position` is its current index."""
+    """[624] state words of the Mersenne Twister; `word_position` is the current index into them."""
     word_position: int
     place: tuple[int, int]
     """(x, y) of the player."""
@@ -41,7 +41,7 @@ class GameState:
     achievements: dict[str, int]
     sleeping: bool
     hidden: tuple[float, ...]
-    """last_health, hunger, thirst, fatigue, recover."""
+    """The player's last_health, hunger, thirst, fatigue and recover."""
 
 
 def capture(world: World, player: Player) -> GameState:
@@ -67,7 +67,7 @@ def capture(world: World, player: Player) -> GameState:
 
 
 def rebuild(state: GameState) -> tuple[World, Player]:
-    """Rebuild a captured game; the caller must set its daylight."""
+    """Make the world and the player of a captured game; the caller must set the world's daylight."""
     padded = np.zeros((STRIDE, STRIDE), np.uint8)
     padded[PAD : PAD + AREA, PAD : PAD + AREA] = np.frombuffer(state.ground, np.uint8).reshape(AREA, AREA)
     world = World(bytearray(padded.tobytes()), bits_at(state.words, state.word_position))
@@ -86,7 +86,10 @@ def rebuild(state: GameState) -> tuple[World, Player]:
 
 
 class _ZeroSeed(np.random.bit_generator.ISeedSequence):
-    """A seed of zeros: the state is set later, and mixing a real seed takes a third of a copy's time."""
+    """A seed of zeros, for a generator whose state is replaced right after it is made.
+
+    Mixing a real seed would take a third of the time of `bits_at`.
+    """
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:  # numpy reads it word by word
         return [0] * n_words
@@ -95,6 +98,6 @@ class _ZeroSeed(np.random.bit_generator.ISeedSequence):
 def bits_at(words: npt.NDArray[np.uint32], position: int) -> np.random.MT19937:
     """Make a Mersenne Twister with these 624 words and this position."""
     bits = np.random.MT19937(_ZeroSeed())  # type: ignore[arg-type]  # numpy's stub lacks ISeedSequence
-    # numpy reads the key word by word, and a list in half the time of an array.
+    # numpy reads the key word by word, which takes half as long with a list as with an array.
     bits.state = {"bit_generator": "MT19937", "state": {"key": words.tolist(), "pos": position}}
     return bits

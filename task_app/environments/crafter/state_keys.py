@@ -1,8 +1,9 @@
-"""State keys of Crafter, which define equal states, as pure functions of `Observation.data`.
+"""State keys of Crafter, as pure functions of `Observation.data`. States with equal keys count as equal.
 
-A key is useful if equal states are neither rare nor the rule. In 8 worlds x 8 rollouts x 50 steps of random
-play, 20 % of the steps have a unique state by the key `view`, 10 % by `nearest`, and none by `coarse`, which
-treats different situations as equal. Vitals change by themselves and are only in `exact`.
+A key is useful if equal states are neither rare nor the rule. In random play (8 worlds x 8 rollouts x 50
+steps), 20 % of the steps have a unique key by `view`, 10 % by `nearest`, and none by `coarse`, because
+`coarse` treats different situations as equal. Health, food, drink and energy change by themselves. Only
+`exact` contains their values; `nearest` contains health in three bands.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from task_app.environments.crafter.view import nearest_offsets
 from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
 
-# Left out of `exact`. BALROG's history shows only earlier steps, and its answer names never change.
+# `exact` leaves these fields out. BALROG's history shows only earlier steps, and its answer names never
+# change.
 _TIME_AND_NEWS = frozenset({"step", "max_steps", "news", "history", "answer_names"})
-# Kinds that are everywhere, so that the nearest one has no information.
+# Kinds that are everywhere, so that the nearest cell of such a kind tells nothing.
 _FLOOR = frozenset({"grass", "sand", "path", "void", "player"})
 # Bands of health: 1 to 3, 4 to 6, 7 to 9.
 _HEALTH_BAND = 3

@@ -1,7 +1,7 @@
 """The two text styles of an observation, as pure functions of `Observation.data`.
 
-`full` is the usual layout of Crafter task apps. `compact` has a few dozen words of a small closed vocabulary,
-one token each, for models with under a million parameters.
+The style `full` has the usual layout of Crafter task apps. The style `compact` consists of a few dozen words
+of a small closed vocabulary, one token each, for models with under a million parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,8 @@ from task_app.environments.crafter.walks import Leg
 
 MATERIAL_ITEMS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
-# Achievements that the inventory does not show. The text lists the missing ones, so none is repeated.
+# Achievements that the inventory does not show. The text lists those that are not unlocked yet, so that the
+# player does not repeat the others.
 TODO = (
     "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
@@ -22,9 +23,9 @@ TODO = (
 NEAR = ("table", "furnace")
 NEWS_WORDS = ("hurt", "no-effect", "invalid")
 MAX_WORDS = 60
-# More words, because a player with memory knows most kinds of things.
+# The limit is higher with a memory, because the player then knows most kinds of things.
 MAX_REMEMBERED_WORDS = 110
-# A longer leg is written with this length.
+# A leg of more cells than this is written as if it had this many.
 LONGEST_LEG = 9
 VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
 LEG_LETTERS = {"left": "L", "right": "R", "up": "U", "down": "D"}
@@ -60,21 +61,24 @@ def full_text(data: Mapping[str, Any]) -> str:
 def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> str:
     """Write the state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
-    Twenty-five words have fixed positions: vitals, light, direction, the faced cell, the four neighbour
-    cells, materials, tools, and table and furnace in crafting range. Then follow achievements to do,
-    walks, and news.
+    The first twenty-five words have fixed positions: vitals, light, direction, the faced cell, the four
+    neighbouring cells, materials, tools, and whether table and furnace are in crafting range. Then follow the
+    achievements that are still to do, the walks, and the news.
 
         hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
 
-    `water L2 U1` is a walk: two cells left, then one up, which bumps into the water and so faces it. `xU2`
-    means two cells up through stone: dig each, then enter it. `more` means that the walk continues. The faced
-    cell `@...` has no walk. A walk to `grass` or `ground` (for building) ends facing such a cell; `way` leads
-    out of view. `lava R2 D1` is a warning and not a walk: the offset of the nearest lava, across and then
-    down. News: `no-effect` means that the last call changed nothing; `invalid` that it was refused.
+    `water L2 U1` is a walk: two moves to the left, then one up, which bumps into the water, so that the
+    player faces it. `xU2` means two cells up through stone: the player must dig each cell and then enter it.
+    `more` means that the walk continues. There is no walk to the faced cell (`@grass`). A walk to `grass` or
+    `ground` (for building) ends when the player faces such a cell. The walk `way` leads out of view. `lava R2
+    D1` is a warning and not a walk: the nearest lava is two columns to the right and one row down. In the
+    news, `no-effect` means that the last action changed nothing, and `invalid` means that the last call was
+    refused.
 
-    With `remembered`, the facts of a `MapMemory`, walks lead to all things seen so far, in up to 110 words,
-    and `far` replaces `more` for a thing that is more than NEAR_CELLS cells away.
+    `remembered` are the facts of a `MapMemory`. If they are given, the walks lead to all things seen so far,
+    the text has up to 110 words, and `far` replaces `more` for a thing that is more than NEAR_CELLS cells
+    away.
     """
     facts = remembered or read_facts(data)
     most = MAX_REMEMBERED_WORDS if remembered else MAX_WORDS

@@ -19,9 +19,9 @@ class LocalView(NamedTuple):
     """The visible cells as names, with no more information than the screen shows."""
 
     rows: tuple[tuple[str, ...], ...]
-    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left. A name is that of the
-    thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'), or else of its
-    material; 'void' is outside the world."""
+    """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left. A name is the kind of the
+    thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player') or, without a
+    thing, the material of the cell; 'void' is outside the world."""
     materials: tuple[tuple[str, ...], ...]
     """[7][9] names of the materials, also under things; 'void' is outside the world."""
     target: str
@@ -29,7 +29,11 @@ class LocalView(NamedTuple):
 
 
 def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) -> dict[str, tuple[int, int]]:
-    """Return (dx, dy) from the middle to the nearest cell of each name; in a tie, the first row by row."""
+    """Return for each name the offset (dx, dy) from the middle of `rows` to the nearest cell of that name.
+
+    The names in `without` are left out. If several cells are equally near, the first one row by row is
+    returned.
+    """
     nearest: dict[str, tuple[int, int]] = {}
     for dy, row in enumerate(rows, start=-(len(rows) // 2)):
         for dx, name in enumerate(row, start=-(len(row) // 2)):
@@ -40,7 +44,7 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    # The world's border is half as wide as the view, so a view at the edge needs no test.
+    # The world's border is half as wide as the view, so this code need not test for the edge of the world.
     rows, materials = [], []
     cell, cells, at = player.cell, world.materials, world.at
     for offset in _ROW_STARTS:

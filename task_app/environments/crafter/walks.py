@@ -1,7 +1,8 @@
-"""Walks over the known part of the map: the shortest way to the nearest thing of every kind.
+"""Walks over the known part of the map: the cheapest way to the nearest thing of every kind.
 
-A *walk* is a list of moves after which the player faces the thing. Bumping into an obstacle turns the player:
-the walk to a tree two cells left and one up is left, left, up; then `do` acts on the tree.
+A *walk* is a list of moves after which the player faces the thing. Bumping into an obstacle turns the player
+towards it. So the walk to a tree two cells to the left and one up is left, left, up; the action `do` then
+acts on the tree.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,7 @@ def step(cell: Cell, direction: str) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A straight part of a walk: `count` cells towards `direction`, through rock if `dig`."""
+    """A straight part of a walk: `count` cells towards `direction`, dug through rock if `dig`."""
 
     direction: str
     count: int
@@ -51,7 +52,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The first legs of the way to a thing; `more` tells whether the way continues."""
+    """The first legs of the way to a thing; `more` tells whether the way continues after them."""
 
     legs: tuple[Leg, ...]
     more: bool = False
@@ -61,7 +62,7 @@ class Walk:
         return sum(leg.count for leg in self.legs)
 
     def cut(self, max_cells: int) -> "Walk":
-        """Return the walk up to the leg that completes `max_cells` cells."""
+        """Return the first legs of the walk, up to and including the one that completes `max_cells` cells."""
         cells, shown = 0, 0
         while cells < max_cells and shown < len(self.legs):
             cells += self.legs[shown].count
@@ -71,7 +72,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The known part of the map: a name for every known cell, and the player's cell and direction."""
+    """The known part of the map: the name of every known cell, and the player's cell and direction."""
 
     cells: Mapping[Cell, str]
     player: Cell
@@ -93,16 +94,16 @@ Trails = dict[Cell, Trail]
 
 
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
-    """Find the cheapest, in a tie straightest, way to every known cell that can be entered or bumped into.
+    """Find the cheapest way to every known cell that the player can enter or bump into.
 
-    Everything but known grass, sand and path blocks the way; a player that `can_dig` can remove stone (three
-    env steps per cell).
+    Of equally cheap ways, the straightest is chosen. Every known cell except grass, sand and path blocks the
+    way. A player that `can_dig` can also walk through stone, which takes three env steps per cell.
     """
     cells, start = ground.cells, ground.player
     trails: Trails = {}
     best: Trails = {start: (0, 0, "", start)}
-    # Cells by cost, beginning with the current cost, as numbers turns * _CELLS + cell. A step costs at least
-    # 1, so the list of a cost is complete when it is processed.
+    # queue[i] lists the cells to visit at the current cost + i, each as the number turns * _CELLS + cell. A
+    # step costs at least 1, so the list of a cost is complete when it is processed.
     queue: list[list[int]] = [[start], *([] for _ in range(_DIG_COST))]
     cost = 0
     while any(queue):
@@ -112,7 +113,7 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
                 continue
             trails[cell] = trail = best[cell]
             kind = cells[cell]
-            # A rock cell costs more to pass than to bump into; the next step pays the surcharge.
+            # Passing a rock cell costs more than bumping into it, so the step out of the cell costs more.
             if kind in GROUND or cell == start:
                 surcharge = 1
             elif can_dig and kind in ROCK:
@@ -137,7 +138,7 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
 
 
 def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, Cell]:
-    """Find the cheapest cell of each kind, without the cell that the player faces already."""
+    """Find for each kind the cell that is cheapest to reach, ignoring the cell that is faced already."""
     cells, ahead = ground.cells, ground.ahead
     kind_set = frozenset(kinds)
     best: dict[str, Cell] = {}
@@ -149,7 +150,10 @@ def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, C
 
 
 def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cell | None:
-    """Find the cheapest free cell from which one of `names` is then faced; None if one is faced already."""
+    """Find the cheapest way that ends on a free cell with the player facing one of `names`.
+
+    Returns the free cell, or None if the player faces one of `names` already or if there is no such way.
+    """
     cells = ground.cells
     if ground.at(ground.ahead) in names:
         return None
@@ -164,9 +168,9 @@ _leg = cache(Leg)
 
 
 def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
-    """Make the walk to `cell`, cut after `max_cells` cells."""
+    """Make the walk to `cell`, cut as by `Walk.cut`."""
     legs: list[Leg] = []
-    # The last step only faces its cell, so it never digs.
+    # The last step ends when the player faces `cell` or enters it, so it never digs.
     _, _, direction, at = trails[cell]
     dig, count = False, 1
     while at != ground.player:

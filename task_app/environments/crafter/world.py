@@ -1,6 +1,7 @@
-"""The world in integers: materials, live things, chunks, and the random generator.
+"""The state of a world in integers: materials, live things, chunks, and the random generator.
 
-It has the same state and random draws as stock crafter's `engine.World`, without a numpy call per cell.
+It equals the state of stock crafter's `engine.World` and makes the same random draws. It is faster, because
+it calls no numpy function per cell.
 """
 
 import numpy as np
@@ -13,11 +14,11 @@ KIND_COUNT = len(KINDS)
 
 
 class Thing:
-    """Anything on a cell: the player, a creature, an arrow, a plant.
+    """Anything that stands on a cell: the player, a creature, an arrow or a plant.
 
     Attributes:
         x, y: column and row, 0 .. 63, y growing downwards; `cell` is the index of the same cell.
-        removed: whether it was removed from the world, perhaps during its own last update.
+        removed: whether the thing was removed from the world, perhaps during its own last update.
     """
 
     __slots__ = ("cell", "removed", "x", "y")
@@ -33,14 +34,14 @@ class Thing:
         return KINDS[self.kind]
 
     def hurt(self, damage: int) -> None:
-        """Take `damage` health points; health stops at 0."""
+        """Reduce the thing's health by `damage` points, but not below 0."""
         raise NotImplementedError
 
     def try_move(self, world: "World", direction: tuple[int, int], walkable: bytes) -> bool:
         """Step to the neighbouring cell in `direction` if it is free; return whether it was free.
 
-        A removed thing does not move, but also returns True for a free cell, as in stock: the skeleton's next
-        random draws depend on it.
+        A removed thing does not move. For a free cell it still returns True, as in stock, because a
+        skeleton's next random draws depend on the result.
         """
         dx, dy = direction
         target = self.cell + dx + dy * STRIDE
@@ -54,26 +55,27 @@ class Thing:
 
 
 class World:
-    """State of one world.
+    """The state of one world.
 
     Attributes:
         random: the generator; its 624 words and position are part of the state.
-        uniform: draws a double in [0, 1), like `random.uniform()` in a twelfth of its time.
+        uniform: draws a double in [0, 1), like `random.uniform()`, but twelve times as fast.
         word: draws a raw 32-bit word; `word() & 3` equals `random.randint(0, 4)`.
         materials: [CELLS] material numbers; change them with `set_material` only.
         at: [CELLS] the thing on each cell, or None.
         things: live things in order of creation; the player is the first.
-        chunk_order: chunks that ever had a thing, in the order of their first thing; only these are balanced.
-        material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
-        population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
+        chunk_order: chunks that have ever contained a thing, in the order in which they first did. Creatures
+            spawn and despawn only in these chunks.
+        material_counts: [CHUNK_COUNT * MATERIAL_COUNT] number of cells of each material in each chunk.
+        population: [CHUNK_COUNT * KIND_COUNT] number of things of each kind in each chunk.
         daylight: 1 at noon, 0 at midnight; below 0.5 the picture is dark and noisy.
     """
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
-        """Make a world without things; `materials` is [CELLS] with a border of 0."""
+        """Make a world without things; `materials` is [CELLS], with material 0 in the border."""
         self.draw_from(bits)
         self.materials = materials
-        # The border counts as void of chunk 0; this count is not used.
+        # The cells of the border are counted as void of chunk 0; this count is not used.
         keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
         keys += np.frombuffer(materials, np.uint8)
         counts: list[int] = np.bincount(keys, minlength=CHUNK_COUNT * MATERIAL_COUNT).tolist()
@@ -117,7 +119,7 @@ class World:
         thing.removed = True
 
     def move(self, thing: Thing, target: int) -> None:
-        """Move a live thing to the empty cell `target`; the caller updates its x and y."""
+        """Move a live thing to the empty cell `target`; the caller must update the thing's x and y."""
         source = thing.cell
         self.at[target] = thing
         self.at[source] = None
@@ -130,7 +132,7 @@ class World:
 
 
 def seeded_bits(seed: int) -> np.random.MT19937:
-    """Make the bit generator of `numpy.random.RandomState(seed)` with public functions."""
+    """Make the bit generator of `numpy.random.RandomState(seed)`, using only public functions of numpy."""
     bits = np.random.MT19937(0)
     np.random.RandomState(bits).seed(seed)
     return bits

@@ -1,7 +1,9 @@
 """Generates the same world as stock crafter's `worldgen`, with the same random draws, in milliseconds.
 
-Everything without random draws is computed for all cells at once. Then the cells that need draws are visited
-in stock's order (by x, then y). Numbers are drawn in a block, and unused ones are returned to the generator.
+Everything that needs no random number is computed for all cells at once. Then the cells that need random
+numbers are visited in stock's order (by x, then y). Their numbers are drawn in one block. At the end the
+generator is set back, as if only the numbers that were used had been drawn.
+
 Names: N = 4096 cells, ordered by x, then y.
 """
 
@@ -25,7 +27,8 @@ Materials = npt.NDArray[np.uint8]
 
 GRASS, PATH, TREE = MATERIAL_IDS["grass"], MATERIAL_IDS["path"], MATERIAL_IDS["tree"]
 COAL, IRON, DIAMOND = MATERIAL_IDS["coal"], MATERIAL_IDS["iron"], MATERIAL_IDS["diamond"]
-# A bit for each thing that a draw may put on a cell. Draws follow this order, up to the first success.
+# One bit for each thing that a random draw may put on a cell. The draws for a cell follow this order, until
+# one succeeds.
 MAY_BE_COAL, MAY_BE_IRON, MAY_BE_DIAMOND, MAY_BE_TREE = 1, 2, 4, 8
 MAY_HOLD_COW, MAY_HOLD_ZOMBIE, MAY_HOLD_SKELETON = 1, 2, 4
 BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
@@ -33,7 +36,11 @@ BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class Terrain:
-    """All cells before the draws: [N] material, [N] bits of possible draws, [N] whether it is a tunnel."""
+    """The terrain of all cells before random numbers are drawn.
+
+    `material_N` is the material of each cell, and `tunnel_N` whether the cell is a tunnel. `chances_N`
+    combines the bits MAY_BE_..., which say what a random draw may still make of the cell.
+    """
 
     material_N: Materials
     chances_N: Materials
@@ -41,9 +48,10 @@ class Terrain:
 
 
 def generate_world(seed: int, player: Player) -> World:
-    """Generate stock's world after `world.reset(seed)`; its first thing is the player, at the centre.
+    """Generate the world that stock generates after `world.reset(seed)`.
 
-    Stock derives this seed from the environment's seed and the episode number.
+    The first thing in the world is the player, who stands at the centre. Stock derives this seed from the
+    environment's seed and the episode number.
     """
     bits = seeded_bits(seed)
     random = np.random.RandomState(bits)
@@ -67,7 +75,10 @@ def _distance_to_start() -> Floats:
 
 
 def _make_terrain(seed: int) -> Terrain:
-    """Compute stock's `_set_material` up to its draws, for all cells, with stock's order of operations."""
+    """Compute the part of stock's `_set_material` that needs no random numbers, for all cells.
+
+    The order of operations is stock's, so that results are equal to the last bit.
+    """
     noise = noise_layers(seed)
     start_N = 4 - _distance_to_start()
     start_N += 2 * noise["start"]
@@ -100,7 +111,10 @@ def _make_terrain(seed: int) -> Terrain:
 
 @contextmanager
 def _draws(random: np.random.RandomState, most: int) -> Iterator[Callable[[], float]]:
-    """Yield a function that draws a double, at most `most` times; unused draws return to the generator."""
+    """Yield a function that draws a number in [0, 1) at each call, at most `most` times.
+
+    Afterwards the generator is set as if only the numbers that were used had been drawn.
+    """
     before = random.get_state()
     rest: Iterator[float] = iter(random.random_sample(most).tolist())
     yield rest.__next__
@@ -126,7 +140,7 @@ def _draw_materials(random: np.random.RandomState, terrain: Terrain) -> None:
 
 
 def _draw_creatures(random: np.random.RandomState, terrain: Terrain) -> list[Thing]:
-    """Return cows, zombies and skeletons in order of creation."""
+    """Draw where cows, zombies and skeletons stand; return them in order of creation."""
     material_N, distance_N = terrain.material_N, _distance_to_start()
     walkable_N = np.frombuffer(material_flags(*RULES.walkable), np.uint8)[material_N]
     chances_N = MAY_HOLD_COW * ((distance_N > 3) & (material_N == GRASS))

@@ -1,1 +1,1 @@
-"""Long documents that are read with tools: the text stays outside the prompt."""
+"""Questions about long documents, which the model reads with tools; the prompt does not contain the text."""

@@ -1,4 +1,4 @@
-"""Cuts a document into chunks, preferably between words, and searches them. Pure."""
+"""Cuts a document into chunks, preferably between words, and searches the chunks."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @contextmanager
 def _hide_module(name: str) -> Iterator[None]:
-    """Let any `import` of this module fail inside the context, as if it were not installed."""
+    """Make any `import` of this module fail inside the context, as if the module were not installed."""
     loaded = {name: sys.modules[name]} if name in sys.modules else {}
     sys.modules[name] = None  # type: ignore[assignment]
     try:
@@ -19,8 +19,8 @@ def _hide_module(name: str) -> Iterator[None]:
         sys.modules.update(loaded)
 
 
-# When bm25s is imported, it uses JAX if that is installed. JAX then takes three quarters of a GPU's memory:
-# the learner lacks this memory, and a second task app fails.
+# When bm25s is imported, it also imports JAX if JAX is installed. JAX then reserves three quarters of a GPU's
+# memory, so that the learner lacks this memory and a second task app fails.
 with _hide_module("jax"):
     import bm25s
 
@@ -30,18 +30,23 @@ MAX_CHUNKS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The spans of a document's chunks."""
+    """The result of cutting a document into chunks."""
 
     size: int
-    """Length of the longest chunk in characters."""
+    """Limit of a chunk's length, in characters."""
     overlap: int
-    """Characters that a chunk repeats from the previous chunk."""
+    """Number of characters that each chunk repeats from the end of the previous chunk."""
     spans: tuple[tuple[int, int], ...]
-    """[start, end) of each chunk, in characters."""
+    """[start, end) of each chunk in the document, in characters."""
 
 
 def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
-    """Cut a text after the last white space that fits, or else inside a long word."""
+    """Cut a text into chunks of at most `size` characters that overlap by `overlap` characters.
+
+    A chunk ends after the last white space in the second half of the text that it does not repeat. If there
+    is none, it ends after `size` characters, inside a word. Raises ValueError if `overlap` is more than half
+    of `size`, or if the text makes more than MAX_CHUNKS chunks.
+    """
     if overlap > size // 2:
         raise ValueError(f"overlap is {overlap}; at most half of chunk_size, {size // 2}, is allowed")
     spans: list[tuple[int, int]] = []
@@ -59,7 +64,11 @@ def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
 
 
 def _find_end(text: str, start: int, size: int, *, least: int) -> int:
-    """Find the end after the last white space between `least` and `size` characters from the start."""
+    """Return where the chunk that begins at `start` ends.
+
+    The chunk ends with the text if the rest fits into it. Otherwise it ends after the last white space
+    between `least` and `size` characters from its start, or after `size` characters if there is none.
+    """
     end = start + size
     if end >= len(text):
         return len(text)
@@ -74,10 +83,10 @@ SNIPPET_CHARS = 120
 
 
 class SearchIndex:
-    """Finds chunks by their words with BM25.
+    """Finds the chunks that match a query, ranked by BM25.
 
-    Equal texts and queries give equal hits in equal order, on all machines whose float32 sums are equal: in a
-    tie, the earlier chunk comes first.
+    The same texts and query give the same hits in the same order on all machines that compute equal float32
+    sums. Of chunks with equal scores, the earlier one comes first.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -87,7 +96,7 @@ class SearchIndex:
             self._bm25.index(words, show_progress=False)
 
     def hits(self, query: str, *, at_most: int) -> list[int]:
-        """Return the chunk_id of each chunk with words of the query, the best first."""
+        """Return the ids of up to `at_most` chunks that contain words of the query, the best chunk first."""
         known = [word for word in _split_words(query) if word in self._bm25.vocab_dict]
         if not known:
             return []
@@ -98,7 +107,10 @@ class SearchIndex:
 
 
 def snippet(text: str, query: str) -> str:
-    """Return the passage with the most different words of the query (in a tie, the first), on one line."""
+    """Return the passage of `text` that contains the most different words of the query, on one line.
+
+    Of equally good passages, the first is returned.
+    """
     query_words = set(_split_words(query))
     matches = [
         (m.start(), m.group().casefold()) for m in _WORD.finditer(text) if m.group().casefold() in query_words

@@ -1,4 +1,7 @@
-"""The reader's tools as methods; models see their docstrings."""
+"""The tools with which a model reads a document, as methods.
+
+The model sees each method's docstring as the description of the tool.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -29,23 +32,23 @@ class Note(Body):
 
 @dataclass
 class Desk:
-    """The state of a reader; `answer` is given once, and ends the episode."""
+    """The document, notes and reading position of one episode. Giving the `answer` ends the episode."""
 
     document: str
-    """The whole text."""
+    """The whole text of the document."""
     chunk_size: int
-    """Default of buildIndex, in characters."""
+    """Length of the chunks that `buildIndex` makes if the model gives no length, in characters."""
     notes: dict[str, Note] = field(default_factory=dict)
-    """Notes by key; they are not in the prompt, so that a new note changes no earlier message."""
+    """Notes by key. The prompt does not contain them, so that a new note changes no earlier message."""
     chunks: Chunks | None = None
     next_chunk: int = 0
-    """The chunk that a scan reads next."""
+    """Index of the chunk that `readChunk` reads next if `enable_scan` is set."""
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
-    """Longest chunk that fits into one result with its title."""
+    """Length of the longest chunk that fits into one tool result together with its title."""
     max_result_chars: int = MAX_RESULT_CHARS
-    """Longest result, which limits the length of a note."""
-    # Made at the first search; not in snapshots, because it follows from the chunks.
+    """Length of the longest tool result. It also limits the length of a note, which must fit into one."""
+    # The index is made at the first search. Snapshots leave it out, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
     def analyzeText(self) -> str:

@@ -1,7 +1,7 @@
-"""Long documents as a `ConversationalEnvironment`: a question, and tools to read the document.
+"""A `ConversationalEnvironment` that asks a question about a long document, and offers tools to read it.
 
-Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and checkBudget are in
-task_app/episode/context_tools.py, because they need the history.
+Source: 3-context-editing-tool-loop.md (`document_content`). The source's tools deleteContext and checkBudget
+are in task_app/episode/context_tools.py, because they need the history of the conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ AcceptedAnswer = Annotated[str, Field(max_length=MAX_ANSWER_CHARS), AfterValidat
 
 
 class DocumentsConfig(Body):
-    """A document with its question, from a data row or generated from the seed."""
+    """Settings of an episode: a document and a question from a data row, or how to generate both."""
 
     document_content: str | None = Field(default=None, min_length=1, max_length=MAX_DOCUMENT_CHARS)
     question: str | None = Field(default=None, min_length=1, max_length=MAX_QUESTION_CHARS)
@@ -89,18 +89,18 @@ class DocumentsConfig(Body):
 
     @property
     def max_chunk_chars(self) -> int:
-        """Length of the longest chunk that fits into one result with its title."""
+        """Length in characters of the longest chunk that fits, with its title, into one tool result."""
         return min(MAX_CHUNK_CHARS, self.max_result_chars - MAX_TITLE_CHARS)
 
     def task(self, seed: int) -> Task:
-        """Return the task of a seed; a row's document is the same for every seed."""
+        """Return the task of the data row, which does not depend on `seed`, or generate one from `seed`."""
         if self.document_content is None or self.question is None:
             return generate_task(self.generate or GenerateConfig(), seed)
         return Task(self.document_content, self.question, self.ground_truth)
 
 
 class DocumentsEnvironment:
-    """One question about one document; equal seeds and calls give equal episodes in every process."""
+    """Asks one question about one document; equal seeds and calls give equal episodes in every process."""
 
     name = "documents"
     outcome_definition = "correctness of the answer: 1 when the one of finish is accepted, else 0"
@@ -153,7 +153,7 @@ class DocumentsEnvironment:
         )
 
     def answer(self, text: str) -> DecisionOutcome:
-        # Only a call of `finish` answers the question, so this is a decision without a call.
+        # Only a call of `finish` can answer the question, so a text is a decision without a call.
         return self.step(())
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -163,13 +163,13 @@ class DocumentsEnvironment:
         return (*opening(observation.data), *past_messages(past))
 
     def outcome_reward(self) -> float:
-        """Return 1 if the answer is accepted, else 0."""
+        """Return 1 if the answer that `finish` was called with is among the accepted answers, else 0."""
         if self._task is None or self._desk.answer is None:
             return 0.0
         return float(normalise(self._desk.answer) in map(normalise, self._task.answers))
 
     def snapshot(self) -> bytes:
-        """Return the reader's state, without the document, which follows from config and seed."""
+        """Return the episode's state without the document, which config and seed determine."""
         task, desk = started(self._task), self._desk
         state = ReaderState(
             seed=self._seed,
@@ -239,7 +239,7 @@ NO_CALL = "no tool call; call one of the tools, and finish with your answer"
 
 
 def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Make the messages before the first decision from an observation's data."""
+    """Return the messages that precede the first decision, made from `Observation.data`."""
     task = Message(role="user", content=data["question"])
     if data["text"] == "compact":
         return (task,)
@@ -251,7 +251,10 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class ReaderState(Body, allow_inf_nan=False):
-    """The state of a reader. `index` is [chunk_size, overlap]; `reward` is that of the last env step."""
+    """A snapshot of an episode.
+
+    `index` is [chunk_size, overlap], or None without an index. `reward` is the reward of the last env step.
+    """
 
     format: Literal[1] = 1
     seed: Count

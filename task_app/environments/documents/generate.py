@@ -1,10 +1,13 @@
-"""Generates documents of any length with questions from a seed: filler, distractors, and facts.
+"""Generates a document of any length, and a question about it, from a seed.
+
+The document consists of filler sentences, the facts that answer the question, and distractors: similar facts
+about other names. `GenerateConfig.kind` chooses the kind of facts:
 
 needle  One fact is hidden in the text: "The code of Amber Harbour is 48213."
-keeper  The same with a name, one of 16: "The keeper of Amber Harbour is Mira." This is for small models, to
-        which a number is an unknown sequence of tokens.
+keeper  As needle, but the value is one of 16 names: "The keeper of Amber Harbour is Mira." This kind is for
+        small models, to which a number is an unknown sequence of tokens.
 hops    A parcel changes hands `hops` times; the question asks for the last owner's locker.
-count   Deliveries are listed; the question asks how many of one kind came to one place.
+count   Deliveries are listed; the question asks how many crates of one product arrived at one place.
 """
 
 import random
@@ -48,7 +51,7 @@ _PARAGRAPH = 6  # sentences
 
 
 class GenerateConfig(Body):
-    """Settings of generated documents."""
+    """Settings of a generated document and its question."""
 
     kind: Kind = "needle"
     chars: int = Field(
@@ -62,7 +65,7 @@ class GenerateConfig(Body):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A document, a question about it, and its answers."""
+    """A document, a question about it, and the accepted answers."""
 
     document: str
     question: str
@@ -70,7 +73,7 @@ class Task:
 
 
 def generate_task(settings: GenerateConfig, seed: int) -> Task:
-    """Generate the task of a seed, equal in every process."""
+    """Generate a task. Equal settings and seeds give equal tasks in every process."""
     source = random.Random(seed)
     names = [f"{first} {second}" for first in _FIRST for second in _SECOND]
     if settings.kind == "hops":
@@ -96,7 +99,7 @@ def generate_task(settings: GenerateConfig, seed: int) -> Task:
 def _make_facts(
     what: str, which: str, names: list[str], values: list[str], source: random.Random
 ) -> tuple[list[str], str, str]:
-    """Make a fact about each name; the question asks for the value of the first name."""
+    """Return one fact per name in random order, a question about the first name, and its answer."""
     facts = [f"The {what} of {name} is {value}." for name, value in zip(names, values, strict=True)]
     source.shuffle(facts)
     return facts, f"{which} is the {what} of {names[0]}?", values[0]

@@ -1,1 +1,1 @@
-"""Third-party environments: the environment classes for all of them, and a peer for each protocol."""
+"""Third-party environments: the environment classes that they share, and one adapter per protocol."""

@@ -1,4 +1,4 @@
-"""A process that the operator configures, which reads and writes lines of JSON."""
+"""Runs a child process that the operator configures, and exchanges lines of JSON with it."""
 
 import json
 import os
@@ -16,17 +16,20 @@ from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.environments.foreign.wire import late, parse_json, too_much
 from task_app.settings import Reach
 
-# Time for the imports and downloads of a start, which take seconds on an idle machine.
+# Time limit for the start of a process: its imports and downloads take seconds on an idle machine.
 START_S = 120.0
 _CHUNK_BYTES = 65_536
 _open_processes: set[Guarded] = set()
 
 
 class Child:
-    """The process; its stderr goes to the task app's log, up to a limit.
+    """A child process. Its stderr is copied to the task app's log, up to a limit per call.
 
-    It runs in `folder`, by default the task app's, with further environment `variables`. Errors quote the
-    environment's `name` and the `source` of the command, such as the name of a variable.
+    Args:
+        name: the name of the environment, which errors quote.
+        source: the setting that contains the command, such as the name of a variable; errors quote it.
+        variables: environment variables, in addition to those that `without_keys` copies from the task app.
+        folder: the working directory; by default that of the task app.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Child:
         os.set_blocking(self._stdin.fileno(), False)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Write a line. Raises ForeignDeadline if the process does not read it in time."""
+        """Write a message as one line. Raises ForeignDeadline if the process does not read it in time."""
         until_s = time.monotonic() + self._reach.environment_deadline_s
         text = memoryview(json.dumps(message).encode() + b"\n")
         while text:
@@ -66,9 +69,10 @@ class Child:
                 raise self._ended() from exc
 
     def lines(self, deadline_s: float) -> Iterator[Any]:
-        """Yield the values of the process's next lines, except blank lines; all share one deadline.
+        """Parse and yield the next lines that the process writes. Blank lines are skipped.
 
-        The limit of a call's output applies to all these lines together.
+        `deadline_s` limits the time for all these lines together. For the limit of stderr in the log, they
+        count as one call.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s
@@ -84,10 +88,10 @@ class Child:
                 self._read += self._read_chunk(until_s, deadline_s)
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End the process and its descendants, which may hold its pipes.
+        """End the process and its descendants, because a descendant may keep the pipes open.
 
-        After its stdin is closed it has `grace_s` to end by itself, and another `grace_s` after a SIGTERM;
-        then it is killed.
+        If `grace_s` is 0, kill them at once. Otherwise close stdin and wait `grace_s` for the process to end.
+        If it does not end, send SIGTERM and wait `grace_s` again; then kill whatever is left.
         """
         try:
             if grace_s:
@@ -96,7 +100,7 @@ class Child:
                     self._process.terminate()
                     self._ends_within(grace_s)
         except OSError:
-            pass  # no descriptor is left for the wait
+            pass  # no file descriptor is free, so the wait is not possible
         finally:
             self._process.kill()
             _open_processes.discard(self._process)
@@ -107,7 +111,7 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read the process's output until it closes stdout; return whether it closes stdout in time."""
+        """Discard the process's output until it closes stdout; return whether it closes stdout in time."""
         until_s = time.monotonic() + seconds
         try:
             while True:
@@ -136,10 +140,10 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End all open processes when the service ends, even those of environments that a call still locks.
+    """End all child processes when the service ends, also of environments whose lock a call still holds.
 
-    Wait `grace_s` for processes that are being closed, send the others a SIGTERM, wait `grace_s` again, and
-    kill the rest.
+    Wait up to `grace_s` for processes that are already being closed. Send SIGTERM to the remaining processes,
+    wait up to `grace_s` again, and kill those that still run.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + grace_s

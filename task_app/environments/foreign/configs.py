@@ -1,4 +1,4 @@
-"""The keys of `config` for each kind of environment that another library or a server plays."""
+"""Defines the keys of an environment's `config` for each kind of third-party environment."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, field_validator
 from shared_schemas.base import Body
 
 SYSTEM = "You act in an environment by calling its tools."
-# Strings that cannot name a file or a module, because an environment may use a keyword as a path.
+# Such a string cannot be a path or a dotted module name: an environment may open what a keyword names.
 Word = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9 _-]*$")]
 Keyword = Word | bool | int | float | None
 Keywords = dict[str, Keyword | list[Keyword]]
@@ -17,7 +17,7 @@ Instructions = Annotated[str, Field(max_length=20_000)]
 
 
 class GymnasiumConfig(Body):
-    """An environment of gymnasium, and its text."""
+    """Settings of a `gymnasium:` environment, and of the text that shows its observations."""
 
     kwargs: Keywords = Field(default_factory=dict, description=f"of the environment; {_WORDS}")
     action_names: tuple[ActionName, ...] = Field(
@@ -43,7 +43,7 @@ class GymnasiumConfig(Body):
 
 
 class RemoteConfig(Body):
-    """An environment behind a URL."""
+    """Settings that `mcp:` and `openenv:` environments have in common."""
 
     prompts: Literal["conversation", "fresh"] = Field(
         default="conversation", description="fresh: the last observation alone, for small contexts"
@@ -52,7 +52,7 @@ class RemoteConfig(Body):
 
 
 class McpConfig(RemoteConfig):
-    """The tools of an MCP server as an environment."""
+    """Settings of an `mcp:` environment, which offers the tools of an MCP server."""
 
     task: str = Field(default="", max_length=100_000, description="the first user message")
     tools: tuple[ActionName, ...] = Field(default=(), description="on offer; by default all but reset_tool")
@@ -66,7 +66,7 @@ class McpConfig(RemoteConfig):
 
 
 class VerifiersConfig(Body):
-    """A taskset of the package `verifiers`."""
+    """Settings of a `verifiers:` environment: a taskset of the package `verifiers`."""
 
     taskset: Keywords = Field(default_factory=dict, description=f"keys of its own config; {_WORDS}")
     max_turns: int | None = Field(
@@ -75,7 +75,7 @@ class VerifiersConfig(Body):
 
 
 class TextArenaConfig(Body):
-    """A game of the package `textarena` for one player."""
+    """Settings of a `textarena:` environment: a game for one player."""
 
     game: Keywords = Field(
         default_factory=dict, description=f"keywords of the game, such as max_turns; {_WORDS}"
@@ -84,7 +84,7 @@ class TextArenaConfig(Body):
 
 
 class ReasoningGymConfig(Body):
-    """A data set of the package `reasoning_gym`."""
+    """Settings of a `reasoning_gym:` environment: a data set of questions."""
 
     dataset: Keywords = Field(
         default_factory=dict, description=f"keys of its own config, but seed and size; {_WORDS}"
@@ -104,7 +104,7 @@ class ReasoningGymConfig(Body):
 
 
 class OpenEnvConfig(RemoteConfig):
-    """An OpenEnv server."""
+    """Settings of an `openenv:` environment, which an OpenEnv server plays."""
 
     reset: dict[str, JsonValue] = Field(
         default_factory=dict, description="further keywords of its reset; the seed is passed already"

@@ -1,10 +1,11 @@
-"""Base classes that make our `Environment`s of those of other libraries and servers ("foreign").
+"""Adapts environments of other libraries and servers ("foreign" environments) to our `Environment`.
 
-    ForeignEnvironment      a fresh prompt for each decision
-    └── ForeignConversation a growing conversation, in which each call has its result
+    ForeignEnvironment      builds a new prompt from the last observation for each decision
+    └── ForeignConversation continues one conversation, in which each call has its own result
 
-A call that does not fit the tool's schema is not sent to the library or server, the *foreign side*: it is a
-no-op, an env step of reward 0. Numbers that are not finite fail the episode: no policy may learn from them.
+The library or server is called the *foreign side*. A call that does not fit its tool's schema is not sent to
+the foreign side: it is a no-op, an env step of reward 0. If a reward or an observation contains a number that
+is not finite, the episode fails, so that no policy learns from it.
 """
 
 import json
@@ -30,18 +31,21 @@ NO_CALL = "no tool call; call one of the tools"
 NOT_RUN = "error: not carried out: the episode had ended before"
 NOTHING = "(nothing)"
 NOOP = "noop"
-# Time that `close` waits for a call that still runs in another thread.
+# The longest time that `close` waits for a call that still runs in another thread.
 _CLOSE_WAIT_S = 120.0
 
 
 class ForeignEnvironment:
-    """Plays one episode at a time of a foreign environment; `name` includes the prefix, as in `env_name`.
+    """Plays episodes of a foreign environment, one at a time, through a `Peer`.
 
-    If `is_secret` is true, errors do not quote the foreign side, which may repeat a secret.
+    Args:
+        name: the `env_name` of requests, including its prefix, such as `gymnasium:FrozenLake-v1`.
+        instructions: the system message; a ForeignConversation prefers that of the foreign side.
+        is_secret: whether errors omit all words of the foreign side, because they may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
-    # Whether one refused call refuses its whole decision, because the calls after it may depend on it.
+    # If true, one refused call refuses its whole decision, because later calls may depend on the refused one.
     _refuses_whole = True
 
     def __init__(self, name: str, peer: Peer, *, instructions: str = SYSTEM, is_secret: bool = False) -> None:
@@ -59,7 +63,7 @@ class ForeignEnvironment:
         weakref.finalize(self, peer.close).atexit = False
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        """Return the tools; before the first reset, open the foreign side for them, and close it again."""
+        """Return the tools. If they are still unknown, connect to the foreign side to get them."""
         if self._tools is None:
             with self._lock, self._leave_on_failure():
                 self._open()
@@ -95,7 +99,7 @@ class ForeignEnvironment:
         return self._return
 
     def close(self) -> None:
-        """Wait for a call that still runs in another thread, then leave the foreign side."""
+        """Close the foreign side, after waiting for a call that still runs in another thread."""
         if self._lock.acquire(timeout=_CLOSE_WAIT_S):
             try:
                 self._leave()
@@ -119,7 +123,7 @@ class ForeignEnvironment:
 
     @contextmanager
     def _leave_on_failure(self) -> Iterator[None]:
-        """Leave the foreign side if it fails, because its state is then unknown."""
+        """Close the foreign side if the block raises, because the foreign side's state is then unknown."""
         try:
             yield
         except EpisodeOver:
@@ -139,7 +143,7 @@ class ForeignEnvironment:
         return self._tools
 
     def _play(self, calls: Sequence[ToolRequest], faults: Sequence[str | None]) -> list[Shown]:
-        """Return the outcome of each call, up to the call that ended the episode."""
+        """Carry out the calls without a fault. Return one outcome per call, up to the end of the episode."""
         good = [
             Call(call.name, call.arguments or {})
             for call, fault in zip(calls, faults, strict=True)
@@ -193,7 +197,7 @@ class ForeignEnvironment:
         return self._shown
 
     def _repeat_observation(self, reward: float) -> Observation:
-        """Return the last observation with the reward of the last env step."""
+        """Return the last observation again, with `reward` as the reward of the last env step."""
         self._shown = replace(started(self._shown), reward_last_step=reward)
         return self._shown
 
@@ -201,7 +205,10 @@ class ForeignEnvironment:
         return shown.data
 
     def _merge_counts(self, shown: Shown) -> Mapping[str, int]:
-        """Return the largest counts so far; refuse achievements that the episode's first counters lack."""
+        """Return the largest count of each achievement in this episode so far.
+
+        Raises ForeignFailed for an achievement that the episode's first counters did not contain.
+        """
         before = self._shown.achievements_counts if self._shown is not None else {}
         new = shown.achievements
         if new is None:
@@ -221,7 +228,7 @@ class ForeignEnvironment:
 
 
 class ForeignConversation(ForeignEnvironment):
-    """A foreign environment whose prompt is the whole conversation, in which each call has its own result."""
+    """A foreign environment whose prompt is the whole conversation; each call in it has its own result."""
 
     _refuses_whole = False
 
@@ -262,6 +269,6 @@ def _read_text(shown: Shown) -> str:
 def remote_environment(
     name: str, peer: Peer, config: RemoteConfig, *, is_secret: bool = False
 ) -> ForeignEnvironment:
-    """Make the environment of a server, with the kind of prompts that its config names."""
+    """Return the environment of a server; `config.prompts` chooses its class."""
     kind = ForeignEnvironment if config.prompts == "fresh" else ForeignConversation
     return kind(name, peer, instructions=config.instructions, is_secret=is_secret)

@@ -1,7 +1,9 @@
-"""`gymnasium:ID`: an environment that is registered with gymnasium. A call of its tool is one `step`.
+"""`gymnasium:ID`: plays an environment that is registered with gymnasium.
 
-`info["achievements"]`, a dict of counts, gives the achievements. Source: gymnasium.Env and
-gymnasium.envs.registration.
+The model has one tool; each call of this tool is one `step`. If the environment's `info` has the key
+"achievements", a dict of counts, these are the achievements.
+
+Source: gymnasium.Env and gymnasium.envs.registration.
 """
 
 import json
@@ -34,18 +36,19 @@ from task_app.settings import Reach
 Wrapper = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
 
 TOOL, ARGUMENT = "act", "action"
-# Environments of gymnasium itself that import any module which their keywords name.
+# Environments of gymnasium itself that would import any module that a request's keywords name.
 _IMPORTERS = ("GymV21Environment", "GymV26Environment")
-# Longest part of a name that is compared with the ids, because the time grows with the square of the length.
+# Only this many characters of a name are compared with the registered ids, because the time of a comparison
+# grows with the square of the length.
 _LONGEST_ID = 200
 
 
 def gymnasium_environment(
     argument: str, config: GymnasiumConfig, reach: Reach, *, wrapper: Wrapper | None = None
 ) -> ForeignEnvironment:
-    """Make the environment of ID, or of MODULE:ID with a module of the operator's list.
+    """Return the environment that `argument` names: ID, or MODULE:ID with a module that the operator allows.
 
-    A `wrapper` from an operator's file wraps it, and may change the spaces.
+    `wrapper`, from a file of the operator, is applied to the gymnasium environment. It may change the spaces.
     """
     if "render_mode" in config.kwargs:
         raise InvalidRequest(
@@ -71,7 +74,11 @@ def gymnasium_environment(
 
 
 class GymnasiumPeer:
-    """One gymnasium environment; its time limit is counted here, so that snapshots include it."""
+    """Plays one gymnasium environment.
+
+    It counts the steps for the time limit itself, in place of gymnasium's TimeLimit wrapper, so that a
+    snapshot can store the count.
+    """
 
     def __init__(
         self, spec: EnvSpec, config: GymnasiumConfig, *, render_mode: str | None, wrapper: Wrapper | None
@@ -94,7 +101,7 @@ class GymnasiumPeer:
     def open(self) -> tuple[ToolSpec, ...]:
         self._env = self._make()
         space = self.env.action_space
-        # By default, use the names of an enum of actions, as minigrid has it.
+        # By default, take the names from an enum `actions` of the environment, such as that of minigrid.
         enum = tuple(getattr(getattr(self.env.unwrapped, "actions", None), "__members__", ()))
         self._names = self._config.action_names or (enum if len(enum) == getattr(space, "n", None) else ())
         if self._config.action_names and len(self._names) != getattr(space, "n", None):
@@ -130,7 +137,7 @@ class GymnasiumPeer:
         return self.env.get_wrapper_attr("get_state")()
 
     def set_state(self, state: Any, *, elapsed: int) -> None:
-        """Set the state. Raises ValueError if the environment refuses it."""
+        """Restore the state and the step count. Raises ValueError if the environment refuses the state."""
         self.env.reset(seed=0)  # wrappers require a reset before a step
         self.elapsed = elapsed
         try:
@@ -196,12 +203,12 @@ class GymnasiumPeer:
 
 
 class Pictured(ForeignEnvironment):
-    """A gymnasium environment with pictures."""
+    """A gymnasium environment that can draw pictures."""
 
     _peer: GymnasiumPeer
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Draw the environment's own picture, scaled to the nearest pixels, [height, width, 3]."""
+        """Draw the environment's own picture, scaled by nearest-neighbour sampling, [height, width, 3]."""
         picture = self._peer.frame()
         rows, columns = (np.arange(n) * m // n for n, m in zip((height, width), picture.shape, strict=False))
         near: npt.NDArray[np.uint8] = picture[rows[:, None], columns]
@@ -209,7 +216,7 @@ class Pictured(ForeignEnvironment):
 
 
 class EpisodeState(Body):
-    """The state of a restorable environment; `world` is the value of its `get_state`."""
+    """A snapshot of a restorable environment; `world` is what its `get_state()` returned."""
 
     elapsed: int
     total: float
@@ -222,7 +229,10 @@ class EpisodeState(Body):
 
 
 class Restorable(ForeignEnvironment):
-    """An environment with `set_state(state)` and `get_state()`, whose JSON includes the generator."""
+    """A gymnasium environment that has `get_state()` and `set_state(state)`, and so supports snapshots.
+
+    `get_state()` must return plain JSON values, which include the state of the random generator.
+    """
 
     _peer: GymnasiumPeer
 
@@ -250,7 +260,7 @@ class Restorable(ForeignEnvironment):
 
 
 class RestorablePictured(Restorable, Pictured):
-    """A restorable environment with pictures."""
+    """A restorable environment that can draw pictures."""
 
 
 # Indexed by: has pictures, is restorable.
@@ -258,7 +268,7 @@ _CLASSES = ((ForeignEnvironment, Restorable), (Pictured, RestorablePictured))
 
 
 def _find_spec(argument: str, reach: Reach) -> EnvSpec:
-    """Find the registered environment; only modules of the operator's list are imported."""
+    """Find the registered environment. Only modules on the operator's list are imported for this."""
     module, colon, env_id = argument.rpartition(":")
     listed = ", ".join(reach.gymnasium_modules) or "none"
     if colon and module not in reach.gymnasium_modules:

@@ -1,4 +1,4 @@
-"""Builds the environments of other libraries and servers by the prefix of `env_name`."""
+"""Chooses the adapter for an environment of another library or server by the prefix of `env_name`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from task_app.settings import Reach
 
 @dataclass(frozen=True, slots=True)
 class ForeignKind:
-    """A kind of environment. It names classes and modules of this folder, which are imported at first use."""
+    """A kind of environment: its config class, and the function that builds it.
+
+    The fields are names in this folder, so that a module and its library are imported only when needed.
+    """
 
     config_class: str
     module: str
     function: str
-    """Builds an environment from the text after the prefix; it must be fast."""
+    """Name of the function that builds an environment from the text after the prefix; it must be fast."""
 
     @property
     def config(self) -> type[Body]:
@@ -55,6 +58,9 @@ FOREIGN: Mapping[str, ForeignKind] = {
 
 
 def find_kind(env_name: str) -> tuple[ForeignKind, str] | None:
-    """Return the kind of the prefix and the argument after it; None without a known prefix."""
+    """Return the kind that the prefix of `env_name` names, and the text after the colon.
+
+    Returns None if `env_name` has no known prefix.
+    """
     prefix, colon, argument = env_name.partition(":")
     return (FOREIGN[prefix], argument) if colon and prefix in FOREIGN else None

@@ -1,7 +1,8 @@
-"""`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: a library in a process with its own Python.
+"""`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: run a library in a child process.
 
-The libraries need other versions of packages than Turnwise, and use the global random generators of their
-process. `children` has a module for each library, and documents the protocol.
+The process may use another Python (`Reach.python_with`), because the libraries need other package versions
+than Turnwise. They also use the global random generators of their process. The folder `children` contains a
+module for each library; its `__main__.py` documents the protocol.
 """
 
 import json
@@ -64,7 +65,7 @@ class _Ready(StrictReply):
 
 
 class _Offer(RootModel[list[_Offered]]):
-    """The reply to `offer`: the tools."""
+    """The answer to `offer`: the list of tools."""
 
 
 class _World(StrictReply):
@@ -74,7 +75,7 @@ class _World(StrictReply):
 
 
 class _Moved(StrictReply):
-    """The outcome of a call; null counts as absent."""
+    """The outcome of a call or a text; a null counts as a missing key."""
 
     text: str | None = None
     data: dict[str, JsonValue] | None = None
@@ -85,7 +86,7 @@ class _Moved(StrictReply):
 
 
 class _Moves(RootModel[list[_Moved]]):
-    """The outcome of each call of a request."""
+    """The answer to `call` or `say`: an outcome per call, or one outcome."""
 
 
 class _Error(StrictReply):
@@ -93,7 +94,7 @@ class _Error(StrictReply):
 
 
 class LibraryPeer:
-    """A process that plays one world at a time, with `children/LIBRARY_child.py`."""
+    """Plays one episode at a time in a child process, which runs `children/LIBRARY_child.py`."""
 
     def __init__(self, library: str, argument: str, config: Mapping[str, Any], reach: Reach) -> None:
         self._name = f"{library}:{argument}"
@@ -106,9 +107,10 @@ class LibraryPeer:
         self._tools: list[_Offered] | None = None
 
     def open(self) -> tuple[ToolSpec, ...]:
-        # A folder of its own, so that the temporary files of a killed process can be removed.
+        # The process gets its own folder for temporary files, so that they can be removed if it is killed.
         self._folder = tempfile.mkdtemp(prefix="turnwise-environment-")
-        # Libraries iterate over sets of strings, so a seed's world would depend on PYTHONHASHSEED.
+        # Libraries iterate over sets of strings, whose order depends on PYTHONHASHSEED; with a fixed value,
+        # equal seeds give equal episodes.
         variables, source = {"PYTHONHASHSEED": "0", "TMPDIR": self._folder}, self._library.upper()
         self._child = Child(
             self._name, self._command, self._reach, source=f"TURNWISE_{source}_PYTHON", variables=variables
@@ -135,7 +137,7 @@ class LibraryPeer:
         return Shown(world.prompt, system=world.system or "")
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        if calls:  # only with tools
+        if calls:  # a library without tools has no `call`
             requests = [{"name": call.tool, "arguments": dict(call.arguments)} for call in calls]
             yield from self._read_outcomes({"call": requests})
 
@@ -172,7 +174,7 @@ class LibraryPeer:
         return self._reply(self._child, self._reach.environment_deadline_s)
 
     def _reply(self, child: Child, deadline_s: float) -> Any:
-        """Read the next line of the process. Raises ForeignFailed if it is an error."""
+        """Read the next line of the process. Raises ForeignFailed if the line is {"error": ...}."""
         reply = next(child.lines(deadline_s))
         if isinstance(reply, Mapping) and "error" in reply:
             error = clipped(typed(_Error, reply, f"{self._name}: a line").error, 1_000)
@@ -182,14 +184,20 @@ class LibraryPeer:
 
 
 class Moment(Body):
-    """The state of a replayable episode: its seed, and each decision's text, None for a refused decision."""
+    """A snapshot of a replayable episode: its seed, and the text of each decision.
+
+    The text is None for a decision that was refused.
+    """
 
     seed: int
     said: tuple[str | None, ...]
 
 
 class Replayable(ForeignConversation):
-    """An episode that seed and texts determine; restoring a snapshot replays them."""
+    """A conversation that the seed and the model's texts determine, so that a snapshot contains only these.
+
+    `restore` plays the episode again from its start.
+    """
 
     _seed: int | None = None
     _said: tuple[str | None, ...] = ()
@@ -214,7 +222,10 @@ class Replayable(ForeignConversation):
         return Moment(seed=started(self._seed), said=self._said).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
-        """Replay the episode. Raises ValueError if the state is invalid or has decisions after the end."""
+        """Play the episode again up to the snapshot, and return its last observation.
+
+        Raises ValueError if the state is invalid, or contains decisions after the end of the episode.
+        """
         moment = state_in(Moment, state)
         observation = self.reset(moment.seed)
         try:

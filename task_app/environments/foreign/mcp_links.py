@@ -1,4 +1,4 @@
-"""Transports to an MCP server: streamable HTTP, or lines to a process that is started.
+"""Transports to an MCP server: streamable HTTP, or the stdin and stdout of a child process.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports.
 """
@@ -21,7 +21,7 @@ _EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
 
 class HttpLink:
-    """A session of a server over streamable HTTP; every request has the `headers`."""
+    """One session of an MCP server over streamable HTTP. Every request is sent with `headers`."""
 
     def __init__(
         self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] | None = None
@@ -33,7 +33,7 @@ class HttpLink:
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Send a request, which has an id and a method, and return its answer."""
+        """Send a JSON-RPC request, which contains an id and a method, and return its answer."""
 
         def ends(content: bytes) -> bool:
             return content.startswith(_EVENTS) and _find_answer(content, self._name) is not None
@@ -51,7 +51,7 @@ class HttpLink:
         self._http.send("POST", self._url, body=notification)
 
     def close(self) -> None:
-        """End the session. A server may refuse this request and end the session later itself."""
+        """Ask the server to end the session. A failure is ignored: a server may refuse this request."""
         try:
             if _SESSION in self._http.client.headers:
                 self._http.send("DELETE", self._url, deadline_s=CLOSE_S)
@@ -61,7 +61,10 @@ class HttpLink:
             self._http.close()
 
     def _keep_headers(self, headers: Mapping[str, str], request: Mapping[str, Any], answer: Any) -> None:
-        """Keep session id and protocol version as headers of every later request."""
+        """Add the session id and the protocol version to the headers of all later requests.
+
+        Raises ForeignFailed if a value cannot be a header.
+        """
         result = answer.get("result") if isinstance(answer, dict) else None
         version = result.get("protocolVersion") if isinstance(result, dict) else None
         names = {"mcp-protocol-version": "protocolVersion", _SESSION: f"header {_SESSION}"}
@@ -79,7 +82,7 @@ class HttpLink:
 
 
 class ProcessLink:
-    """A session of a process; it ends with the process."""
+    """One session of an MCP server that runs as a child process; the session ends with the process."""
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
         assert server.command is not None, "one without a command is remote"
@@ -110,7 +113,7 @@ class ProcessLink:
         self._child.close(grace_s=CLOSE_S)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """Answer a request of the server; ignore its notifications."""
+        """Answer a message of the server if it is a request; ignore a notification, which has no id."""
         if "id" not in message:
             return
         answer: dict[str, Any] = (
@@ -125,11 +128,11 @@ Link = HttpLink | ProcessLink
 
 
 def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
-    """Raise ForeignFailed if the message answers another request."""
+    """Raise ForeignFailed unless `message` has the id of `request`, or is an error without an id."""
     if not isinstance(message, dict):
-        return  # McpPeer refuses it
+        return  # McpPeer refuses such a message
     answer_id, request_id = message.get("id"), request["id"]
-    # An error about an unreadable request has no id.
+    # JSON-RPC: if the server cannot read the request's id, its error has no id.
     is_error = answer_id is None and message.get("error") is not None
     if is_error or (type(answer_id) is int and answer_id == request_id):
         return
@@ -140,7 +143,7 @@ def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
 
 
 def _find_answer(content: bytes, name: str) -> Any:
-    """Return the first answer in a stream of server-sent events; None if there is none yet."""
+    """Return the first answer in a stream of server-sent events, or None if no answer has arrived yet."""
     for event in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not any(lines):

@@ -1,10 +1,15 @@
-"""`mcp:URL` and `mcp:NAME`: the tools of an MCP server; a call of a tool is one `tools/call`.
+"""`mcp:URL` and `mcp:NAME`: an environment made of the tools of an MCP server.
 
-A NAME is an entry of the operator's file: a process, or a URL with headers. A session of the server is an
-episode. The reward of a call is `reward` in the result's `structuredContent`, or else in its `_meta`, or else
-in the JSON object of its text, or else 0. `done` in the same objects ends the episode. The config can name
-other keys. Results with `isError`, and arguments that the server refuses, are no-ops. MCP has neither seeds
-nor snapshots: a tool of the server can take the seed (`reset_tool`), and is then not offered to the model.
+A NAME is an entry of the operator's file of servers: a process, or a URL with headers. Each episode is a new
+session of the server. Each call of a tool is one `tools/call` request.
+
+Three objects of a result are searched for the keys `reward` and `done`, or the keys that the config names
+instead: first `structuredContent`, then `_meta`, then the result's text if it is a JSON object with a numeric
+reward. Each key is read from the first object that contains it. A missing reward is 0; a true `done` ends the
+episode. A call whose result has `isError`, or whose arguments the server refuses, is a no-op.
+
+MCP has neither seeds nor snapshots. If the server has a tool that takes a seed, the config can name it as
+`reset_tool`: it is called at each reset, and by default not offered to the model.
 
 Source: modelcontextprotocol.io/specification/2025-06-18, server/tools.
 """
@@ -31,7 +36,7 @@ from task_app.environments.foreign.words import mcp_tool, result_text, typed
 from task_app.errors import InvalidRequest, clipped
 from task_app.settings import Reach
 
-# The version that is requested, and the versions that a server may answer with.
+# The protocol version that is requested, and the versions with which a server may answer.
 VERSION = "2025-06-18"
 VERSIONS = ("2024-11-05", "2025-03-26", VERSION, "2025-11-25")
 _INVALID_PARAMS = -32602
@@ -48,7 +53,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
         server = _find_server(argument, reach)
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
-            # The operator's file allows its URL, which is secret, like its headers.
+            # A URL in the operator's file needs no other permission. It may contain secrets, as headers may.
             connect, is_secret = partial(HttpLink, name, server.url, reach, headers=server.headers), True
     return remote_environment(name, McpPeer(name, connect, config), config, is_secret=is_secret)
 
@@ -71,7 +76,7 @@ def _find_server(argument: str, reach: Reach) -> McpServer:
     return server
 
 
-# Keys of a result; their objects may have the keys of the reward and of the end.
+# Keys of a result. Their values are objects that may contain the reward and the end of the episode.
 _FACTS = ("structuredContent", "_meta")
 
 
@@ -99,18 +104,18 @@ class _Result(StrictReply):
 
 
 class _Facts(StrictReply):
-    """The reward of a call, and whether it ended the episode."""
+    """The reward of a call, and whether the call ended the episode."""
 
     reward: float | None = None
     done: bool | None = None
 
 
 class Refused(Exception):
-    """The server refuses the parameters of a request."""
+    """Raised if the server refuses the arguments of a tool call."""
 
 
 class McpPeer:
-    """One session of an MCP server at a time."""
+    """Makes an environment of an MCP server's tools. `connect` opens a new session for each episode."""
 
     def __init__(self, name: str, connect: Callable[[], Link], config: McpConfig) -> None:
         self._name = name
@@ -171,7 +176,7 @@ class McpPeer:
         self._is_fresh = True
 
     def _list_tools(self) -> Iterator[Any]:
-        """Yield the tools of all pages."""
+        """Yield the server's tools from all pages of its list."""
         params: dict[str, Any] = {}
         for _ in range(_MAX_PAGES):
             listed = typed(_Listed, self._request("tools/list", params), self._where("tools/list"))
@@ -201,7 +206,11 @@ class McpPeer:
         )
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result. Raises Refused if the parameters of a call are invalid."""
+        """Send a request and return its result.
+
+        Raises Refused if the server finds the parameters of a tool call invalid, and ForeignFailed for any
+        other error.
+        """
         assert self._link is not None, "the peer is open"
         self._count += 1
         request = {"jsonrpc": "2.0", "id": self._count, "method": method, "params": params}
@@ -223,15 +232,15 @@ class McpPeer:
 
 
 def _find_value(places: Sequence[Any], key: str) -> Any:
-    """Return the value in the first object that has the key; None if no object has it."""
+    """Return the value of `key` in the first object of `places` that contains it; None if none does."""
     return next((place[key] for place in places if isinstance(place, dict) and key in place), None)
 
 
 def _read_paying_text(text: str, reward_key: str, name: str) -> Any:
-    """Parse a text that is a JSON object with a number as reward; None for any other text.
+    """Parse the text of a result if it is a JSON object whose `reward_key` is a number; else return None.
 
-    A tool without an output schema can give a reward only in its text. Raises ForeignFailed if a key of such
-    an object comes twice.
+    Such texts are read because a tool without an output schema can give a reward only in its text. Raises
+    ForeignFailed if the object contains a key twice.
     """
     try:
         value = from_json(text) if text.startswith("{") else None

@@ -1,4 +1,4 @@
-"""The operator's file of MCP servers, in the common form of MCP clients:
+"""Reads the operator's file of MCP servers, which has the form that most MCP clients use:
 
 {"mcpServers": {"files": {"command": "npx", "args": ["server-files"], "env": {"LEVEL": "1"}},
                 "far": {"url": "https://far.example/mcp", "headers": {"Authorization": "Bearer …"}}}}
@@ -16,7 +16,10 @@ from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
-    """Refuse a text that is no http or https URL with a host. The error hides it: its path may be a key."""
+    """Return `url`. Raises ValueError if it is not an http or https URL with a host.
+
+    The error does not quote `url`, because its path may contain a key.
+    """
     if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
@@ -29,7 +32,7 @@ _HeaderValue = Annotated[str, Field(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
 
 
 class McpServer(OpenBody):
-    """A server of the file. Keys that only other clients know, such as `autoApprove`, are ignored."""
+    """A server of the file. Unknown keys, such as another client's `autoApprove`, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -37,20 +40,20 @@ class McpServer(OpenBody):
     """The program, which is started without a shell."""
     args: tuple[str, ...] = Field(default=(), repr=False)
     env: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Further environment variables, in addition to those that `without_keys` passes on."""
+    """Environment variables, in addition to those that `without_keys` copies from the task app."""
     cwd: str | None = None
-    """Working directory; None: that of the task app."""
+    """Working directory of the process; None means that of the task app."""
     url: _Url | None = Field(default=None, repr=False)
     """Address of a remote server; ignored if there is a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
-    """Headers of every request to a remote server; variables in them are not substituted."""
+    """Headers of every request to a remote server. A variable such as `${KEY}` in them is not replaced."""
     type: str | None = None
     """The transport of a remote server."""
     disabled: bool = False
 
     @property
     def why_not(self) -> str:
-        """The reason why the server cannot be used; empty if it can."""
+        """Why the server cannot be used, as the predicate of a sentence; empty if it can be used."""
         if self.disabled:
             return "is disabled"
         if self.command is not None:
@@ -65,10 +68,10 @@ class _File(OpenBody):
 
 
 def read_servers(value: Any) -> Any:
-    """Return the servers of the file by name if `value` is a path; otherwise return `value` unchanged.
+    """If `value` is a path, read that file and return its servers by name; else return `value` unchanged.
 
     Raises:
-        ValueError: the file cannot be read, or has another form.
+        ValueError: the file cannot be read, or does not have the expected form.
     """
     if not isinstance(value, str | Path):
         return value
@@ -78,7 +81,7 @@ def read_servers(value: Any) -> Any:
         raise ValueError(f"the file cannot be read: {exc.strerror}") from exc
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
-        # Omit an invalid header name from the message: it may be a whole header with a secret.
+        # The message omits an invalid header name, because it may be a whole header with a secret.
         place = ".".join(map(str, error["loc"])).partition(".headers.")
         raise ValueError(
             f"{''.join(place[:2]).rstrip('.')}: {error['msg']}; the file has the form "

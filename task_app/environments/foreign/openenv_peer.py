@@ -1,9 +1,10 @@
-"""`openenv:URL`: any OpenEnv server, over its WebSocket. A call is one `step` message.
+"""`openenv:URL`: plays the environment of an OpenEnv server over a WebSocket. A call is one `step` message.
 
-If the server's actions are MCP calls, its tools are those of its MCP interface; otherwise there is one tool
-with the schema of its typed action. The answer's `reward` (null is 0) and `done` count; OpenEnv does not
-distinguish an end from a limit, and has no snapshots. The published client is not used, because it requires
-gradio, pandas and an MCP stack, and does not limit the size of answers.
+If the server's actions are MCP calls, the model gets the tools of its MCP interface. Otherwise the model gets
+one tool, with the schema of the server's action class as its parameters. `reward` in the server's answer is
+the reward (null means 0), and `done` terminates the episode: OpenEnv does not distinguish termination from
+truncation. OpenEnv has no snapshots. The published client is not used, because it requires gradio, pandas and
+an MCP stack, and does not limit the size of answers.
 
 Source: openenv/core/env_server/{http_server,types,mcp_types,serialization}.py of openenv-core 0.3.0.
 """
@@ -32,7 +33,7 @@ class _Schema(StrictReply):
 
 
 class _Action(StrictReply):
-    """The used fields of an action's schema."""
+    """The fields of an action's JSON Schema that are read here."""
 
     title: str | None = None
     description: str | None = None
@@ -59,7 +60,7 @@ class _StepReply(StrictReply):
 
 
 class _Facts(StrictReply):
-    """The used fields of an observation."""
+    """The fields of an observation that are read here."""
 
     text: JsonValue = None
     tool_name: JsonValue = None
@@ -68,7 +69,7 @@ class _Facts(StrictReply):
 
 # Titles of the action classes of servers whose actions are MCP calls.
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-# Types of a tool's errors that the model sees; other errors fail the episode.
+# Types of tool errors that are shown to the model; a tool error of another type fails the episode.
 _SEEN_ERRORS = ("execution_error", "invalid_args", "tool_not_found")
 
 
@@ -78,7 +79,7 @@ def openenv_environment(argument: str, config: OpenEnvConfig, reach: Reach) -> F
 
 
 class OpenEnvPeer:
-    """A socket of an OpenEnv server, which is one session there."""
+    """Plays an OpenEnv server over one WebSocket, for which the server keeps one session."""
 
     def __init__(self, name: str, url: str, config: OpenEnvConfig, reach: Reach) -> None:
         self._name = name
@@ -135,7 +136,10 @@ class OpenEnvPeer:
             connection.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Send a message and return the data of its answer, or a text if the action of a step is invalid."""
+        """Send a message of type `kind` and return the data of its answer.
+
+        If the server refuses the action of a step as invalid, return the server's reason as a str.
+        """
         assert self._socket is not None, "the peer is open"
         reply = typed(_Message, self._socket.ask({"type": kind, "data": data}), f"{self._name}: a message")
         answer = reply.data

@@ -1,7 +1,7 @@
 """The interface of adapters: a `Peer` plays the environment of a library or server (the foreign side).
 
-`task_app.environments.foreign.environment` turns a Peer into our `Environment`, and handles the common parts:
-seeds, refused calls, finite numbers, sizes, the end.
+`task_app.environments.foreign.environment` turns a Peer into our `Environment`. It also does what all peers
+need: it refuses invalid calls, rejects numbers that are not finite, and cuts texts that are too long.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from task_app.settings import Reach
 
 
 class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502):
-    """The foreign side hangs, has closed, or breaks its protocol, so the rollout fails.
+    """Fails the rollout, because the foreign side hangs, has closed, or breaks its protocol.
 
-    `unquoted` is the sentence without words of the foreign side; None if `detail` has none of them.
+    `unquoted` is `detail` without words of the foreign side. Omit it if `detail` contains no such words.
     """
 
     def __init__(self, detail: str, *, unquoted: str | None = None) -> None:
@@ -25,7 +25,7 @@ class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502
 
 
 class ForeignDeadline(ForeignFailed, code="foreign_environment_deadline", status=504):
-    """The foreign side did not answer in time."""
+    """Fails the rollout, because the foreign side did not answer in time."""
 
 
 LOCAL = Reach()
@@ -52,9 +52,9 @@ class Shown:
     terminated: bool = False
     truncated: bool = False
     refused: str | None = None
-    """For a call that was not executed, the reason, in words for the model."""
+    """Why the call was not executed, in words for the model; None if it was executed."""
     achievements: Mapping[str, int] | None = None
-    """Counters of all achievements; None if there are none."""
+    """Counters of all achievements; None if the foreign side sent no counters."""
     system: str = ""
     """The system message of the episode, if the foreign side has one."""
 
@@ -62,17 +62,20 @@ class Shown:
 class Peer(Protocol):
     """Plays a foreign environment, one episode at a time; it is never called from two threads at once.
 
-    Every method may raise ForeignFailed; after that only `close` is called.
+    Every method may raise ForeignFailed. The next call after that is `close`.
     """
 
     def open(self) -> tuple[ToolSpec, ...]:
-        """Connect to the foreign side, also again after `close`, and return its tools."""
+        """Connect to the foreign side and return its tools. May be called again after `close`."""
 
     def reset(self, seed: int) -> Shown:
-        """Start the world of the seed."""
+        """Start the episode that `seed` determines, and return what the model sees first."""
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        """Execute the calls of a decision; yield the outcome of each call, up to the end of the episode."""
+        """Execute the calls of a decision in order, and yield the outcome of each call.
+
+        The caller stops reading at an outcome that ends the episode.
+        """
 
     def close(self) -> None:
         """Release all resources, also after a failure."""
@@ -80,7 +83,7 @@ class Peer(Protocol):
 
 @runtime_checkable
 class SpokenPeer(Peer, Protocol):
-    """A Peer that accepts a text without a call."""
+    """A Peer that also accepts an answer in words, without a tool call."""
 
     def say(self, text: str) -> Shown:
-        """Send the text, and return the outcome."""
+        """Send the model's answer to the foreign side, and return its outcome."""

@@ -1,10 +1,10 @@
-"""Converts gymnasium's actions from tool arguments, and its observations to plain values.
+"""Converts tool arguments to actions of gymnasium, and gymnasium's observations to JSON values.
 
 | space | as an action | as an observation |
 |---|---|---|
 | Discrete | an integer, or a given name | the number |
 | MultiDiscrete, MultiBinary | a list of integers | a list |
-| Box of up to MAX_NUMBERS numbers | a list of numbers (up to MAX_ACTION) | numbers, in text with 4 digits |
+| Box | a list of up to MAX_ACTION numbers | up to MAX_NUMBERS numbers; text shows 4 significant digits |
 | Text | a text of an allowed length | the text |
 | Dict, Tuple | an object | a line for each member |
 """
@@ -17,16 +17,16 @@ from gymnasium import Space, spaces
 
 MAX_NUMBERS = 256
 MAX_ACTION = 32
-# Larger bounds are left out of a JSON Schema, because they do not help a model.
+# Bounds beyond this are left out of a JSON Schema, because they do not help a model.
 _FAR = 1e9
 
 
 class Wordless(ValueError):
-    """The space cannot be converted to text."""
+    """Raised for a space whose actions or observations cannot be expressed as JSON values."""
 
 
 def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """Make the JSON Schema of an action; `names` are the names of a Discrete space's values, in order."""
+    """Return the JSON Schema of an action; `names` names the values of a Discrete space, in order."""
     match space:
         case spaces.Discrete():
             if names:
@@ -41,7 +41,7 @@ def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any
             return _list_schema(space.shape[0], {"type": "integer", "minimum": 0, "maximum": 1})
         case spaces.Box() if len(space.shape) == 1 and space.shape[0] <= MAX_ACTION:
             kind = "integer" if np.issubdtype(space.dtype, np.integer) else "number"
-            # The widest bounds of all numbers; the space itself checks each number later.
+            # The lowest and the highest bound of all numbers; `space.contains` checks each number later.
             low, high = float(space.low.min()), float(space.high.max())
             limits = {"minimum": low} if low > -_FAR else {}
             limits |= {"maximum": high} if high < _FAR else {}
@@ -56,7 +56,7 @@ def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any
 
 
 def parse_action(space: Space[Any], value: Any, names: Sequence[str] = ()) -> Any:
-    """Convert an argument to an action. Raises ValueError if it is outside of the space."""
+    """Convert a tool argument to an action. Raises ValueError if the action is outside of the space."""
     action = _convert_action(space, value, names)
     if not space.contains(action):
         raise ValueError(f"{value!r} is no action of {space}"[:300])

@@ -1,6 +1,7 @@
-"""HTTP and WebSockets to servers that the operator allows, with a deadline and a size limit for every answer.
+"""HTTP and WebSocket clients for servers that the operator allows.
 
-Redirects are not followed and proxies not used, because both could lead to a host that is not allowed.
+Every answer has a deadline and a size limit. Redirects are not followed and proxies are not used, because
+both could lead to a host that is not allowed.
 """
 
 import json
@@ -21,20 +22,20 @@ from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import InvalidRequest, check_host, clipped
 from task_app.settings import Reach
 
-if TYPE_CHECKING:  # their imports take a twentieth of a start, and only environments of servers need them
+if TYPE_CHECKING:  # these imports take 5 % of a start, and only environments of servers need them
     import httpx
     from websockets.sync.client import ClientConnection
 
-# Time to close a connection.
+# Time limit for closing a connection.
 CLOSE_S = 1.0
 
 
 def checked_url(url: str, reach: Reach) -> SplitResult:
-    """Split the URL of an env_name.
+    """Check the URL of an env_name, and return its parts.
 
     Raises:
-        InvalidRequest: it is not an http or https URL, or has a password.
-        HostNotAllowed: its host is not on the operator's list.
+        InvalidRequest: the URL is not an http or https URL, or it contains a user name or a password.
+        HostNotAllowed: the URL's host is not on the operator's list.
     """
     parts = split_http(url)
     if parts is None or "@" in parts.netloc:
@@ -50,21 +51,21 @@ def checked_url(url: str, reach: Reach) -> SplitResult:
 
 
 def below(parts: SplitResult, path: str, *, websocket: bool = False) -> str:
-    """Return the URL of a route below a base URL, with the base's query, which may hold routing keys."""
+    """Append `path` to a base URL. The base's query is kept, because it may contain keys for routing."""
     scheme = parts.scheme.replace("http", "ws") if websocket else parts.scheme
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + path, parts.query, ""))
 
 
 @cache
 def _certificates() -> SSLContext:
-    """Read the trusted certificates once, which takes 20 ms."""
+    """Return the trusted certificates. They are read only once, because that takes 20 ms."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)
 
 
 class Http:
-    """Requests to one server; `client` keeps its connection and its headers."""
+    """Sends requests to one server. `client` keeps the connection open, and adds its headers to requests."""
 
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
@@ -83,9 +84,15 @@ class Http:
         deadline_s: float | None = None,
         ends: Callable[[bytes], bool] = lambda content: False,
     ) -> "tuple[httpx.Response, bytes]":
-        """Send a request; return the response and its content, which is read until `ends(content)` is true.
+        """Send a request; return the response and its content.
 
-        By default the deadline is the operator's setting. A status from 300 on raises ForeignFailed.
+        Args:
+            deadline_s: by default the operator's setting.
+            ends: called with the content so far; reading stops when it returns true.
+
+        Raises:
+            ForeignFailed: the status is 300 or more, the content is too long, or the request fails.
+            ForeignDeadline: the deadline passes.
         """
         import httpx
 
@@ -119,7 +126,7 @@ class Http:
 
 
 class Socket:
-    """A WebSocket whose messages are JSON objects, each with one answer."""
+    """A WebSocket over which JSON objects are sent; the server answers each object with one message."""
 
     def __init__(self, name: str, url: str, reach: Reach) -> None:
         self._name = name
@@ -132,7 +139,7 @@ class Socket:
         from websockets.exceptions import ConnectionClosed
 
         with self._failures():
-            # A server at its capacity sends an error and closes; its error can still be read.
+            # A server without free capacity sends an error and closes; `recv` can still read this error.
             with suppress(ConnectionClosed):
                 self._connection.send(json.dumps(message))
             answer = self._connection.recv(timeout=self._reach.environment_deadline_s)
@@ -146,7 +153,7 @@ class Socket:
 
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme.replace("ws", "http")]
-        # Given a socket, websockets follows no redirect.
+        # websockets follows no redirect if it is given a connected socket.
         plain = socket.create_connection((parts.hostname, port), timeout=self._reach.environment_deadline_s)
         try:
             opening = connect(
@@ -178,7 +185,7 @@ class Socket:
 
 
 def parse_json(text: bytes | str, name: str) -> Any:
-    """Parse a JSON text. Raises ForeignFailed."""
+    """Parse a JSON text. Raises ForeignFailed if it is not valid JSON; `name` begins the error."""
     try:
         return read_json(text)
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""Converts plain values to text for a model, and reads tools and results in the form of MCP and OpenEnv."""
+"""Writes JSON values as text for a model, and reads the tools and results of MCP and OpenEnv servers."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,10 @@ from task_app.environments.foreign.schemas import tool
 
 
 def render_text(data: Any) -> str:
-    """Write a line for each member of an object: floats with four digits, a matrix in lines by row."""
+    """Write JSON values as text, with one line per member of an object.
+
+    Floats have four significant digits. A list of lists has one line per row.
+    """
     if isinstance(data, Mapping):
         return "\n".join(f"{name}: {_render_value(value)}" for name, value in data.items())
     return _render_value(data)
@@ -37,7 +40,7 @@ def _render_row(data: Any) -> str:
 
 
 class _Tool(StrictReply):
-    """A tool in MCP's form, or in OpenEnv's, which calls the schema `input_schema`."""
+    """A tool as MCP describes it, or as OpenEnv does, which names the schema `input_schema`."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -51,7 +54,7 @@ class _Part(StrictReply):
 
 
 class _Content(StrictReply):
-    """A tool's result in MCP's form."""
+    """A tool's result as MCP describes it."""
 
     content: list[_Part] | None = None
     structuredContent: dict[str, JsonValue] | None = None
@@ -65,7 +68,7 @@ def mcp_tool(described: Any, name: str) -> ToolSpec:
 
 
 def result_text(result: Any, name: str) -> str:
-    """Return the text of a tool's result in MCP's form: its texts, or else its plain value."""
+    """Return the text of a tool's MCP result: its text parts, or else its structured content as text."""
     if not isinstance(result, dict):
         return render_text(result)
     read = typed(_Content, result, f"{name}, the answer to tools/call")
@@ -77,7 +80,7 @@ def result_text(result: Any, name: str) -> str:
 
 
 def typed(kind: type[Model], value: Any, part: str) -> Model:
-    """Read a value with `read_value`. Raises ForeignFailed for an invalid value."""
+    """Validate `value` as an object of `kind`. Raises ForeignFailed, which names `part`, if it is invalid."""
     try:
         return read_value(kind, value, part)
     except ReplyInvalid as exc:

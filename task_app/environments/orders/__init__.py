@@ -1,1 +1,1 @@
-"""A shop's desk: a customer's request is carried out on a small database by tools."""
+"""A shop's desk: the model carries out the requests of customers by tools that change a small database."""

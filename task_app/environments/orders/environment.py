@@ -1,4 +1,7 @@
-"""Requests of a shop's customers as an `Environment`: tools change a database, whose final state counts."""
+"""An `Environment` in which the model carries out requests of a shop's customers.
+
+Its tools change a database. The outcome reward compares the final database with the correct one.
+"""
 
 import hashlib
 import random
@@ -37,7 +40,7 @@ _ROWS_OF_ORDER = 2  # the order's own row, and the stock of its product
 
 
 class OrdersConfig(Body):
-    """Settings of one desk."""
+    """Settings of an `orders` environment."""
 
     requests: int = Field(default=2, ge=1, le=4, description="how many, each of another customer")
     rules: bool = Field(default=True, description="tell the rules of the desk before each prompt")
@@ -45,17 +48,17 @@ class OrdersConfig(Body):
 
 
 class OrdersState(Body):
-    """The database, the correct database, and the customers that were looked up."""
+    """The state of an episode: the database `shop`, the correct database `goal`, and what was done."""
 
     shop: Shop
     goal: Shop
     requests: tuple[Request, ...]
     lookups: tuple[Customer, ...] = ()
-    """Customers, in the order of the prompt."""
+    """Customers that the model has looked up, in the order in which the prompt lists them."""
     best: int = Field(default=0, ge=0)
-    """Largest number of requests that were granted at the same time."""
+    """Largest number of requests that the database fulfilled at one moment of the episode."""
     note: str = Field(default="", max_length=100)
-    """The reason why the last call changed nothing; "" if it changed something."""
+    """Why the last call was refused; "" if it was not."""
     done: bool = False
 
     @model_validator(mode="after")
@@ -76,11 +79,11 @@ class OrdersState(Body):
 
 
 class OrdersEnvironment(ToolEnvironment[OrdersState]):
-    """One desk; equal seeds and calls give equal episodes in every process. Steps use no randomness.
+    """Lets the model work at a shop's desk.
 
-    An env step earns 1 / (2 * requests) for each row that it corrects, and loses as much for each row that
-    it makes wrong. These rewards add up to at most 1. `done` earns another 1 if the whole database is
-    correct.
+    Equal seeds and calls give equal episodes in every process; steps use no randomness. An env step earns
+    1 / (2 * requests) for each database row that it corrects, and loses the same amount for each row that it
+    makes wrong. These rewards add up to at most 1. `done` earns another 1 if the whole database is correct.
     """
 
     name = "orders"
@@ -183,7 +186,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         return self._change(action, shop)
 
     def _find_order(self, action: str, order_id: int, status: Status) -> Order | None:
-        """Return the order if its status is `status`; otherwise refuse the action, and return None."""
+        """Return the order if it exists and has this status; otherwise refuse `action`, and return None."""
         row = self.state.shop.order(order_id)
         if row is not None and row.status == status:
             return row
@@ -192,7 +195,7 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
         return None
 
     def _refuse(self, action: str, note: str) -> str:
-        """Take an env step that changes nothing; the next prompt shows the reason `note`."""
+        """Take an env step that leaves the database as it is; the next prompt shows `note`, the reason."""
         self.run(action, self.state.model_copy(update={"note": note}))
         return note
 
@@ -206,7 +209,10 @@ class OrdersEnvironment(ToolEnvironment[OrdersState]):
 
 
 def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = ()) -> str:
-    """Write a customer's rows: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`; `*` means requested."""
+    """Write a customer's city and orders: `Ann Oslo ; * lamp #4 open 2 ; desk #7 sent 1`.
+
+    A `*` marks an order that one of the `requests` is about.
+    """
     marked = {request.target(shop) for request in requests if request.product}
     rows = [
         f"; {'* ' if order in marked else ''}{order.product} #{order.id} {order.status} {order.count}"
@@ -217,8 +223,11 @@ def customer_text(shop: Shop, customer: Customer, requests: Sequence[Request] = 
 
 
 def database_key(observation: Observation) -> Any:
-    """Return everything that determines the future: the database's digest, the requests, the customers that
-    were looked up, and the number of achievements, which are not rewarded twice."""
+    """Return a state key that contains everything on which the rest of the episode depends.
+
+    It contains the database's digest, the requests, the customers that were looked up, and the number of
+    achievements, because an achievement is rewarded only once.
+    """
     data, achieved = observation.data, sum(observation.achievements_counts.values())
     return [data["digest"], data["requests"], list(data["cities"]), achieved]
 

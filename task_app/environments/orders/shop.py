@@ -1,4 +1,4 @@
-"""The database of a shop, its changes, and the random drawing of shops and requests, as frozen data."""
+"""The database of a shop and the requests of its customers as immutable objects, and how both are drawn."""
 
 import random
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ PRODUCTS: tuple[Product, ...] = Product.__args__  # type: ignore[attr-defined]
 
 
 class Order(Body):
-    """A row of orders. A customer has at most one order of a product."""
+    """A row of the table of orders. A customer has at most one order of each product."""
 
     id: OrderId
     customer: Customer
@@ -30,7 +30,7 @@ class Order(Body):
 
 
 class Shop(Body):
-    """The tables: where customers live, their orders, and the stock of each product."""
+    """The three tables of the database: the customers' cities, their orders, and each product's stock."""
 
     cities: dict[Customer, City]
     orders: tuple[Order, ...]
@@ -49,7 +49,7 @@ class Shop(Body):
         return next((order for order in self.orders if order.id == order_id), None)
 
     def changed(self, order: Order, *, back: int) -> "Shop":
-        """Return the shop with `order` in place of its old row, and `back` more pieces of its product."""
+        """Return a shop in which `order` replaces the row with its id, and `back` is added to the stock."""
         orders = tuple(order if row.id == order.id else row for row in self.orders)
         stock = {**self.stock, order.product: self.stock[order.product] + back}
         return self.model_copy(update={"orders": orders, "stock": stock})
@@ -58,7 +58,7 @@ class Shop(Body):
         return self.model_copy(update={"cities": {**self.cities, customer: city}})
 
     def differing_rows(self, other: "Shop") -> int:
-        """Count the rows of all tables in which the two shops differ."""
+        """Return the number of rows, over all tables, in which the two shops differ."""
         rows = zip(self._rows(), other._rows(), strict=True)
         return sum(own != others for own, others in rows)
 
@@ -67,7 +67,10 @@ class Shop(Body):
 
 
 class Request(Body):
-    """A customer's request: drop the `product`, change its `count`, or move to `city`."""
+    """A customer's request: move to `city`, change the order of `product` to `count`, or drop this order.
+
+    Dropping an order means to cancel it if it is open, and to refund it if it was sent.
+    """
 
     customer: Customer
     product: Product | None = None
@@ -81,12 +84,12 @@ class Request(Body):
         return self
 
     def target(self, shop: Shop) -> Order | None:
-        """Return the order that the request is about."""
+        """Return the order that the request is about; None if there is no such order."""
         key = self.customer, self.product
         return next((order for order in shop.orders if (order.customer, order.product) == key), None)
 
     def granted(self, shop: Shop) -> Shop:
-        """Return the shop after the request; dropping cancels an open order and refunds a sent one."""
+        """Return the shop as it is after the request was carried out."""
         if self.city is not None:
             return shop.moved(self.customer, self.city)
         order = self.target(shop)
@@ -130,7 +133,7 @@ def draw_shop(source: random.Random) -> Shop:
 
 
 def draw_request(source: random.Random, shop: Shop, customer: Customer) -> Request:
-    """Draw a request of the customer that changes the shop."""
+    """Draw a request of the customer; carrying it out always changes the shop."""
     kinds = ["drop", "drop", "count", "move"]  # half of the requests drop an order
     order = source.choice([order for order in shop.orders if order.customer == customer])
     kind = source.choice(kinds if order.status == "open" else ["drop", "drop", "move"])

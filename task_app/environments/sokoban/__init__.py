@@ -1,1 +1,1 @@
-"""Sokoban: push every box onto a goal. Boards are generated, and all of them can be solved."""
+"""The puzzle Sokoban: push every box onto a goal. Boards are generated, and every board can be solved."""

@@ -1,5 +1,6 @@
-"""A board of Sokoban, and the effect of moves. A set of cells is an int: bit y * width + x is a cell.
+"""Boards of Sokoban, and the effect of moves.
 
+A cell is the number y * width + x. A set of cells is an int: bit number c is set if the set contains cell c.
 Boards are written in XSB, the usual notation of Sokoban programs, with `_` for floor:
 
     #######      # wall   @ player   + player on a goal
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 WALL, FLOOR, GOAL, BOX, BOX_ON_GOAL, PLAYER, PLAYER_ON_GOAL = "#_.$*@+"
-# The order in which pushes and ways are tried decides between ways of equal length.
+# Directions are tried in this order, so the order decides which of several equally short paths is found.
 DIRECTIONS = ("up", "down", "left", "right")
 
 
@@ -24,14 +25,14 @@ class Push:
     box: int
     direction: str
     way: tuple[str, ...]
-    """Moves that bring the player behind the box; the push itself is a further move in `direction`."""
+    """Moves that bring the player behind the box. They do not include the push, a move in `direction`."""
     state: "State"
     """The state after the push."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The set of boxes, and the player's cell."""
+    """The set of cells with a box, and the player's cell."""
 
     boxes: int
     player: int
@@ -39,7 +40,10 @@ class State:
 
 @dataclass(frozen=True)
 class Board:
-    """The fixed parts of a square board, whose rim is wall, so that no step leaves it."""
+    """The fixed parts of a square board. The rim consists of walls, so that no move can leave the board.
+
+    `floor` and `goals` are sets of cells; `floor` includes the goals.
+    """
 
     width: int
     floor: int
@@ -47,11 +51,14 @@ class Board:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Map each direction to the number that a step adds to the player's cell number."""
+        """Map each direction to the number that a move in this direction adds to a cell number."""
         return {"up": -self.width, "down": self.width, "left": -1, "right": 1}
 
     def move(self, state: State, direction: str) -> State:
-        """Return the state after a step, which pushes a box in its way; the same state if it is blocked."""
+        """Return the state after the player moves one cell, and pushes the box that stands there, if any.
+
+        A move that is blocked returns `state` itself.
+        """
         stride = self.strides[direction]
         cell = state.player + stride
         if not self.floor >> cell & 1:
@@ -64,7 +71,7 @@ class Board:
         return State(state.boxes ^ (1 << cell | 1 << beyond), cell)
 
     def region(self, state: State) -> int:
-        """Return the cells that the player reaches without a push."""
+        """Return the set of cells that the player can reach without pushing a box."""
         free, width = self.floor & ~state.boxes, self.width
         region, before = 1 << state.player, 0
         while region != before:
@@ -73,7 +80,7 @@ class Board:
         return region
 
     def pushes(self, state: State) -> Iterator[Push]:
-        """Yield all possible pushes: boxes in reading order, then directions in the order of DIRECTIONS."""
+        """Yield all possible pushes, sorted by box in reading order, then by direction as in DIRECTIONS."""
         ways = self._find_ways(state)
         for box in cells(state.boxes):
             for direction in DIRECTIONS:
@@ -85,7 +92,7 @@ class Board:
                     yield Push(box, direction, ways[behind], after)
 
     def _find_ways(self, state: State) -> dict[int, tuple[str, ...]]:
-        """Find a shortest way of moves to every cell that the player reaches without a push."""
+        """Map each cell that the player can reach without a push to the moves of a shortest path to it."""
         free = self.floor & ~state.boxes
         ways: dict[int, tuple[str, ...]] = {state.player: ()}
         frontier = [state.player]
@@ -99,7 +106,7 @@ class Board:
 
 
 def cells(bits: int) -> Iterator[int]:
-    """Yield the cells of a set in reading order."""
+    """Yield the numbers of the cells in the set `bits`, in reading order."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -107,7 +114,7 @@ def cells(bits: int) -> Iterator[int]:
 
 
 def xsb_rows(board: Board, state: State) -> list[str]:
-    """Write the board as text, one string per row."""
+    """Write the board in XSB, one string per row."""
     letters = []
     for cell in range(board.width**2):
         goal = board.goals >> cell & 1
@@ -121,10 +128,10 @@ def xsb_rows(board: Board, state: State) -> list[str]:
 
 
 def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
-    """Read board and state from rows of text.
+    """Read a board and its state from rows in XSB.
 
     Raises ValueError for an unknown letter, a board that is not a square with a rim of walls, more or fewer
-    than one player, and unequal numbers of goals and boxes.
+    than one player, no box, and unequal numbers of goals and boxes.
     """
     text, width = "".join(rows), len(rows)
     if not width or any(len(row) != width for row in rows):
@@ -150,7 +157,8 @@ def read_xsb(rows: Sequence[str]) -> tuple[Board, State]:
 
 Colour = tuple[int, int, int]
 _FLOOR: Colour = (225, 220, 205)
-# Colour of each letter in pictures, and half the side of its square relative to the cell; the rest is floor.
+# For each letter, the colour of its square in pictures, and half the square's side as a share of the cell's
+# side. The rest of the cell has the colour of floor.
 _LOOKS: dict[str, tuple[Colour, float]] = {
     WALL: ((70, 70, 80), 0.5),
     FLOOR: (_FLOOR, 0.5),
@@ -163,7 +171,7 @@ _LOOKS: dict[str, tuple[Colour, float]] = {
 
 
 def picture(rows: Sequence[str], width: int, height: int) -> npt.NDArray[np.uint8]:
-    """Draw a board in XSB as squares, [height, width, 3]."""
+    """Draw the board that `rows` describes in XSB, with one coloured square per cell, [height, width, 3]."""
     y = np.arange(height) * len(rows) / height
     x = np.arange(width) * len(rows[0]) / width
     letters = np.array([list(row) for row in rows])[y.astype(int)[:, None], x.astype(int)]

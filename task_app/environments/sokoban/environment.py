@@ -1,4 +1,7 @@
-"""Sokoban as an `Environment`: boxes on goals are achievements, and an unsolvable board ends the episode."""
+"""Sokoban as an `Environment`.
+
+Boxes on goals are achievements. The episode ends when the board is solved or can no longer be solved.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -29,15 +32,16 @@ PushName = Literal[
     "1-up", "1-down", "1-left", "1-right", "2-up", "2-down", "2-left", "2-right",
     "3-up", "3-down", "3-left", "3-right",
 ]  # fmt: skip
-# Rewards of gym-sokoban (Schrader, 2018) for a step, for a box onto a goal (negated: off it), for the end.
+# Rewards of gym-sokoban (Schrader, 2018): for each step; for pushing a box onto a goal, negated for pushing
+# a box off a goal; for solving the board.
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD = -0.1, 1.0, 10.0
 WALL_SHARE = 0.2  # of a drawn board's cells
-# Every allowed config finds a board within some dozens of draws.
+# With every allowed config, a board is found within some dozens of draws.
 MOST_DRAWS = 10_000
 
 
 class SokobanConfig(Body):
-    """Settings of one Sokoban environment."""
+    """Settings of a `sokoban` environment."""
 
     text: Literal["full", "compact"] = Field(
         default="full",
@@ -60,7 +64,10 @@ class SokobanConfig(Body):
 
 
 class SokobanMoment(Body, allow_inf_nan=False):
-    """A snapshot; `best` is the largest number of boxes on goals while the board was solvable."""
+    """A snapshot of an episode. `rows` is the board in XSB.
+
+    `best` is the largest number of boxes that stood on goals at one time while the board was solvable.
+    """
 
     rows: list[Annotated[str, Field(max_length=9)]] = Field(min_length=6, max_length=9)
     step: int = Field(ge=0, le=MAX_STEPS)
@@ -71,7 +78,7 @@ class SokobanMoment(Body, allow_inf_nan=False):
 
 
 class SokobanEnvironment(OneCallEnvironment):
-    """One episode; equal seeds and calls give equal episodes in every process. Steps use no randomness."""
+    """Plays Sokoban; equal seeds and calls give equal episodes in every process. Steps use no randomness."""
 
     name = "sokoban"
     outcome_definition = "solved: 1 when every box stands on a goal"
@@ -87,7 +94,7 @@ class SokobanEnvironment(OneCallEnvironment):
 
     @property
     def quick_step(self) -> bool:
-        """Whether `reset` or `restore` has searched for all solutions, so that a step only looks them up."""
+        """Whether steps are fast, because `reset` or `restore` has already found all solvable states."""
         return self._board is not None
 
     def move(self, moves: Annotated[list[Direction], Field(min_length=1, max_length=MAX_MOVES)]) -> str:
@@ -130,11 +137,14 @@ class SokobanEnvironment(OneCallEnvironment):
         return float(self._board is not None and self._is_solved())
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """Draw the board, [height, width, 3]. Raises EpisodeOver before the first reset."""
+        """Draw a picture of the board, [height, width, 3]. Raises EpisodeOver before the first reset."""
         return picture(xsb_rows(started(self._board), self._state), width, height)
 
     def snapshot(self) -> bytes:
-        """Return the board and its episode as JSON. Raises EpisodeOver before the first reset."""
+        """Return the board and the progress of the episode as JSON.
+
+        Raises EpisodeOver before the first reset.
+        """
         rows = xsb_rows(started(self._board), self._state)
         moment = SokobanMoment(rows=rows, step=self._step, best=self._best, **self._last)
         return moment.model_dump_json().encode()
@@ -153,7 +163,7 @@ class SokobanEnvironment(OneCallEnvironment):
         return self._observe(moment.reward, no_effect=moment.no_effect, invalid=moment.invalid)
 
     def _walk(self, moves: Sequence[str]) -> bool:
-        """Move in order until the episode ends; return whether it continues."""
+        """Make the moves in order until the episode ends; return whether the episode continues."""
         for direction in moves:
             if self.over() or self._is_cut():
                 break
@@ -165,7 +175,7 @@ class SokobanEnvironment(OneCallEnvironment):
         self._state = board.move(before, direction)
         if self._state.boxes != before.boxes:
             self._stuck = not is_solvable(board, self._state, self._left)
-        if not self._stuck:  # boxes on goals of an unsolvable board are not an achievement
+        if not self._stuck:  # on an unsolvable board, boxes on goals do not count as achievements
             self._best = max(self._best, self._on_goals)
         reward = STEP_REWARD + BOX_REWARD * (self._on_goals - on_goals)
         self._run(direction, reward + SOLVED_REWARD * self._is_solved())
@@ -217,9 +227,10 @@ class SokobanEnvironment(OneCallEnvironment):
 
 
 def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tuple[Board, State]:
-    """Draw a board with sides of `size` cells, and a state with no box on a goal.
+    """Draw a board with sides of `size` cells, and a start state in which no box stands on a goal.
 
-    `pushes` is the range of pushes of a shortest solution; all possible numbers are equally likely.
+    `pushes` is the smallest and the largest allowed number of pushes in a shortest solution. All numbers of
+    this range that are possible on the drawn board are equally likely.
     """
     source = random.Random(seed)
     for _ in range(MOST_DRAWS):
@@ -230,7 +241,7 @@ def generate(seed: int, *, size: int, boxes: int, pushes: tuple[int, int]) -> tu
 
 
 def _draw_board(source: random.Random, size: int, boxes: int) -> Board | None:
-    """Draw walls, and goals in the largest area between them; None if that area is too small."""
+    """Draw walls, and draw goals in the largest connected area; return None if that area is too small."""
     width = size + 2
     inside = [y * width + x for y in range(1, size + 1) for x in range(1, size + 1)]
     rest = sum(1 << cell for cell in inside if source.random() >= WALL_SHARE)
@@ -259,13 +270,16 @@ def _draw_state(source: random.Random, board: Board, pushes: tuple[int, int]) ->
 
 
 def board_key(observation: Observation) -> Any:
-    """Return everything that determines the future, except the number of steps left: walls, goals, boxes,
-    player, and the number of achievements, which are not rewarded twice."""
+    """Return a state key that contains everything on which the rest of the episode depends.
+
+    It contains walls, goals, boxes, the player's cell, and the number of achievements, because an achievement
+    is rewarded only once. It does not contain the number of steps left.
+    """
     return [observation.data["rows"], sum(observation.achievements_counts.values())]
 
 
 def push_key(observation: Observation) -> Any:
-    """Return `board_key` with the cells that the player can reach in place of the player's cell."""
+    """Return the same as `board_key`, except for the player: its cell is replaced by all reachable cells."""
     board, state = read_xsb(observation.data["rows"])
     achieved = sum(observation.achievements_counts.values())
     return [board.width, board.floor, board.goals, *make_key(board, state), achieved]

@@ -1,8 +1,8 @@
-"""The two texts of an observation, as pure functions of `Observation.data`.
+"""Writes an observation as one of two texts, each a pure function of `Observation.data`.
 
-`full` shows the board, and the answer is moves. `compact` is for models with under a million parameters: some
-45 words (5 by 5 cells, 2 boxes) of a small closed vocabulary, and the answer is pushes. It lists the possible
-pushes, but not which are good.
+`full` shows the board; the model answers with moves. `compact` is for models with under a million parameters.
+It consists of about 45 words (5 by 5 cells, 2 boxes) from a small closed vocabulary. It lists all possible
+pushes, good and bad, and the model answers with pushes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +34,10 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
         on0 _ _ # 1 ... box1 to R2 D1 to L1 1-up U2 1-left L1 box2 ...
 
-    First come the cells without the rim, row by row, where a number is a box. Then come the boxes in reading
-    order. Each box has the offset of every goal, and every possible push with the number of free cells.
+    First come the cells without the rim, row by row, in XSB. Instead of XSB's `$` and `*`, a box is a number,
+    with a dot if the box stands on a goal. Then each box follows, in reading order: for each goal, the offset
+    from the box to the goal, such as `to R2 D1`; for each possible push, such as `1-up`, the direction and
+    the distance by which the box can be pushed, such as `U2`.
     """
     board, state = read_xsb(data["rows"])
     words, box_number = [f"on{data['on_goals']}"], 0
@@ -53,7 +55,7 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
 
 def _count_free(board: Board, state: State, push: Push) -> int:
-    """Count the cells that the box can be pushed in that direction."""
+    """Return by how many cells the box can be pushed in the direction of `push`."""
     free, stride, count = board.floor & ~state.boxes, board.strides[push.direction], 1
     while free >> (push.box + (count + 1) * stride) & 1:
         count += 1

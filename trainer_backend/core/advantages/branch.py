@@ -1,4 +1,4 @@
-"""Branch: a decision's return minus the mean return of branches, rollouts that play on from its state."""
+"""Estimator `branch`: a decision's return minus the mean return of rollouts that continue from its state."""
 
 import math
 import random
@@ -26,9 +26,9 @@ class BranchKeys(EstimatorKeys):
     """Keys that set the number of branches."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
-    """branch, train_branches: decisions per episode before which branches start"""
+    """branch, train_branches: number of decisions per episode before which branches start"""
     branch_rollouts: int = Field(default=2, ge=1, le=64)
-    """branch, train_branches: rollouts that start before each of these decisions"""
+    """branch, train_branches: number of branches that start before each of these decisions"""
 
 
 METRICS = (
@@ -43,20 +43,25 @@ METRICS = (
 
 
 def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
-    """Compare a decision's return with the mean return of the branches from the state before it.
+    """Subtract from a decision's return the mean return of the branches that start in the same state.
 
-        A_t = G_t - 1/K * sum_k G^(k)_t        decisions with K >= 1 branches
-        A_t of `stepwise`                      all others
+        A_t = G_t - 1/K * sum_k G^(k)_t        for a decision with K >= 1 branches
+        A_t of `stepwise`                      for any other decision
 
-    G^(k)_t is the discounted return of the k-th branch, in which the same policy plays on from s_t. The
-    policy draws new random numbers. The world does not: a snapshot restores its generator, so branch and
-    episode share its draws until their actions differ, which usually lowers the variance. The baseline may
-    depend on the world's draws, because a_t does not depend on them. The decisions with branches are chosen
-    before they are made (`branch_turns`), so the policy gradient is unbiased (gamma 1, fixed denominators).
-    Branches are trained only with `train_branches` (`core.forks`).
+    G_t is the episode's discounted return from decision t on. G^(k)_t is the discounted return of the k-th
+    branch, a rollout in which the same policy continues from s_t. In a branch, the policy draws new random
+    numbers, but the environment does not, because a branch starts from a snapshot that restores the
+    environment's random generator. Branch and episode therefore share the environment's random draws until
+    their actions differ, which usually lowers the variance. The baseline may depend on these draws, because
+    a_t does not depend on them.
 
-    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. Their
-    advantage is r_t + V(s_{t+1}) - V(s_t). Here it is G_t - V(s_t), because most s_{t+1} have no branches.
+    The decisions that get branches are chosen before they are made (`branch_turns`), so the policy gradient
+    is unbiased at gamma 1 with fixed denominators. Branches are trained only with `train_branches`
+    (`core.forks`).
+
+    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. The
+    advantage of VinePPO is r_t + V(s_{t+1}) - V(s_t). This estimator uses G_t - V(s_t), because no branches
+    start from most states s_{t+1}.
     """
     others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
@@ -81,7 +86,10 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
 def _compare_episode(
     episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
 ) -> tuple[list[float], list[float | None]]:
-    """Return an episode's [T] advantages and [T] baselines; without branches, the given ones."""
+    """Return the [T] advantages and the [T] baselines of one episode.
+
+    A decision without branches keeps its advantage of `others_T` and its baseline of `baselines_T`.
+    """
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -105,7 +113,10 @@ def _compare_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """Return the parts of `stepwise` with `baselines` as its baselines, and the part `branches`."""
+    """Return the parts of `stepwise` with `baselines` as the baselines, and the part `branches`.
+
+    A decision with branches lacks the part `compared`, because its baseline is not made of siblings.
+    """
     compared = [
         [
             None if branches else others
@@ -121,27 +132,28 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-# The rollouts that began just before a decision of one episode, by the decision's turn.
+# The branches of one episode: by a decision's turn, the rollouts that start just before that decision.
 Branches = Mapping[int, Sequence[Rollout]]
 
 
 def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -> tuple[int, ...]:
-    """Draw the turns of an episode that get branches: at most `count`, sorted, all equally likely.
+    """Draw at most `count` turns before which branches of an episode start; return them sorted.
 
-    `seed` alone chooses the turns, from `first` on, before the episode is played: a choice that depended on
-    the episode would bias the gradient. A turn that the episode does not reach costs nothing.
+    All turns from `first` to `max_decisions` are equally likely. Only `seed` decides, because a choice that
+    depended on the episode would bias the gradient. If the episode does not reach a drawn turn, no branches
+    are played there.
     """
     turns = range(first, max_decisions + 1)
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))
 
 
 def branch_group(rollout_id: str, turn: int) -> str:
-    """Return the group id of the branches that start before this turn of a rollout."""
+    """Return the group id of the branches that start just before turn `turn` of a rollout."""
     return f"{rollout_id.replace(':', '.')}/branch-{turn}"
 
 
 def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]]:
-    """Group finished branches by their parent rollout and the turn before which they start."""
+    """Group finished branches by the id of their parent rollout, then by the turn before which they start."""
     found: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in sorted(branches, key=lambda item: item.sibling):
         episode = rollout.trajectory

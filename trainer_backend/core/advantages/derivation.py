@@ -1,10 +1,13 @@
-"""Equations that derive an advantage from its parts: tests check them, users see them with words."""
+"""Equations that derive an estimator's advantages from intermediate values, which are called parts.
+
+Tests check the equations. Users see them with the numbers of a decision and an explanation in words.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Every part that an estimator may report, and its meaning. Equations use no other names.
+# The meaning of each part that an estimator may report. Equations use these names, `reward` and `advantage`.
 PARTS: dict[str, str] = {
     "return": "discounted sum of rewards from here on, as the estimator compares it",
     "score": "score of the whole episode",
@@ -32,7 +35,7 @@ PARTS: dict[str, str] = {
     "step_advantage": "the part of this decision alone, A_S",
     "step_weight": "weight of step_advantage",
 }
-# Words that several estimators share.
+# Explanations that several estimators share.
 SPREAD = "their sample standard deviation, or 1 where it is 0"
 OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
 AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
@@ -53,22 +56,23 @@ Numbers = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """An estimator's derivation of an advantage from the parts of a decision."""
+    """Describes how an estimator's advantage of a decision follows from the parts of that decision."""
 
     equations: tuple[str, ...] = ()
-    """Texts such as "advantage = return - baseline". A right side has names of PARTS, `reward` (r_t), + - * /
-    and parentheses; the last equation gives the advantage."""
+    """Texts such as "advantage = return - baseline". The right side of an equation contains names of PARTS,
+    `reward` (r_t), the operators + - * / and parentheses. The last equation computes the advantage."""
     words: tuple[tuple[str, str], ...] = ()
-    """Pairs of a name and the meaning of its number, such as ("baseline", "mean of {compared} sibling[s]").
-    The value of the part in braces replaces the braces; [s] is dropped if that value is 1. The whole phrase
-    is dropped if the decision lacks the part."""
+    """Pairs of a name and an explanation, such as ("baseline", "mean of {compared} sibling[s]"). The name in
+    braces is a part, and the value of that part replaces the braces. [s] becomes s, or is dropped if the
+    value is 1. The whole explanation is dropped if the decision lacks the part."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
-        """Write each equation whose numbers are all known with its numbers, and say what these mean.
+        """Return each equation with a decision's numbers filled in, and an explanation of the numbers.
 
-        ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
+            ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
-        `numbers` are one decision's parts, `reward` and `advantage`, by name. `show` formats a number.
+        An equation with an unknown number is left out. `numbers` contains one decision's parts, its `reward`
+        and its `advantage`, by name. `show` formats a number.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         phrases = [(name, _phrase(words, known)) for name, words in self.words]
@@ -82,7 +86,7 @@ class Derivation:
         ]
 
 
-# For the first decision of a continuation, whichever estimator credits the later ones (core/forks.py).
+# The derivation for the first decision of a continuation, with any estimator (core/forks.py).
 AT_FORK = Derivation(
     ("advantage = return - baseline",),
     (("baseline", "mean of {continuations} other[s] from the same moment"),),
@@ -90,19 +94,23 @@ AT_FORK = Derivation(
 
 
 def two_levels(steps: Sequence[str], *words: tuple[str, str]) -> Derivation:
-    """Return the derivation of `levels.summed_levels`; the last equation of `steps` gives step_advantage."""
+    """Return the derivation for `levels.summed_levels`, a weighted sum of two advantages.
+
+    `steps` are the equations that derive the decision's own advantage; the last of them computes
+    step_advantage. `words` explains the parts in `steps`.
+    """
     of_episode = "episode_advantage = (score - score_baseline) / score_scale"
     summed = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
     return Derivation((of_episode, *steps, summed), (("score_baseline", "mean of the group"), *words))
 
 
 def substitution(equation: str, number: Callable[[str], str]) -> str:
-    """Replace each name in an equation by the text that `number` returns for it."""
+    """Replace each name in an equation by the text that `number` returns for that name."""
     return _NAME.sub(lambda match: number(match[0]), equation)
 
 
 def _phrase(words: str, known: Mapping[str, float]) -> str:
-    """Fill the numbers into the words; return "" if a number is unknown."""
+    """Fill the known numbers into an explanation; return "" if the explanation needs an unknown number."""
     counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
     if None in counts.values():
         return ""

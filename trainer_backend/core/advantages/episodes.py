@@ -1,8 +1,9 @@
-"""The inputs and outputs of every estimator, and the shared code for one advantage per episode.
+"""The inputs and outputs of every estimator, and shared code of estimators that compare whole episodes.
 
-An estimator takes all episodes of the batch, groups in any order, and its keys. It returns an `Advantages`:
-the [T] advantages of each episode, their parts, and counts. It raises AdvantageError where `siblings` does,
-and if an episode lacks inputs that the estimator needs: state keys, texts, values or branches.
+An estimator gets all episodes of the batch, in any order, and its job keys. It returns an `Advantages`, which
+contains the [T] advantages of each episode, their parts, and counts. It raises AdvantageError in the cases
+that `siblings` lists, and if an episode lacks inputs that the estimator needs: state keys, texts, values or
+branches.
 """
 
 import math
@@ -24,48 +25,56 @@ class EpisodeRewards:
     """The inputs of an estimator for one episode."""
 
     rollout_id: str
-    """Named in errors."""
+    """Id of the rollout; error messages contain it."""
     group_id: str
-    """Equal for siblings: same environment, same start."""
+    """Id of the group. Siblings share it: they have the same environment and the same start."""
     rewards_T: Sequence[float]
     """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
-    """[T] name of the state before each decision; equal names are equal states. This column, and each one
-    down to `branch_returns_T`, is empty or None unless the estimator needs it."""
+    """[T] key of the state before each decision; equal keys mean equal states. This field and the following
+    fields down to `branch_returns_T` are empty or None unless the estimator needs them."""
     texts_T: Sequence[str] = ()
     """[T] text of the observation before each decision."""
     values_T: Sequence[float] = ()
-    """[T] V(s_t) of a critic, in reward units."""
+    """[T] value V(s_t) that a critic predicts, in units of the reward."""
     token_values: ByToken | None = None
-    """V of a critic that was trained by token, at the prediction of each sampled token."""
+    """Values of a critic that was trained per token: for each sampled token, the value at the position that
+    predicts the token."""
     branch_returns_T: Sequence[Sequence[float]] = ()
-    """[T] discounted returns of the branches from before each decision; most decisions have none."""
+    """[T] discounted returns of the branches that start before each decision; empty for most decisions."""
     final_score: float | None = None
-    """Score of the whole episode, if it is not the sum of its rewards."""
+    """Score of the whole episode; None: the sum of its rewards."""
     truncated: bool = False
     """Whether a limit cut the episode short while the policy could have continued."""
     value_after: float | None = None
-    """V of the state after the last decision, if a limit cut the episode short; None: unknown."""
+    """Critic's value of the state after the last decision; None if no limit cut the episode short, or if the
+    value is unknown."""
 
     @property
     def score(self) -> float:
-        """R: final_score, or the sum of the rewards."""
+        """Return the episode's score R: `final_score`, or the sum of the rewards if `final_score` is None."""
         return math.fsum(self.rewards_T) if self.final_score is None else self.final_score
 
     @property
     def score_size(self) -> float:
-        """Return the size to which rounding errors of the score are relative (`shared_schemas.rounding`)."""
+        """Return the magnitude against which rounding errors of the score are judged.
+
+        `shared_schemas.rounding` describes the test.
+        """
         return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 
 class EstimatorKeys(Table):
-    """The key of `[algorithm]` that every estimator may read; classes with more keys inherit from it."""
+    """Base class of the job keys of estimators, with the `[algorithm]` key that all estimators may read."""
 
     gamma: float = Field(default=0.97, ge=0, le=1)
     """discount per decision"""
 
     def for_critic(self) -> Self:
-        """Return the keys with which advantage plus value is the critic's target."""
+        """Return the keys for the critic's targets.
+
+        An advantage that is computed with these keys, plus the value, is the critic's target.
+        """
         return self
 
 
@@ -73,8 +82,9 @@ class ScoreKeys(EstimatorKeys):
     """Keys of estimators that compare whole episodes."""
 
     episode_score: Literal["rewards", "outcome"] = "rewards"
-    """score of a whole episode among siblings: the sum of r_t, or the outcome, which is the score of a reward
-    function if there is one; returns of decisions come from r_t either way"""
+    """score by which whole episodes are compared; rewards: the sum of r_t; outcome: the episode's outcome,
+    which is the score of the job's reward function if it has one. The returns of decisions always come from
+    r_t"""
 
 
 Parts = Mapping[str, Sequence[Sequence[float | None]]]
@@ -83,16 +93,17 @@ Parts = Mapping[str, Sequence[Sequence[float | None]]]
 @dataclass(frozen=True, slots=True)
 class Advantages:
     per_episode: list[list[float]]
-    """For each episode, in the order given, its [T] advantages, in float64."""
+    """[T] advantages of each episode, in float64 and in the order of the given episodes."""
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Counts by metric name (`advantages/...`)."""
     parts: Parts = field(default_factory=dict)
-    """The parts of the advantages, by the names of `derivation.PARTS`, each in the shape of per_episode; None
-    where a decision lacks the part. The estimator's derivation computes the advantages from parts and
-    rewards, to 1e-12 of the largest number. Parts are stored with the rollouts and shown."""
+    """Intermediate values by the names of `derivation.PARTS`. Each has the shape of `per_episode`, with None
+    for a decision that lacks the part. The equations of the estimator's derivation compute the advantages
+    from parts and rewards, up to an error of 1e-12 times the largest number. Parts are stored with the
+    rollouts and shown to users."""
     per_token: list[ByToken] | None = None
-    """Advantages of sampled tokens in the same order, from an estimator that distinguishes them. These are
-    then trained, and per_episode holds the mean of each decision."""
+    """Advantages of the sampled tokens, in the same order, if the estimator distinguishes tokens. Training
+    then uses these advantages, and `per_episode` contains their mean over each decision."""
 
 
 Keys = TypeVar("Keys", bound=EstimatorKeys)
@@ -101,36 +112,37 @@ Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorPlug(Generic[Keys]):
-    """An estimator that a job can name; each file of this folder lists its own in `PLUGS`, by name."""
+    """An estimator that a job can select by name. Each file of this folder lists its own in `PLUGS`."""
 
     compute: Estimator[Keys]
     keys: type[Keys]
-    """The keys that it reads from [algorithm], or from `[algorithm.NAME]` if [algorithm] lacks them."""
+    """Class of the job keys that it reads: from `[algorithm]`, or from `[algorithm.NAME]` if [algorithm] does
+    not define them."""
     derivation: Derivation = field(default_factory=Derivation)
-    """How its advantages follow from their parts; without equations it reports no parts."""
+    """How the advantages follow from their parts. An estimator without equations reports no parts."""
     needs_state_keys: bool = False
-    """Whether decisions must carry the name of their state."""
+    """Whether each decision needs the key of its state."""
     needs_texts: bool = False
-    """Whether decisions must carry the text of their observation."""
+    """Whether each decision needs the text of its observation."""
     needs_values: ValueLevel | None = None
-    """Whether it reads a critic's values by decision or by token; None: it needs no critic."""
+    """Whether the estimator reads a critic's values per decision or per token; None: it needs no critic."""
     needs_branches: bool = False
-    """Whether branches must be played from before some of the decisions."""
+    """Whether some decisions need branches that start before them."""
     divides_by_std: bool = False
-    """Whether it divides by a standard deviation, always or with `fnorm = "std"`."""
+    """Whether the estimator divides by a standard deviation, always or with `fnorm = "std"`."""
     compares_siblings: bool = True
-    """Whether its advantages depend on the groups of the episodes."""
+    """Whether the advantages depend on how episodes are grouped."""
     bias: str = ""
-    """Why its advantages never give the policy gradient; empty if they do at gamma 1 with fixed denominators
-    (DESIGN.md 4.6)."""
+    """Why these advantages always bias the policy gradient; empty if the gradient is unbiased at gamma 1 with
+    fixed denominators (DESIGN.md 4.6)."""
     values: Mapping[str, float | str] = field(default_factory=dict)
-    """Defaults from its paper, by dotted key of the job; the job's own values win."""
+    """Defaults from the estimator's paper, by dotted job key. Values that the job sets take precedence."""
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
-    """Return the indices of the episodes of each group, groups in order of first appearance.
+    """Return, by group id, the indices of the group's episodes, with groups in order of first appearance.
 
-    Raises AdvantageError for an episode without a decision, or with a reward or score that is not finite.
+    Raises AdvantageError if an episode has no decision, or if a reward or a score is not finite.
     """
     groups: dict[str, list[int]] = {}
     for index, episode in enumerate(episodes):
@@ -152,9 +164,10 @@ def refuse_incomplete(
     why: str,
     hint: str | None = None,
 ) -> None:
-    """Refuse an episode whose column has fewer or more entries than decisions.
+    """Raise AdvantageError unless each episode's column has exactly one entry per decision.
 
-    `columns` holds one column per episode. Errors call the entries `what`, and say `why` they are needed.
+    `columns` contains one column per episode. The error message calls the entries `what`, and explains with
+    `why` for what they are needed.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)
@@ -165,9 +178,9 @@ def refuse_incomplete(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Scores that were compared with each other: advantage = (score - baseline) / scale.
+    """The result of comparing scores with each other: advantage = (score - baseline) / scale.
 
-    Without spread, as for a single score, each score is its own baseline, and the scale is 1.
+    If all scores are equal, or if there is only one, each score is its own baseline and the scale is 1.
     """
 
     advantages: Sequence[float]
@@ -176,13 +189,13 @@ class Comparison:
 
 
 class Compare(Protocol):
-    """Compares the [G] scores of a group; `size` is their largest score_size (`shared_schemas.rounding`)."""
+    """Compares the [G] scores of a group; `size` is the largest `score_size` of the group's episodes."""
 
     def __call__(self, scores: Sequence[float], /, *, size: float) -> Comparison: ...
 
 
 def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Advantages:
-    """Compare the scores of each group; all decisions of an episode get the episode's advantage."""
+    """Compare the scores within each group; all decisions of an episode get the same advantage."""
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
     parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}
@@ -213,9 +226,10 @@ METRICS = (
 def group_counts(
     groups: Mapping[str, Sequence[int]], advantages: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Count groups, groups of two or more whose advantages are all 0, and lone episodes.
+    """Count the groups, the groups without spread, and the episodes without siblings.
 
-    `advantages` has a row per episode; it is empty for estimators that compare no siblings.
+    A group without spread has two or more episodes, and all of its advantages are 0. `advantages` has one row
+    per episode; if `advantages` is empty, no group is counted as without spread.
     """
     flat = [
         members

@@ -1,4 +1,4 @@
-"""G2PO: TD errors of decisions, compared within their state and within the group."""
+"""G2PO: compares the TD errors of decisions within their state and within the group."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from trainer_backend.core.advantages.state_graph import (
 
 
 def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
-    """Compare scores of episodes, and TD errors of decisions on the graph of the group's states.
+    """Compare scores of whole episodes, and TD errors of decisions on the graph of the group's states.
 
         A_{i,t} = A_E(i) + w * (A_N(i, t) + A_G(i, t)),     w = step_advantage_w, A_E as in `gigpo`
         V(s)    = mean of G over the group's decisions that were made in s
@@ -23,17 +23,19 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
         A_N     = (d - mean d) / Fnorm,     over the group's decisions in the same state ("node-centric")
         A_G     = (d - mean d) / Fnorm,     over all decisions of the group ("edge-centric")
 
-    G is the return-to-go. A_N shows which decision was best in its state, A_G which decisions of the graph
-    changed the value most. Equal keys of two groups are two states. A_N is 0 in a state with a single
-    decision. If no state after the start repeats, d is 0 except for first decisions. Lone episodes, and
-    values without spread, get 0.
+    G is the return-to-go, and Fnorm is as in `gigpo`. A_N shows which decision was best in its state, and A_G
+    shows which decisions of the graph changed the value most. Decisions of two groups are never in the same
+    state, even if their state keys are equal. A_N is 0 for the only decision in a state. If no state other
+    than start states repeats, d is 0 except for first decisions. Lone episodes get 0, and so do values that
+    are all equal.
 
-    Source: Wang et al., G2PO, arXiv:2606.22995, from its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); its
-    equations were read second hand. Differences of the paper:
-    - only the end is rewarded, and V is discounted one decision further: gamma^(T - j + 1) R;
-    - d has no gamma: V(s') - V(s), with R for V(s') at the end; at gamma 1 the two are equal;
-    - A_N compares V(s') minus a penalty of invalid actions; in one state that is d, with penalties in r;
-    - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
+    Source: Wang et al., G2PO, arXiv:2606.22995, from its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); the
+    paper's equations were read only in other texts. The paper differs as follows:
+    - it rewards only the end of an episode, and discounts V by one more decision: gamma^(T - j + 1) R;
+    - its d is V(s') - V(s), without gamma, where R stands for V(s') at the end; at gamma 1 both are equal;
+    - its A_N compares V(s') minus a penalty for invalid actions, which within one state is the same as
+      comparing d if r contains the penalty;
+    - it adds 1e-6 to the std, and its A_E counts a score once per decision (here: episode_baseline = "step").
     """
     graph = state_graph(episodes, "g2po")
     of_steps_D, parts_D = _compare_steps(episodes, graph, keys)
@@ -44,7 +46,7 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
 def _compare_steps(
     episodes: Sequence[EpisodeRewards], graph: StateGraph, keys: GraphKeys
 ) -> tuple[list[float], Columns]:
-    """Return [D] A_N + A_G and their parts."""
+    """Return the [D] sums A_N + A_G of all decisions of the batch, and their parts."""
     td_parts_D = graph.td_parts(episodes, keys.gamma)
     td_errors_D, sizes_D = td_parts_D["td_error"], graph.td_sizes(return_sizes(episodes, keys.gamma))
     of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, keys.scale, sizes_D)

@@ -1,4 +1,4 @@
-"""GAE: a critic's values instead of siblings."""
+"""GAE: generalised advantages, with a critic's values as baselines instead of siblings' returns."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class LambdaKeys(EstimatorKeys):
-    """Keys of generalised advantages."""
+    """Keys of estimators that compute generalised advantages."""
 
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """gae, gagpo: lambda over decisions; a higher one gives longer returns more weight"""
+    """gae, gagpo: lambda over decisions; a higher lambda gives longer returns more weight"""
 
 
 class GaeKeys(LambdaKeys):
@@ -37,8 +37,8 @@ class GaeKeys(LambdaKeys):
     """gae: lambda of the critic's targets; absent: gae_lambda. At 1 the targets are the returns, so the
     critic does not learn from its own errors (decoupled GAE of VC-PPO, arXiv:2503.01491)"""
     bootstrap_truncated: bool = False
-    """gae: continue an episode that a limit cut short with the critic's value of its last state, instead of
-    ending it there; costs each such episode one token more"""
+    """gae: if a limit cut an episode short, add the critic's value of its last state to the return, instead
+    of 0; this needs one more token from the policy per such episode"""
 
     def for_critic(self) -> Self:
         return self if (own := self.critic_lambda) is None else self.model_copy(update={"gae_lambda": own})
@@ -48,19 +48,20 @@ class GaeTokenKeys(GaeKeys):
     """Keys of `gae_token`."""
 
     gae_token_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae_token: lambda over the tokens of one decision, as gae_lambda over decisions"""
+    """gae_token: lambda between the tokens of one decision; gae_lambda applies between decisions"""
 
 
 def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
-    """Compute generalised advantage estimates over decisions, with V(s_t) of a critic.
+    """Compute generalised advantage estimates over decisions, from a critic's values V(s_t).
 
         A_t     = delta_t + gamma * lambda * A_{t+1},          A_T = 0
         delta_t = r_t + gamma * V(s_{t+1}) - V(s_t),           V(s_T) = 0
 
-    V(s_T) is 0, even if a limit ended the episode: the limit is a rule of the task, and the critic learns its
-    cost. With bootstrap_truncated, V(s_T) of an episode that a limit cut short is `value_after`, the critic's
-    value of its last state. If that is unknown, V(s_T) is 0: no decision could have followed in time.
-    Advantages are not standardised, and groups are not read.
+    V(s_T), the value after the last decision, is 0 even if a limit ended the episode: the limit is a rule of
+    the task, and the critic learns how it lowers the return. With bootstrap_truncated, V(s_T) of an episode
+    that a limit cut short is `value_after`, the critic's value of the episode's last state. If `value_after`
+    is unknown, because the prompt of a further decision did not fit, V(s_T) is 0. Advantages are not
+    standardised, and do not depend on groups.
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
@@ -98,25 +99,29 @@ def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advantages:
-    """Compute `gae` over sampled tokens; gamma and gae_lambda discount per decision, never per token.
+    """Compute `gae` over sampled tokens; gamma and gae_lambda apply once per decision, not per token.
 
-    For token j of n in decision t, `next` is the token sampled after it, in this decision or a later one:
+    For token j of the n tokens of decision t, `next` is the token that was sampled next, in the same decision
+    or in a later one:
 
         A_{t,j}     = delta_{t,j} + c * A_next,                 A_next = 0 after the episode's last token
         delta_{t,j} = r + g * V_next - V_{t,j}
-        inside a decision (j < n - 1)     r = 0     g = 1         c = gae_token_lambda
-        at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
-        after the last of all             V_next as V(s_T) of `gae`
+        inside a decision (j < n - 1)           r = 0     g = 1         c = gae_token_lambda
+        at a decision's last token (j = n - 1)  r = r_t   g = gamma     c = gamma * gae_lambda
+        after the episode's last token          V_next = V(s_T) of `gae`
 
-    Only sampled tokens count, so the length of a prompt or observation changes no advantage. At
-    gae_token_lambda = 1, A_{t,j} is the return of `gae` minus V_{t,j}: long answers get as much credit as
-    short ones. Below 1, tokens of a decision differ by their effect on V. With one discount for both levels,
-    the value of a reward would depend on the length of texts.
+    Only sampled tokens count, so the length of a prompt or observation does not change any advantage. At
+    gae_token_lambda = 1, A_{t,j} is the lambda-return of `gae` minus V_{t,j}, so long answers get as much
+    credit as short ones. Below 1, a token's own effect on V, which is delta_{t,j}, counts more than the
+    effects of later tokens. With a single discount for tokens and decisions, the discount of a reward would
+    depend on the length of texts.
 
-    The advantage of a decision, and its parts, are means over its tokens; `value` is V at the first token.
+    The advantage and the parts of a decision are means over its tokens, except for `value`, which is V at its
+    first token.
 
-    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907. VAGEN's recursion over
-    tokens begins from the turn's advantage; this one begins from the next decision's first token.
+    Source: that of `gae`; separate discounts for tokens and decisions: Verlog; two levels of the recursion:
+    VAGEN, arXiv:2510.16907. VAGEN starts the recursion over a turn's tokens from the advantage of that turn.
+    This code starts it from the advantage of the next decision's first token.
     """
     counts = _counts(episodes, keys)
     of_tokens = [_token_advantages(episode, keys) for episode in episodes]
@@ -128,9 +133,10 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 def _parts_of_tokens(
     episode: EpisodeRewards, of_tokens: ByToken, keys: GaeTokenKeys
 ) -> dict[str, list[float]]:
-    """Return the [T] parts of one episode, by name; a part is the mean over the tokens of a decision.
+    """Return the [T] parts of one episode, by name.
 
-    Later decisions count in token j of n with the weight gae_token_lambda^(n - 1 - j).
+    `td_error` and `later` are means over the tokens of a decision. The advantage of the next decision reaches
+    token j of n with the weight gae_token_lambda^(n - 1 - j).
     """
     carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
@@ -155,7 +161,7 @@ def generalised_advantages(
     gae_lambda: float,
     value_after: float = 0.0,
 ) -> list[float]:
-    """Run the recursion of `gae`; `value_after` is V after the last entry."""
+    """Compute the advantages of one episode as in `gae`; `value_after` is V after the last reward."""
     refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
     advantages = [0.0] * len(rewards)
     advantage, next_value = 0.0, value_after
@@ -172,7 +178,7 @@ def _token_advantages(episode: EpisodeRewards, keys: GaeTokenKeys) -> ByToken:
     rows_T: list[list[float]] = [[] for _ in values]
     advantage, next_value = 0.0, _value_after(episode, keys)
     for t in reversed(range(len(values))):
-        reward, discount, carried = episode.rewards_T[t], gamma, gamma * between  # at the last token
+        reward, discount, carried = episode.rewards_T[t], gamma, gamma * between  # of the last token
         row = [0.0] * len(values[t])
         for j in reversed(range(len(row))):
             value = values[t][j]
@@ -207,7 +213,10 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
 
 
 def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
-    """Return V(s_T): 0, except for a truncated episode that is bootstrapped."""
+    """Return V(s_T).
+
+    V(s_T) is 0, except for a truncated episode with `bootstrap_truncated` and a known `value_after`.
+    """
     is_bootstrapped = keys.bootstrap_truncated and episode.truncated
     return episode.value_after if is_bootstrapped and episode.value_after is not None else 0.0
 
@@ -237,7 +246,7 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
 
 
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Collect each episode's parts into columns over all episodes, by name."""
+    """Convert a list of the parts of each episode into one list per part, over all episodes."""
     return {name: [row[name] for row in parts] for name in (parts[0] if parts else ())}
 
 
@@ -260,10 +269,11 @@ CRITIC_METRICS = (
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
-    """Return the means of V(s_t) and G_t, and the share of the variance of G_t that V explains.
+    """Return the mean of V(s_t), the mean of G_t, and the share of the variance of G_t that V explains.
 
-    The values are those from before the critic learns from these episodes. G_t are returns, not the targets
-    of `gae`, which partly consist of the values themselves.
+    The values were computed before the critic learned from these episodes. G_t is a discounted sum of
+    rewards, not a target of the critic, because targets consist partly of the values themselves. The share is
+    left out if all returns are equal.
     """
     values = [value for episode in episodes for value in episode.values_T]
     returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]

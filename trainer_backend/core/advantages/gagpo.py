@@ -21,24 +21,25 @@ class GagpoKeys(LambdaKeys, StateKeys):
 
 
 def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
-    """Compute `gae` with mean returns of states as values, relative to the group.
+    """Compute `gae` with the mean return of a state as its value, normalised over the group.
 
         A_{i,t} = (B_{i,t} - mean B) / Fnorm,       over all decisions of the group
         B_{i,t} = d_{i,t} + gamma * lambda * B_{i,t+1},                  B = 0 after the last decision
         d_{i,t} = r_{i,t} + gamma * V(s_{i,t+1}) - V(s_{i,t}),           V = 0 after the last decision
         V(s)    = mean of G over the group's decisions that were made in s
 
-    G is the return-to-go. At lambda 1, B is G - V, the step's advantage of `gigpo` with fnorm "one". Below 1,
-    the other episodes' returns from the next state count too. No score of a whole episode is added. Equal
-    keys of two groups are two states. If no state after the start repeats, d is 0 except at first decisions,
-    for every lambda. Lone episodes, and groups without spread, get 0.
+    G is the return-to-go, lambda is gae_lambda, and Fnorm is as in `gigpo`. At lambda 1, B is G - V, which is
+    A_S of `gigpo` with fnorm "one". Below 1, B also depends on the returns of other episodes from the next
+    state. No score of a whole episode is added. Decisions of two groups are never in the same state, even if
+    their state keys are equal. If no state other than start states repeats, d is 0 except for first
+    decisions, for every lambda. Lone episodes get 0, and so do groups without spread.
 
-    Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
-    text nor its authors' code was found. We read "group-wise normalisation" as one over all decisions of the
-    group (one task), not over the decisions of one state. Differences of the paper:
-    - only the end is rewarded;
+    Source: Zhu et al., GAGPO, arXiv:2605.13217. Only its abstract and summaries were read: neither its text
+    nor its authors' code was found. We read "group-wise normalisation" as normalisation over all decisions of
+    the group (one task), not over the decisions of one state. The paper differs as follows:
+    - it rewards only the end of an episode;
     - it may add an epsilon to the std; this code adds none;
-    - its ratio over whole actions is algorithm.ratio_level = "decision", which the job sets.
+    - its ratio over whole actions is algorithm.ratio_level = "decision", which the job must set.
     """
     graph = state_graph(episodes, "gagpo")
     td_parts_D = graph.td_parts(episodes, keys.gamma)

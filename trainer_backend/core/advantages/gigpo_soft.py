@@ -1,4 +1,4 @@
-"""GiGPO with a soft match: decisions in similar states are compared too, weighted by similarity."""
+"""GiGPO with soft matching: decisions in similar states are compared too, weighted by similarity."""
 
 import math
 import re
@@ -25,7 +25,7 @@ from trainer_backend.core.metric import Metric, Row
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
-_MOST_TERMS = 1024  # only the most frequent terms of a group count, to bound the time for long texts
+_MOST_TERMS = 1024  # only the most frequent terms of a group are used, to bound the time for long texts
 _ROWS = 1024  # number of texts whose similarities to all others are in memory at once
 
 
@@ -33,7 +33,8 @@ class SoftKeys(AdditiveKeys):
     """Keys of `gigpo_soft`."""
 
     similarity_temperature: float = Field(default=0.1, ge=0)
-    """gigpo_soft: how far the observations of compared decisions may differ; 0: only equal ones count"""
+    """gigpo_soft: a higher temperature gives decisions with less similar observations more weight in a
+    baseline; 0: only equal observations count"""
 
 
 METRICS = (
@@ -45,23 +46,27 @@ METRICS = (
 
 
 def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages:
-    """Compute `gigpo_additive` with Fnorm 1 and a baseline weighted by the similarity of states.
+    """Compute `gigpo_additive` with Fnorm 1 and with baselines that weight decisions by similarity of states.
 
         A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
         A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, also d
         k(d, e) = exp((cos(x_d, x_e) - 1) / similarity_temperature)
         x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
 
-    G is the return-to-go. x_d describes the observation's text by terms: runs of letters, digits and _, in
-    lower case. tf counts a term in the text, df the decisions with the term among the group's D; only the
-    group's 1,024 most frequent terms count. At similarity_temperature 0, k is 1 for equal texts and 0 for
-    others, so A_S is that of `gigpo` with texts as state keys. A higher temperature moves the baseline
-    towards the group's mean. A lone episode gets 0. `compared` is the effective number of other decisions:
-    1 / sum of squared shares, minus 1.
+    d is decision t of episode i, R_i is the score of an episode, and G_d is the return-to-go of a decision.
+    k(d, e) is the similarity of two decisions. x_d is the TF-IDF vector of the text that the policy observed
+    before decision d. Terms are runs of letters, digits and _, in lower case, and only the group's 1,024 most
+    frequent terms are used. tf is the number of times that a term occurs in the text, D is the number of
+    decisions of the group, and df is the number of these decisions whose text contains the term.
 
-    Source: Fang et al., ProxMO, arXiv:2602.19225, from its authors' code (GithubX-F/ProxMO-RL,
-    proxmo/core_proxmo.py), its soft aggregation. Differences here:
-    - ProxMO also weighs A_E by the success rate; this needs scores of 0 and 1, and is left out;
+    At similarity_temperature 0, k is 1 for equal texts and 0 for different texts, so A_S is that of `gigpo`
+    with fnorm "one" and with texts as state keys. A higher temperature moves the baseline towards the group's
+    mean. A lone episode gets 0. The part `compared` is the effective number of other decisions in the
+    baseline: 1 / (sum of the squared shares of the weights), minus 1.
+
+    Source: Fang et al., ProxMO, arXiv:2602.19225: its soft aggregation, from its authors' code
+    (GithubX-F/ProxMO-RL, proxmo/core_proxmo.py). Differences here:
+    - ProxMO also weights A_E by the success rate, which requires scores of 0 and 1; this weight is left out;
     - df is counted per group, not per batch, so that groups do not affect each other's credit;
     - terms of one character count, because in a game's compact text they are numbers.
     """
@@ -86,7 +91,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
 def _soft_baselines(
     graph: StateGraph, texts_D: Sequence[str], returns_D: Sequence[float], temperature: float
 ) -> dict[str, list[float]]:
-    """Return the [D] parts `baseline` and `compared`, the effective number of other decisions."""
+    """Return the [D] parts `baseline` and `compared`, which is the effective number of other decisions."""
     baselines_D, compared_D = list(returns_D), [0.0] * len(returns_D)
     for group in graph.groups:
         decisions: dict[str, list[int]] = {}
@@ -105,9 +110,10 @@ def _soft_baselines(
 def _soft_means(
     texts: Sequence[str], counts_U: Matrix, sums_U: Matrix, temperature: float
 ) -> tuple[Matrix, Matrix]:
-    """Compute for U distinct texts the mean weighted by similarity, and the effective number of others.
+    """Return, for U distinct texts, the similarity-weighted mean return and the effective number of others.
 
-    `counts_U` is the number of decisions with each text, `sums_U` the sum of their returns.
+    `counts_U` contains the number of decisions with each text, and `sums_U` the sum of their returns.
+    "Others" are the decisions that a mean contains in addition to the decision itself.
     """
     if temperature == 0.0:
         return sums_U / counts_U, counts_U - 1.0
@@ -116,7 +122,7 @@ def _soft_means(
     for first in range(0, len(texts), _ROWS):
         cosines = vectors[first : first + _ROWS] @ vectors.T
         own = np.arange(len(cosines))
-        cosines[own, first + own] = 1.0  # also for a text without terms
+        cosines[own, first + own] = 1.0  # also for a text without terms, whose vector is 0
         kernel = np.exp((np.minimum(cosines, 1.0) - 1.0) / temperature)
         total = kernel @ counts_U
         means.append((kernel @ sums_U) / total)
@@ -125,7 +131,10 @@ def _soft_means(
 
 
 def _vectors(texts: Sequence[str], counts_U: Matrix) -> NDArray[Any]:
-    """Return [U, terms] vectors of length 1, or 0 for a text without terms."""
+    """Return the [U, terms] TF-IDF vectors of the texts, scaled to length 1.
+
+    The vector of a text without terms is 0.
+    """
     terms_U = [Counter(_TERM.findall(text.lower())) for text in texts]
     frequency, documents = Counter[str](), Counter[str]()
     for terms, count in zip(terms_U, counts_U, strict=True):

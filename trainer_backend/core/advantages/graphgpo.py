@@ -1,4 +1,4 @@
-"""GraphGPO: compares the decisions of a state by their distance to the goal afterwards."""
+"""GraphGPO: compares the decisions made in a state by the distance to the goal after each of them."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -17,9 +17,9 @@ class GraphgpoKeys(GraphKeys):
     """Keys of `graphgpo`."""
 
     distance_discount: float = Field(default=0.1, gt=0, lt=1)
-    """graphgpo: discount for each decision between a state and the goal"""
+    """graphgpo: discount per decision on the path from a state to the goal"""
     goal_score: float | None = None
-    """graphgpo: least score of an episode that reached the goal; absent: the group's best"""
+    """graphgpo: least score of an episode that reached the goal; absent: the best score of its group"""
 
 
 METRICS = (
@@ -37,25 +37,30 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         A_{i,t} = A_E(i) + w * A_S(i, t),       w = step_advantage_w, A_E as in `gigpo`
         A_S     = (C - mean C) / Fnorm,         over the group's decisions in the same state
         C_{i,t} = distance_discount^D(s_{i,t+1})
-        D(s)    = 1 + min D(s') over the states s' that a decision of the group led to from s
+        D(s)    = 1 + min D(s') over the states s' to which decisions of the group led from s
 
-    An episode reached the goal if its score is at least goal_score; without that key, if its score is the
-    group's best and scores differ. The goal, D = 0, follows the last decision of such an episode. A state
-    without a path to the goal, and the end of an episode that missed it, are one decision farther than the
-    farthest state with a path. If a limit cut short an episode that missed the goal, it is unknown where its
-    last decision led: that decision has A_S = 0 and is not compared.
+    D is the distance from a state to the goal, and C is the closeness to the goal after a decision. An
+    episode reached the goal if its score is at least goal_score. Without that key, an episode reached the
+    goal if its score is the best of the group and the group's scores differ. The last decision of such an
+    episode leads to the goal, where D = 0. For a state without a path to the goal, and for the end of an
+    episode that missed it, D is 1 more than the largest D of a state with a path. If a limit cut short an
+    episode that missed the goal, the state after its last decision is unknown, so this decision is not
+    compared and has A_S = 0.
 
-    Rewards only decide which episodes reached the goal, so a good decision of a failed episode gets as much
-    credit as in the best episode. A_S is 0 in a state with a single decision, in a group without a goal, for
-    a lone episode, and without spread. A distance is a number of decisions, so all decisions cost the same.
-    Metrics count the groups that reached the goal, and the share of decisions with a path to it.
+    A_S uses rewards only to decide which episodes reached the goal. A good decision of a failed episode
+    therefore gets as much A_S as in the best episode. A_S is 0 for the only decision in a state, in a group
+    that did not reach the goal, for a lone episode, and where all compared numbers are equal. A distance is a
+    number of decisions, so all decisions cost the same. Metrics count the groups that reached the goal, and
+    contain the share of decisions from whose state a path leads to the goal.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, from a copy of its authors' code (verl-agent,
-    recipe/GraphGPO/core_graph.py); its equations were read second hand. Differences of the paper:
-    - the environment reports success, which scales C by 10; a std removes the factor;
-    - its equation has C = 10 omega^(D + 1), its code 10 omega^D, as here;
-    - the last decision of a failed episode leads to the observation after it, which is not stored here;
-    - 1e-6 is added to the std; A_E counts a score once for each decision (here: episode_baseline = "step").
+    recipe/GraphGPO/core_graph.py); the paper's equations were read only in other texts. The paper differs as
+    follows:
+    - its environment reports success, and C has an additional factor 10, which division by a std removes;
+    - its equation is C = 10 omega^(D + 1), where omega is distance_discount; its code has 10 omega^D, as
+      here;
+    - the last decision of its failed episodes leads to the observation after it, which is not stored here;
+    - it adds 1e-6 to the std, and its A_E counts a score once per decision (here: episode_baseline = "step").
     """
     groups = siblings(episodes)
     graph = state_graph(episodes, "graphgpo")
@@ -93,7 +98,8 @@ def _compare_steps(
 ) -> tuple[list[float], Columns, int]:
     """Return [D] A_S, its parts, and the number of decisions with a path to the goal.
 
-    `goals` are the decisions that led to the goal. Where the decisions of `unknown` led is not known.
+    `goals` contains the decisions that led to the goal, `unknown` the decisions after which the state is
+    unknown.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)
@@ -123,7 +129,10 @@ def _compare_steps(
 def _distances(
     graph: StateGraph, state_D: Sequence[int], group: Sequence[int], goals: Set[int]
 ) -> dict[int, float]:
-    """Count decisions from the states of a group to the goal, by backward breadth-first search."""
+    """Return, by state, the number of decisions from the state to the goal.
+
+    A backward breadth-first search finds the distances. States without a path to the goal have no entry.
+    """
     before: dict[int, list[int]] = {}
     for d in group:
         after = graph.next_D[d]

@@ -1,4 +1,4 @@
-"""GRPO: compares the score of a whole episode with those of its siblings."""
+"""GRPO: compares the score of a whole episode with the scores of its siblings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +19,23 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Compute group-relative advantages of whole episodes, scaled by the group's spread.
 
         A_{i,t} = (R_i - mean_j R_j) / std_j R_j      for every decision t of episode i
-        R_i     = sum_t r_{i,t}
+        R_i     = sum_t r_{i,t}                       (or the outcome, as episode_score says)
 
-    The mean includes episode i; the std is the sample std (G - 1). A group without spread and an episode
-    without siblings have advantage 0. No epsilon is added to the std, so the unit of the rewards does not
-    matter. gamma is not used: a score is a plain sum.
+    Mean and std are taken over the G episodes of the group, including episode i. The std is the sample std,
+    with the divisor G - 1. The advantage is 0 in a group whose scores are all equal, and for an episode
+    without siblings. No epsilon is added to the std, so the unit of the rewards does not matter. gamma is not
+    used, because a score is an undiscounted sum.
 
-    Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
-    verl adds 1e-6 to the std, and gives an episode without siblings its raw score.
+    Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases). verl
+    adds 1e-6 to the std, and gives an episode without siblings its raw score.
     """
     return against_siblings(episodes, partial(relative, scale=standardised))
 
 
 def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Compute group-relative advantages of whole episodes, not scaled: A_{i,t} = R_i - mean_j R_j.
+    """Compute group-relative advantages of whole episodes without scaling: A_{i,t} = R_i - mean_j R_j.
 
-    The name `dr_grpo` in `PLUGS` adds the paper's constant denominator as a default (training.aggregation =
+    Under the name `dr_grpo`, the paper's constant denominator is the default as well (training.aggregation =
     "constant").
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.

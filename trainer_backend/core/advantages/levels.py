@@ -1,4 +1,4 @@
-"""Adds two levels of credit, that of whole episodes and that of decisions, as a weighted sum."""
+"""Weighted sums of two levels of credit: an advantage of the whole episode and one of the decision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,35 +23,38 @@ Number = TypeVar("Number", float, float | None)
 
 
 class StateKeys(EstimatorKeys):
-    """Keys of estimators that compare the decisions of a state."""
+    """Keys of estimators that compare decisions made in the same state."""
 
     state_hashing_function: str = "default"
-    """gigpo, g2po, graphgpo, gagpo: the state key that identifies equal states (docs/configuration.md)"""
+    """gigpo, g2po, graphgpo, gagpo: name of the state key; states with equal keys count as equal
+    (docs/configuration.md)"""
     fnorm: Literal["std", "one"] = "std"
-    """gigpo, g2po, graphgpo, gagpo: divisor of deviations from a mean: their sample std, or one"""
+    """gigpo, g2po, graphgpo, gagpo: divisor of the differences from a mean; std: their sample standard
+    deviation; one: 1"""
 
     @property
     def scale(self) -> Scale:
-        """Return the divisor that fnorm names."""
+        """Return the function that computes the divisor for `fnorm`."""
         return SCALES[self.fnorm]
 
 
 class LevelKeys(ScoreKeys):
-    """Keys of estimators that add the credit of a decision to that of its episode."""
+    """Keys of estimators that add a decision's own advantage to the advantage of its episode."""
 
     episode_baseline: Literal["trajectory", "step"] = "trajectory"
-    """gigpo, gigpo_soft, g2po, graphgpo: a score counts once in its group's mean; step: once per decision"""
+    """gigpo, gigpo_soft, g2po, graphgpo: how often an episode's score counts in its group's mean and std;
+    trajectory: once; step: once per decision of the episode"""
 
 
 class AdditiveKeys(LevelKeys):
-    """Keys of estimators that add both credits, with weight 1 for the episode's."""
+    """Keys of estimators in whose sum the episode's advantage has the weight 1."""
 
     step_advantage_w: float = Field(default=1.0, ge=0)
     """gigpo_additive, gigpo_soft, g2po, graphgpo: weight of the step's advantage"""
 
 
 class GraphKeys(AdditiveKeys, StateKeys):
-    """Keys of estimators with two levels on the graph of a group's states."""
+    """Keys of estimators that compute a decision's own advantage on the graph of the group's states."""
 
 
 def summed_levels(
@@ -64,12 +67,15 @@ def summed_levels(
     weights: tuple[float, float],
     scale: Scale = unscaled,
 ) -> Advantages:
-    """Compute A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), and the parts.
+    """Compute A_{i,t} = weights[0] * A_E(i) + weights[1] * A_S(i, t), and the parts of the sum.
 
-        A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
+        A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over all episodes j of the group
 
-    `of_steps_D` are A_S of all decisions, episode after episode, and `parts_D` the parts of A_S; `met` are
-    metrics of repeated states; `scale` is the Fnorm of the scores.
+    Args:
+        of_steps_D: A_S of all decisions, episode after episode.
+        parts_D: the parts of A_S, in the same order.
+        met: metrics of repeated states, which are added to the diagnostics.
+        scale: computes Fnorm from the differences R_i - mean_j R_j.
     """
     groups = siblings(episodes)
     of_episodes = _compare_episodes(episodes, groups, keys.episode_baseline, scale)
@@ -103,7 +109,7 @@ def by_episode(values_D: Sequence[Number], episodes: Sequence[EpisodeRewards]) -
 def _compare_episodes(
     episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
 ) -> list[dict[str, float]]:
-    """Return A_E of each episode with its parts."""
+    """Return, for each episode, A_E and its parts by name; `baseline` is the key `episode_baseline`."""
     rows: list[dict[str, float]] = [{}] * len(episodes)
     for members in groups.values():
         scores_G = [episodes[index].score for index in members]
@@ -137,7 +143,7 @@ METRICS = (
 def _agreement(
     of_episodes: Sequence[Mapping[str, float]], of_steps: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Compute the mean sizes of A_E and A_S, and how often their signs agree if neither is 0."""
+    """Compute metrics: the sizes of A_E and A_S, and how often their signs agree where neither is 0."""
     sizes = [
         abs(own["episode_advantage"]) * len(row_T) for own, row_T in zip(of_episodes, of_steps, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""REINFORCE++: compares returns with the whole batch instead of siblings."""
+"""REINFORCE++: compares decisions and episodes with the whole batch, not only with their siblings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
         A_{i,t} = (G_{i,t} - mean G) / std G
 
-    Each decision counts once in mean and sample std. Other code counts each token, so that long answers count
-    more. A batch without spread has advantage 0. Groups are not compared: worlds of different difficulty
-    share one baseline.
+    G is the return-to-go. Each decision counts once in the mean and in the sample std. Other implementations
+    count each token, so that long answers count more. If all returns of the batch are equal, all advantages
+    are 0. Groups do not matter: tasks of different difficulty have the same baseline.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions instead of tokens; the KL
     term of its reward is training.kl_reward_coef.
@@ -46,16 +46,16 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
 
 def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Subtract the group's mean from scores, then standardise over all decisions of the batch.
+    """Subtract the group's mean from each score, then standardise over all decisions of the batch.
 
-        A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
+        A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over all episodes j of the group
 
     gamma is not used. A lone episode has B = 0, so its advantage is -mean B / std B.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """
     centred = against_siblings(episodes, partial(relative, scale=unscaled))
-    # Groups without spread are 0 already; any other group gives the batch a spread.
+    # In groups without spread all differences are exactly 0, so what is not 0 is no rounding error.
     size = largest(value for row_T in centred.per_episode for value in row_T)
     found, baseline = _standardise_batch(episodes, centred.per_episode, size=size)
     return replace(found, parts={**centred.parts, **found.parts, "batch_baseline": baseline})
@@ -64,7 +64,10 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -
 def _standardise_batch(
     episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]], *, size: float
 ) -> tuple[Advantages, list[list[float]]]:
-    """Return the advantages, with the part `scale`, and each decision's baseline; `size` as in `relative`."""
+    """Return the standardised values as advantages with the part `scale`, and each decision's baseline.
+
+    `values` contains one number for each decision of each episode. `size` is the `size` of `relative`.
+    """
     compared = relative([value for row_T in values for value in row_T], standardised, size=size)
     of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]

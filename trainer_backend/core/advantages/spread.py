@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from shared_schemas.rounding import has_spread, is_rounding, largest
 from trainer_backend.core.advantages.episodes import Comparison, EpisodeRewards, siblings
 
-# Given the deviations of values from their mean, returns the divisor of these deviations.
+# Computes the divisor of deviations from a mean. The argument is all of these deviations.
 Scale = Callable[[Sequence[float]], float]
 
 
 def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Comparison:
-    """Compute the scaled deviations of scores from their mean; all are 0 for equal scores or a single one.
+    """Compute the deviation of each score from the mean, divided by what `scale` returns for the deviations.
 
-    `fsum` makes the result independent of the order. `size` as in `shared_schemas.rounding.has_spread`.
+    All results are 0 if there is only one score, or if the scores are equal up to rounding. `size` is
+    explained in `shared_schemas.rounding.has_spread`. The mean does not depend on the order of the scores.
     """
     if not has_spread(scores, size=size):
         return Comparison([0.0] * len(scores), scores)
@@ -24,9 +25,10 @@ def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Compariso
 
 
 def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
-    """Subtract from each score the mean of the others; all are 0 for equal scores (up to rounding) or one.
+    """Subtract from each score the mean of the other scores.
 
-    `size` as in `relative`.
+    All results are 0 if there is only one score, or if the scores are equal up to rounding. `size` is that of
+    `relative`.
     """
     if not has_spread(scores, size=size):
         return Comparison([0.0] * len(scores), scores)
@@ -38,12 +40,15 @@ def leave_one_out(scores: Sequence[float], *, size: float) -> Comparison:
 
 
 def unscaled(deviations: Sequence[float]) -> float:
-    """Return 1: deviations are not scaled."""
+    """Return the divisor 1, which leaves deviations as they are."""
     return 1.0
 
 
 def standardised(deviations: Sequence[float]) -> float:
-    """Return the sample std (n - 1), without epsilon, so that the unit of the scores does not matter."""
+    """Return the sample standard deviation, with the divisor n - 1.
+
+    No epsilon is added, so the unit of the scores does not matter.
+    """
     # hypot, because squares of tiny rewards underflow to 0.
     return math.hypot(*deviations) / math.sqrt(len(deviations) - 1)
 
@@ -54,13 +59,15 @@ SCALES: dict[str, Scale] = {"std": standardised, "one": unscaled}
 def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequence[float]]) -> list[str]:
     """Return the ids of the groups whose advantages are all 0, in order of first appearance.
 
-    The advantages decide, not the scores: equal scores that were earned at different decisions have spread
-    for `stepwise` and none for `grpo`. "0" means up to rounding (`shared_schemas.rounding`), because a mean
-    of equal floats can differ from them in the last bit. Rounding is relative to the batch's largest
-    advantage, or, if that is larger, to the group's largest score or sum of |r_t|, which counts as at most 1,
-    since advantages may be in standard deviations. `advantages` are by decision or by token.
+    Advantages decide, not scores: episodes with equal scores that were earned at different decisions have
+    advantages other than 0 with `stepwise`, but not with `grpo`. An advantage counts as 0 if it may be a
+    rounding error (`shared_schemas.rounding`), because a mean of equal floats can differ from them in the
+    last bit. Rounding errors are judged against the larger of two magnitudes. One is the batch's largest
+    advantage. The other is the group's largest score or sum of |r_t|, but at most 1, because advantages may
+    be in standard deviations. `advantages` has one row per episode, with a number per decision or per token.
 
-    Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
+    Source: skipping flat groups is the dynamic sampling of DAPO, arXiv:2503.14476, section 3.2; for the bias
+    that it causes, see DESIGN.md 4.6.
     """
     flat = []
     of_batch = largest(value for row in advantages for value in row)

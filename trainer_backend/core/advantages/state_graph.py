@@ -1,6 +1,6 @@
 """The graph of a group's states: nodes are states in which decisions were made, edges are decisions.
 
-Decisions are numbered over the batch, episode after episode: [D].
+A decision is identified by its index in [D], the list of all decisions of the batch, episode after episode.
 """
 
 import math
@@ -13,29 +13,30 @@ from trainer_backend.core.advantages.spread import Scale, relative
 from trainer_backend.core.metric import Metric, Row
 from trainer_backend.core.rewards import discounted_returns, discounted_sizes
 
-# [D] numbers of all decisions of the batch, by the name of the part; None if a decision lacks the part.
+# By the name of a part, its [D] values for all decisions of the batch; None if a decision lacks the part.
 Columns = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class StateGraph:
-    """The graphs of all groups of a batch. Equal keys of two groups are two states.
+    """Contains the state graphs of all groups of a batch.
 
-    Each decision of a lone episode is a state of its own, because there are no siblings to compare with.
+    Decisions of two groups are never in the same state, even if their state keys are equal. In a lone
+    episode, each decision has a state of its own, because there are no siblings to compare with.
     """
 
     anchors: Sequence[Sequence[int]]
-    """[S] the decisions made in each state."""
+    """For each state, the indices of the decisions that were made in it."""
     next_D: Sequence[int | None]
-    """The next decision of the episode; None after the last."""
+    """[D] index of the episode's next decision; None for the last decision of an episode."""
     starts: Set[int]
-    """The first decision of each episode."""
+    """Index of the first decision of each episode."""
     groups: Sequence[Sequence[int]]
-    """The decisions of each group of two episodes or more."""
+    """For each group of two episodes or more, the indices of its decisions."""
 
     @property
     def state_D(self) -> list[int]:
-        """Return the state of each decision, as an index of `anchors`."""
+        """Return the [D] state of each decision, as an index of `anchors`."""
         state_D = [0] * len(self.next_D)
         for state, anchor in enumerate(self.anchors):
             for d in anchor:
@@ -44,27 +45,27 @@ class StateGraph:
 
     @property
     def others_D(self) -> list[float]:
-        """Number of other decisions in the same state."""
+        """Return, for each decision, the number of other decisions in the same state."""
         return [len(self.anchors[state]) - 1.0 for state in self.state_D]
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Return the metrics of `anchor_sizes`."""
+        """Return the metrics of `anchor_sizes` for this graph."""
         return anchor_sizes(self.anchors, self.starts)
 
     def relative(
         self, values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Compare each of [D] values with all values of its group, as `relative_at` does within a state."""
+        """Compare each of the [D] values with all values of its group; return [D] advantages and parts."""
         advantages_D, parts_D = relative_at(self.groups, values_D, scale, sizes_D)
         return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
-        """Return for each decision [D] the mean of its state's decisions, exactly equal in any order."""
+        """Return, for each decision, the mean value of the decisions in its state, whatever their order."""
         return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
 
     def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:
-        """Return for each decision [D] the values of its state's decisions, reduced to one number."""
+        """Return, for each decision, one number: `reduce` of the values of all decisions in its state."""
         reduced_D = [0.0] * len(values_D)
         for anchor in self.anchors:
             number = reduce([values_D[d] for d in anchor])
@@ -73,16 +74,22 @@ class StateGraph:
         return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
-        """Return [D] sizes to which rounding errors of TD errors are relative, given the returns' sizes."""
+        """Return the [D] magnitudes against which rounding errors of TD errors are judged.
+
+        `sizes_D` contains the same magnitudes for the returns.
+        """
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
 
     def after(self, values_D: Sequence[float]) -> list[float]:
-        """Return for each decision [D] the value of the next one; 0 after the last of an episode."""
+        """Return, for each decision, the value of the episode's next decision, or 0 if it is the last one."""
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
     def td_parts(self, episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, list[float]]:
-        """Compute the [D] TD errors r + gamma * V(s') - V(s) and their parts; V is a state's mean return."""
+        """Compute the [D] TD errors r + gamma * V(s') - V(s) and their parts.
+
+        V(s) is the mean return of the decisions that were made in the state s.
+        """
         values_D = self.means(returns_to_go(episodes, gamma))
         next_D = self.after(values_D)
         rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
@@ -98,10 +105,11 @@ class StateGraph:
 
 
 def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
-    """Build the graph of the batch from the episodes' state keys; errors name the estimator `reader`."""
+    """Build the graphs of the batch from the episodes' state keys; errors name the estimator `reader`."""
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
-    decisions, next_D = list[range](), list[int | None]()  # of each episode, and the next of each decision
+    # The indices of each episode's decisions, and for each decision the index of the next one.
+    decisions, next_D = list[range](), list[int | None]()
     for episode in episodes:
         first, end = len(next_D), len(next_D) + len(episode.rewards_T)
         decisions.append(range(first, end))
@@ -118,7 +126,10 @@ def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
 
 
 def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int]]:
-    """Return lists of the decisions that share their group, state, and the `depth` states before it."""
+    """Return lists of decisions with the same group, the same state, and the same `depth` states before it.
+
+    A decision with fewer than `depth` earlier states is in no list.
+    """
     groups: dict[str, dict[object, list[int]]] = {}
     start = 0
     for episode in episodes:
@@ -133,9 +144,10 @@ def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int
 def relative_at(
     anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Compare each of [D] values with the values in the same state; return [D] advantages and parts.
+    """Compare each of the [D] values with the values in the same state; return [D] advantages and parts.
 
-    A state's only decision is its own baseline. `sizes_D` has for each value the `size` of `relative`.
+    `anchors` contains the decisions of each state. A decision that is alone in its state is its own baseline,
+    so its advantage is 0. `sizes_D` contains, for each value, the `size` of `relative`.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -153,12 +165,12 @@ def relative_at(
 
 
 def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
-    """Compute [D] discounted returns-to-go."""
+    """Compute the [D] discounted returns-to-go of all decisions."""
     return list(chain.from_iterable(discounted_returns(episode.rewards_T, gamma) for episode in episodes))
 
 
 def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
-    """Compute [D] discounted sums of |r_t|: rounding errors of returns are relative to them."""
+    """Compute the [D] discounted sums of |r_t|, against which rounding errors of returns are judged."""
     return list(chain.from_iterable(discounted_sizes(episode.rewards_T, gamma) for episode in episodes))
 
 
@@ -182,9 +194,10 @@ METRICS = (
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
-    """Compute metrics of repeated states.
+    """Compute metrics of how often states repeat.
 
-    One metric leaves out `starts`, the first decisions of all episodes: siblings share their first state.
+    `anchors/met_after_start_frac` leaves out `starts`, the first decisions of all episodes, because siblings
+    share their first state.
     """
     sizes = [len(decisions) for decisions in anchors]
     decisions, alone = sum(sizes), [anchor[0] for anchor in anchors if len(anchor) == 1]
@@ -205,7 +218,10 @@ def first_decisions(episodes: Sequence[EpisodeRewards]) -> set[int]:
 
 
 def refuse_missing_keys(episodes: Sequence[EpisodeRewards], reader: str) -> None:
-    """Refuse episodes without a state key for each decision; `reader` is the estimator that needs them."""
+    """Raise AdvantageError unless each decision has a state key.
+
+    `reader` is the name of the estimator that needs the keys; the error message contains it.
+    """
     refuse_incomplete(
         episodes,
         [episode.state_keys_T for episode in episodes],

@@ -1,4 +1,4 @@
-"""Stepwise: compares a decision's return-to-go with the mean return-to-go of its siblings at the same t."""
+"""Stepwise: compares a decision's return-to-go with the siblings' mean return-to-go at the same turn t."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,15 @@ METRICS = (
 
 
 def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advantages:
-    """Compute leave-one-out advantages of decisions, over the siblings' returns-to-go at the same t.
+    """Subtract from a decision's return-to-go the mean return-to-go of the siblings at the same t.
 
         A_{i,t} = G_{i,t} - 1/(G-1) * sum_{j != i} G_{j,t},     G_{j,t} = 0 once j has finished
 
-    The baseline depends only on other episodes, and not on when episode i stops, so the policy gradient
-    is unbiased (gamma 1, fixed denominators, groups not filtered by outcome). If all siblings have
-    finished, the advantage is the return. An episode without siblings has no baseline: its advantages are
-    0, and metrics count its decisions.
+    G_{i,t} is the return-to-go in episode i, and G without indices is the number of episodes in the group.
+    The baseline depends only on other episodes, and not on when episode i stops. The policy gradient is
+    therefore unbiased if gamma is 1, denominators are fixed, and groups are not filtered by outcome. If all
+    siblings have finished, the advantage is the return. An episode without siblings has no baseline: its
+    advantages are 0, and metrics count its decisions.
 
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
@@ -43,7 +44,7 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
     for members in groups.values():
         for t in range(max(len(returns[index]) for index in members)):
             alive = [index for index in members if t < len(returns[index])]
-            # Finished siblings count as 0, at the end of the list.
+            # A finished sibling has the return 0, at the end of the list.
             returns_G = [returns[index][t] for index in alive] + [0.0] * (len(members) - len(alive))
             found = leave_one_out(returns_G, size=max(sizes[index][t] for index in alive))
             for index, advantage, baseline in zip(alive, found.advantages, found.baselines, strict=False):

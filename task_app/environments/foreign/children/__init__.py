@@ -1,1 +1,1 @@
-"""Programs that run another library with its own Python; they import nothing of Turnwise."""
+"""Programs that run a library's environments with another Python; they do not import Turnwise."""

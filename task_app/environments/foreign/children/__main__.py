@@ -1,20 +1,23 @@
-"""The process of a library: `PYTHON children LIBRARY ARGUMENT CONFIG`. PYTHON need not have Turnwise.
+"""Plays the environments of one library in a process: `PYTHON children LIBRARY ARGUMENT CONFIG`.
+
+PYTHON needs the library, but not Turnwise. ARGUMENT names an environment of the library; CONFIG is JSON.
 
 The module `LIBRARY_child` of this folder plays the environment. Its `open_world(argument, config)` returns an
-object with `tools` (name, description and parameters of each), `reset(seed)`, `say(text)`, and, if it has
-tools, `call(calls)`. If its `tools` are None, only an episode shows them, and it has `offer(seed)`. A module
-that plays only certain arguments lists them in NAMES, and describes them in KIND.
+object with the attribute `tools`, a list of tools with name, description and parameters, and the methods
+`reset(seed)` and `say(text)`. An object with tools also has `call(calls)`. If `tools` is None, the tools are
+known only after an episode has begun, and the object has `offer(seed)`, which begins an episode and returns
+them. A module that can play only certain arguments lists them in NAMES; KIND says in words what they name.
 
-The process answers each line of stdin with one line:
+The process answers each line of stdin with one line on stdout:
 
-    {"reset": seed}                                 {"system", "prompt"}, the opening
+    {"reset": seed}                                 {"system", "prompt", "tools"}, the opening
     {"say": text}                                   a list with one outcome
     {"call": [{"name", "arguments"}, ...]}          a list with an outcome for each call
     {"offer": seed}                                 the tools; this begins an episode
 
 An outcome is {"text", "reward", "terminated", "truncated", "refused", "data"}; a missing key counts as empty.
-Any answer may be {"error": sentence} instead. The first line of the process is {"ready": tools}; tools may be
-null. The process ends when stdin closes.
+Any answer may be {"error": sentence} instead. Before the first answer, the process writes {"ready": tools};
+tools may be null. The process ends when stdin closes.
 """
 
 import json
@@ -39,8 +42,8 @@ def main(library: str, argument: str, config: str) -> None:
         for line in sys.stdin:
             ((name, value),) = json.loads(line).items()
             print(json.dumps(getattr(world, name)(value)), file=replies, flush=True)
-    except BaseException as exc:  # also a SystemExit of the library: the service must get the cause
-        # The modules of this folder refuse by sys.exit(sentence).
+    except BaseException as exc:  # also a SystemExit of the library: the task app must get the cause
+        # The modules of this folder report an error by sys.exit(sentence).
         message = str(exc) if isinstance(exc, SystemExit) else f"{type(exc).__name__}: {exc}"
         print(json.dumps({"error": message[:1_000]}), file=replies, flush=True)
 

@@ -1,7 +1,8 @@
-"""A data set of the package `reasoning_gym`: an episode is one question and one answer in words.
+"""Plays a data set of the package `reasoning_gym`: an episode is one question and one answer in words.
 
-The question of a seed is the first one of the data set with that seed. The reward is the `score_answer` of
-the text between <answer> and </answer>, as the package reads it, or else of the whole answer.
+Each episode creates the data set with the episode's seed, and asks its first question. The reward is what the
+data set's `score_answer` returns for the text between <answer> and </answer>, as the package extracts it. If
+there is no such text, the whole answer is scored.
 """
 
 import sys
@@ -14,7 +15,8 @@ try:
 except ImportError as exc:
     sys.exit(f"{sys.executable} has no reasoning_gym ({exc}): pip install reasoning-gym")
 
-# Errors of scorers that cannot read an answer, which then counts as wrong; most scorers return 0 instead.
+# Errors that some scorers raise for an answer that they cannot parse; the answer then counts as wrong. Most
+# scorers return 0 for such an answer.
 _UNREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, SyntaxError)
 # Seeds of generators are 32 bits wide.
 _SEEDS = 2**32

@@ -1,8 +1,9 @@
-"""A game of the package `textarena` for one player: a move is an answer in words.
+"""Plays a game of the package `textarena` for one player: a move is an answer in words.
 
-An outcome shows the game's messages since the last move, without the player's own words and without the
-repetitions of observation wrappers: the conversation has both already. The game sets the reward at its end.
-An invalid move is refused with the game's reason, until the game ends because of it.
+The text of an outcome contains the game's messages since the last move. It omits the player's own words and
+the earlier messages that the package's observation wrappers repeat, because the conversation already contains
+them. The only reward comes at the end of the game. An invalid move is refused with the game's reason; after
+too many invalid moves the game ends.
 """
 
 import random
@@ -20,7 +21,7 @@ NAMES, KIND = ENV_REGISTRY, "games of textarena"
 
 
 class World:
-    """Plays a game, which is made again for each seed, because some games draw their boards when made."""
+    """Plays one game. `reset` makes a new game object, because some games draw their board in `__init__`."""
 
     tools: tuple[Any, ...] = ()
 
@@ -29,7 +30,7 @@ class World:
         self._config = config
 
     def reset(self, seed: int) -> dict[str, Any]:
-        # Games use the global generators of this process.
+        # Games draw from the global random generators of this process.
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
@@ -53,7 +54,7 @@ class World:
         rewards, about = self._env.close()
         reward, reason = (rewards or {}).get(0, 0.0), str(about[0].get("reason") or "")
         if isinstance(reward, str):
-            # Some games of 0.7 swap the reason of an invalid move and its reward.
+            # Some games of textarena 0.7 swap the reward of an invalid move and its reason.
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         end = {"reward": float(reward), "terminated": True, "data": {"reason": reason}}
         return [{"text": "\n".join(filter(None, (news, reason))), **end}]
@@ -61,7 +62,7 @@ class World:
     def _news(self) -> str:
         told = []
         for sender, text, kind in self._state.get_current_player_observation():
-            # Some games of 0.7 swap the kind and the sender.
+            # Some games of textarena 0.7 swap the kind and the sender of a message.
             if ta.ObservationType.PLAYER_ACTION not in (kind, sender):
                 name = self._state.role_mapping.get(sender, "GAME")
                 told.append(text if name == "GAME" else f"[{name}] {text}")

@@ -1,8 +1,9 @@
-"""A taskset of the package `verifiers` 0.4, played by its own Env, with several turns and tools.
+"""Plays a taskset of the package `verifiers` 0.4 with the taskset's own Env, over several turns with tools.
 
-The Env runs in an event loop of this process until its agent calls the model. The new messages of that
-request are the outcome. The model's answer lets the Env continue until its next request or its end, where the
-reward is that of the trace. The Env must have one agent, because there is only one model.
+The Env runs in an event loop of this process until its agent sends a request to the model. The request's new
+messages are the outcome of the last decision. The next answer of the model lets the Env continue until its
+next request or its end. At the end, the outcome's reward is that of the `verifiers` trace. The Env must have
+exactly one agent, because there is only one model.
 """
 
 import asyncio
@@ -28,13 +29,14 @@ except ImportError as exc:
     sys.exit(f"{sys.executable} has no verifiers 0.4 ({exc}): pip install verifiers")
 
 HARNESS = "verifiers_harness"  # a module of this folder
-# Most tasks of a taskset that are used: of a finite one, and of an endless one, which makes them on demand.
+# The largest number of tasks that are used from a finite taskset, and from an endless one, which makes its
+# tasks on demand.
 MAX_TASKS, MAX_ENDLESS = 10_000, 1_000
 Json = dict[str, Any]
 
 
 class Player(Client):  # type: ignore[misc]  # mypy runs without this package
-    """The model: a request waits here for its answer, which is set from outside the event loop."""
+    """Takes the place of a client for the model: a request waits here until `World` sets its `answer`."""
 
     def __init__(self) -> None:
         self.messages: Sequence[Any] = ()
@@ -43,7 +45,7 @@ class Player(Client):  # type: ignore[misc]  # mypy runs without this package
         self._session: str | None = None
 
     def begin(self) -> None:
-        """Prepare for the first request of an episode."""
+        """Forget the last episode's request, so that a new episode can begin."""
         self.answer = self._session = None
 
     async def get_response(
@@ -77,7 +79,7 @@ class World:
         self._tasks = list(itertools.islice(self._rest, MAX_TASKS if self._is_bounded else 1))
         refuse(not self._tasks, "tasks: it has none")
         self._player = Player()
-        self._seen = 0  # messages of the conversation that were returned
+        self._seen = 0  # number of messages of the conversation that were already returned
         self._episode: asyncio.Task[Any] | None = None
         self._loop = asyncio.new_event_loop()
         server.resolve_client = lambda config: self._player
@@ -88,7 +90,7 @@ class World:
         self.tools: list[Json] | None = None if has_tools else []
 
     def offer(self, seed: int) -> list[Json]:
-        """Begin an episode and return the tools, which only its first request shows."""
+        """Begin an episode and return the tools, because only an episode's first request lists them."""
         tools: list[Json] = self.reset(seed)["tools"]
         return tools
 
@@ -136,7 +138,11 @@ class World:
         return outcomes
 
     def _answer(self, message: Json) -> tuple[Sequence[Any], Json]:
-        """Answer the waiting request; return the new messages of the next request, or the end's outcome."""
+        """Answer the waiting request, and let the Env continue.
+
+        Returns:
+            The new messages of the Env's next request and {}, or no messages and the outcome of the end.
+        """
         assert self._player.answer is not None and self._episode is not None, "a request waits"
         answer, self._player.answer = self._player.answer, None
         answer.set_result(message)
@@ -150,7 +156,7 @@ class World:
         return new, {}
 
     async def _continue_episode(self) -> None:
-        """Let the Env run until it calls the model or ends."""
+        """Let the Env run until it sends a request to the model or ends."""
         assert self._episode is not None
         while self._player.answer is None and not self._episode.done():
             await asyncio.wait([self._episode], timeout=0.005)
@@ -197,7 +203,7 @@ def _final_outcome(episode: Any) -> Json:
 
 
 def _find_error(episode: Any) -> str:
-    """Describe the error of an episode; empty without one."""
+    """Return a description of an episode's errors, or "" if the episode had none."""
     if episode.ok:
         return ""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

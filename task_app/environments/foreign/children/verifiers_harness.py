@@ -1,8 +1,8 @@
-"""The harness for `verifiers`: a chat with the taskset's tools, in this process.
+"""A harness for `verifiers`: the loop in which an agent chats with the model and calls the taskset's tools.
 
-The package's own harnesses start a program with `uv`. A harness may run its loop in the process instead, "as
-long as every model call goes through `endpoint` + `secret`" (verifiers/v1/harness.py), so that stops, limits
-and the taskset's hooks see each call.
+The package's own harnesses start a program with `uv`. This harness runs its loop in the process instead. The
+package allows this "as long as every model call goes through `endpoint` + `secret`"
+(verifiers/v1/harness.py), so that stop conditions, limits and the taskset's hooks apply to each call.
 """
 
 import json
@@ -20,7 +20,7 @@ DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class TurnwiseHarness(vf.Harness[HarnessConfig]):  # type: ignore[misc]  # the base class is untyped here
-    """A loop of model calls and tool calls, which ends with an answer in words."""
+    """Calls the model and executes its tool calls in a loop, until the model answers without a tool call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -55,7 +55,7 @@ class TurnwiseHarness(vf.Harness[HarnessConfig]):  # type: ignore[misc]  # the b
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 response = await http.post(f"{endpoint}/chat/completions", json=body)
-                if not response.is_success:  # a stop, or a failure that verifiers has recorded
+                if not response.is_success:  # a stop condition, or a failure that verifiers has recorded
                     return ProgramResult(exit_code=1, stdout="", stderr=response.text)
                 message = response.json()["choices"][0]["message"]
                 messages.append(message)
