@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: the sum of the objectives of the policies that sampled its tokens."""
+"""Computes the loss of a micro-batch: the sum of the objectives of the policies that sampled its tokens."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,46 +15,51 @@ from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.job.training_table import TrainingTable
 
-# Metrics `loss/…` that a fixed policy's samples have too; the second group only if its objective clips.
+# Names of the `loss/…` metrics that are also reported for each fixed policy; `_OF_CLIPPED` only if the
+# objective of that policy clips its ratio.
 _OF_FIXED = ("ratio_mean", "entropy")
 _OF_CLIPPED = ("clip_low_share", "clip_high_share")
-# KL from the proximal policy in nats, mean over the tokens of all samples, for any loss. target_kl bounds it,
-# so it has the same meaning in every job: tokens that training.skip_certain_above omits count as 0.
+# KL from the proximal policy in nats, mean over the tokens of all samples. training.target_kl bounds it, so
+# it is defined alike for every loss; tokens that training.skip_certain_above omits count as 0.
 DRIFT = "loss/kl_to_proximal"
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over a whole step, the denominators of its means."""
+    """Sums over all tokens of an optimizer step, by which means over the step are divided."""
 
     tokens: float
-    """Number of sampled tokens, plus the step's share of the tokens that the iteration omits."""
+    """Number of sampled tokens, plus this step's part of those that training.skip_certain_above omits."""
     weights: Mapping[str, float]
-    """By policy, the sum of its tokens' weights."""
+    """For each policy, by name: the sum of the weights of its tokens."""
     critic: float
-    """Sum of the value loss's weights; 0 without a critic."""
+    """Sum of the token weights in the value loss; 0 without a critic."""
 
 
 class PolicyTerms:
-    """The objectives of a job, and its loss over a `share` of an iteration's tokens."""
+    """Computes the loss and metrics of micro-batches from the objectives of the job's policies.
+
+    `share` is the part of an iteration's sampled tokens that is trained (1 unless some are omitted).
+    """
 
     def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable, share: float = 1.0) -> None:
         self.objectives, self._table, self._share = objectives, table, share
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Each policy's number in `Batch.policy_N`."""
+        """Return the number that stands for each policy in `Batch.policy_N`."""
         return {policy: number for number, policy in enumerate(self.objectives)}
 
     @property
     def unit_levels(self) -> dict[str, RatioLevel]:
-        """By policy, the level (token, decision, episode) whose units a step may not split."""
+        """Return for each policy the level (token, decision or episode) whose units a step may not split."""
         return {policy: objective.unit_level for policy, objective in self.objectives.items()}
 
     def trusted(self, batch: Batch) -> Batch:
-        """Weigh fixed policies' samples in the critic's loss: by behaviour weights; 0 without `trains_head`.
+        """Multiply the value loss's token weights, for samples of fixed policies, by the behaviour weights.
 
-        If no weight is left, the critic is removed from the step: AdamW's moments alone would move its head.
+        Samples of a fixed policy without `trains_head` get weight 0. If all weights are then 0, the result
+        has no critic data: AdamW would otherwise move the value head by its moments alone.
         """
         if batch.critic is None or len(self.objectives) == 1:
             return batch
@@ -67,17 +72,17 @@ class PolicyTerms:
         return replace(batch, critic=replace(batch.critic, weight_N=weight_N) if weight_N.any() else None)
 
     def sums(self, batch: Batch) -> StepSums:
-        """Compute the sums over a whole step."""
+        """Compute the sums of a whole step, given as one batch."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
         critic = 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
         return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
     def has_split_units(self, batch: Batch) -> bool:
-        """Return whether tokens of one unit may lie in several micro-batches of this step."""
+        """Return whether a unit (here an episode) may have tokens in several micro-batches of this step."""
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
-        """Add `Objective.unit_logs` to a whole step; they are computed from the current log-probs."""
+        """Return a whole step with `Objective.unit_logs` of its tokens, from the current log-probs."""
         there, logs_N = to_device(batch, logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
@@ -90,8 +95,9 @@ class PolicyTerms:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute a micro-batch's loss (surrogate, entropy bonus and KL term) and its metrics.
 
-        If the forward pass had dropout, ratios and KL use `batch.policy_logprob_N` instead, because all other
-        log-probs are without dropout; only the gradient comes from the pass. `sums` are those of the step.
+        `sums` are over the whole step. If `logprobs_N` were computed with dropout, ratios and KL read
+        `batch.policy_logprob_N` instead, because the log-probs of the other policies are without dropout;
+        `logprobs_N` then only provide the gradient.
         """
         if batch.policy_logprob_N is not None:
             logprobs_N = attach_gradient(logprobs_N, batch.policy_logprob_N)
@@ -113,7 +119,7 @@ class PolicyTerms:
             terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
             terms["policy"] = surrogate.item()
             terms["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
-            # With these factors, a mean over a policy's samples estimates one over the proximal policy's.
+            # These importance weights let samples of a fixed policy estimate means over the proximal policy.
             trust_N = torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights
             weights_N = tokens.weights * trust_N
             loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
@@ -127,9 +133,10 @@ class PolicyTerms:
         return loss, metrics
 
     def _metrics(self, policy: str, terms: Mapping[str, float], share: float) -> dict[str, float]:
-        """Return a micro-batch's metrics, whose sums over a step are means over the policy's own samples.
+        """Scale a policy's sums over a micro-batch so that they add up to means over the whole step.
 
-        They are 0 in a step in which no sample of the policy has a weight.
+        `share` is the sum of the policy's token weights in the step. If it is 0, the means are 0. Minima and
+        maxima are not scaled.
         """
         of_step = {
             name: value if name.endswith(("_min", "_max")) else value / (share or 1.0)
@@ -141,7 +148,7 @@ class PolicyTerms:
         return {metric_name(policy, name): of_step[name] for name in names}
 
     def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
-        """Yield the policies that sampled some of these tokens, with the indices of the tokens."""
+        """Yield each policy that sampled some of the batch's tokens, with the indices of these tokens."""
         for policy, number in self.numbers.items():
             if len(self.objectives) == 1:
                 yield policy, slice(None)

@@ -1,11 +1,11 @@
-"""`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
+"""`python -m trainer_backend.learner.process` runs the learner of one run in a process of its own.
 
-It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. Without
---port, and under torchrun, it ends with its parent; else its operator ends it. The key is in the
-environment; logs go to stderr. `learner.calls` describes the calls.
+The process listens on the loopback address or on --host, and prints `listening on http://host:port` when it
+is ready. Without --port, and under torchrun, it ends with its parent process; otherwise an operator ends it.
+It reads its key from the environment and logs to stderr. `learner.calls` describes the calls.
 
-It works for one orchestrator, one call at a time. The answer of the last call stays in memory: after a broken
-connection the orchestrator repeats the call with its number and gets the answer, without a second execution.
+The process serves one orchestrator and executes one call at a time. It keeps the answer of the last call:
+after a broken connection, the orchestrator repeats the call with the same number and gets the stored answer.
 """
 
 import gc
@@ -16,7 +16,7 @@ from service_kit.own_process import announce, begin_imports, end_imports, end_wi
 
 if __name__ == "__main__":
     begin_imports()
-    # A process with --port belongs to an operator, who ends it.
+    # An operator starts and ends a process with --port.
     if not any(word.startswith("--port") for word in sys.argv):
         end_with_parent()
     if "WORLD_SIZE" in os.environ:  # a rank under torchrun, which does not inherit the standard input
@@ -60,16 +60,16 @@ from trainer_backend.parts import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-# Delay before this process ends because its ranks diverged, so that the answer of the call can be sent.
+# If the ranks have diverged: seconds until this process exits, in which it sends the answer; and exit status.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
-# Calls that need a job, and no learner.
+# Calls that need an open job, but not a learner.
 _OF_THE_FACTORY = frozenset({"fixed_folders", "plan_memory", "gradient_cosines"})
-# Digits of a call's number, and characters of a malformed header in an error.
+# Most digits of a call's number; most characters of a malformed header that an error shows.
 _MOST_DIGITS, _SHOWN = 18, 80
 
 
 class Host:
-    """Holds the learner of this process: opens a job, makes its learner, and executes calls by name."""
+    """Opens a job, creates the learner of this process, and executes calls on it by name."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
@@ -77,7 +77,7 @@ class Host:
         self._learner: LocalLearner | None = None
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Execute a call and return its result. Raises LearnerFailed if an earlier call is missing."""
+        """Execute a call and return its result. Raises LearnerFailed if no job or learner exists yet."""
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
@@ -95,7 +95,7 @@ class Host:
         self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Return whether the machines of all ranks see the run's directory, where `file` has this text."""
+        """Return whether every rank reads this text from `file`, so that all share the run's directory."""
         try:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
@@ -126,7 +126,10 @@ class Host:
 
 
 class Call(Caller):
-    """A call, executed once; every request for it gets its `lines`. `digest` is a digest of its arguments."""
+    """One call, which is executed once. Every HTTP request that repeats the call streams `lines`.
+
+    `digest` is a digest of the call's arguments.
+    """
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest
@@ -138,7 +141,7 @@ class Call(Caller):
         self._news = asyncio.Event()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield new progress reports, at least the last one, then the answer."""
+        """Yield progress reports as they arrive, then the answer; older reports may be left out."""
         sent = b""
         while True:
             news, is_done = self._news, self.is_done
@@ -162,7 +165,7 @@ class Call(Caller):
         self.loop.call_soon_threadsafe(self.loop.call_later, _LAST_WORDS_S, os._exit, _BROKEN)
 
     def end(self, line: bytes) -> None:
-        """Set the answer; later ones are ignored."""
+        """Set the answer, unless the call already has one."""
         self.loop.call_soon_threadsafe(self._close, line)
 
     def _hear(self, line: bytes) -> None:
@@ -180,7 +183,7 @@ class Call(Caller):
 
 
 class Calls:
-    """Executes the calls of one orchestrator, one at a time, on a thread."""
+    """Executes the calls of one orchestrator on a single thread, one at a time."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay, self._thread = relay, ThreadPoolExecutor(1, "learner")
@@ -188,7 +191,10 @@ class Calls:
         self._last: Call | None = None
 
     def call(self, session: str, number: int, name: str, body: bytes) -> Call:
-        """Begin a call, or return the last call if it has this number; LearnerBusy: another call runs."""
+        """Begin a call and return it; if the last call has this number and content, return the last call.
+
+        Raises LearnerBusy while another call or run uses the learner; LearnerLost if this process is new.
+        """
         self._refuse_other(session, number)
         digest, last = blake2b(body).digest(), self._last
         if last is not None and number == last.number and (name, digest) == (last.name, last.digest):
@@ -204,13 +210,13 @@ class Calls:
         return call
 
     def stop(self, session: str, number: int) -> None:
-        """Let a call end after its next progress report; do nothing if it is over."""
+        """Stop a call at its next progress report; do nothing if the call has ended."""
         self._refuse_other(session, number)
         if self._last is not None and self._last.number == number:
             self._last.halt.set()
 
     def leave(self, session: str) -> None:
-        """Release the learner for the next orchestrator; a running call ends first."""
+        """Release the learner, so that another run may use it once a running call has ended."""
         if session == self._session:
             self._session = ""
 
@@ -220,7 +226,10 @@ class Calls:
         return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse callers of another run while the learner has one; a later start of its run takes over."""
+        """Refuse calls of other runs until the current run leaves; a new start of the same run takes over.
+
+        A session begins with call 1: a higher number from an unknown session raises LearnerLost.
+        """
         if session == self._session:
             return
         if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):
@@ -249,7 +258,7 @@ class Calls:
 
 
 def create_app(calls: Calls, keys: Keys) -> Starlette:
-    """Build the ASGI app of a learner's process."""
+    """Build the ASGI app of a learner process."""
 
     def begin(request: Request, name: str, body: bytes) -> AsyncIterator[bytes]:
         return calls.call(_session(request), _number(request), name, body).lines()
@@ -274,7 +283,7 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
 
 
 def _session(request: Request) -> str:
-    """Return the session of the calling orchestrator."""
+    """Read the session name RUN/START of the calling orchestrator from the request's header."""
     values = request.headers.getlist(SESSION_HEADER)
     run, _, start = values[0].rpartition("/") if len(values) == 1 else ("", "", "")
     if not run or not start:
@@ -295,7 +304,7 @@ def _malformed(header: str, values: Sequence[str], allowed: str) -> MalformedReq
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until this process is stopped; ranks other than the first execute the calls that it relays."""
+    """Serve calls until this process is stopped; the first rank receives and relays them to the others."""
     parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process")
     parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
     parser.add_argument(

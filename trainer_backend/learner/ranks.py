@@ -1,9 +1,9 @@
-"""The ranks of a learner: processes under torchrun, each with a share of the model, that work in lockstep.
+"""The ranks of a learner: processes under torchrun that work in lockstep, each with a share of the model.
 
-Every rank has all segments and makes the same decisions. Micro-batches are distributed; token weights sum to
-1 over a whole step, so gradients are summed. Ranks exchange local facts (a loss that is not finite, a file
-that cannot be written) before any of them raises: otherwise the others would wait forever in their next
-collective.
+Every rank has all segments and takes the same branches, but computes only its share of the micro-batches.
+Gradients are summed over the ranks, not averaged, because token weights sum to 1 over a whole step. If one
+rank finds an error (a loss that is not finite, a file that cannot be written), it tells the others before it
+raises. All ranks then raise; otherwise the others would wait forever in their next collective.
 """
 
 import os
@@ -25,7 +25,7 @@ from service_kit.rpc import ErrorBody
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 
-# Time limit while ranks load a model in turns.
+# Time limit, in seconds, while the ranks of a node load a model one after the other.
 _LOAD_S = 3600.0
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,13 +33,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process as one of the `count` ranks of a learner. A single rank communicates with no other."""
+    """Communication between this process and the other ranks of its learner, `count` in all."""
 
     index: int = 0
     """Index of this rank, from 0."""
     count: int = 1
     control: dist.ProcessGroup | None = None
-    """Process group on the CPU, for the facts that ranks exchange; None for a single rank."""
+    """gloo process group for Python objects and CPU tensors; None for a single rank."""
     timeout_s: float = RANKS_JOIN_S
     """Time limit of a collective, in seconds."""
 
@@ -52,32 +52,32 @@ class Ranks:
         return self.count > 1
 
     def rows_of_a_piece(self, rows: int, most: int) -> int:
-        """Return the rows of a micro-batch: at most `most`, and few enough that every rank gets one."""
+        """Return how many of `rows` a micro-batch gets: at most `most`, and few enough for one per rank."""
         return max(1, min(most, -(-rows // self.count)))
 
     def own_pieces(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
-        """Yield this rank's micro-batches, each with a bool: whether it counts.
+        """Yield this rank's micro-batches, each with a bool: whether its results count.
 
-        Every rank gets the same number, because each pass gathers weights of all ranks. In the last round a
-        rank may get a copy of another rank's micro-batch, which does not count.
+        Every rank gets equally many, because each forward pass gathers weights from all ranks. A rank that
+        has no micro-batch left in the last round repeats another rank's, and must ignore the results.
         """
         for first in range(0, len(pieces), self.count):
             number = first + self.index
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
     def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """Return [ranks] the total size of each rank's micro-batches that count, given all sizes."""
+        """Return for each rank the total size of its micro-batches, given the sizes of all micro-batches."""
         return [sum(sizes[index :: self.count]) for index in range(self.count)]
 
     def in_order(self, own: Sequence[Item]) -> list[Item]:
-        """Gather the results of all ranks, in the order of the micro-batches; every rank gets all of them."""
+        """Gather on every rank the results for all micro-batches, in order; `own` are this rank's results."""
         if not self.are_several:
             return list(own)
         found = self.of_every_rank(list(own))
         return [row[turn] for turn in range(len(found[0])) for row in found if turn < len(row)]
 
     def of_every_rank(self, own: Item) -> list[Item]:
-        """Gather `own` of every rank, by index."""
+        """Gather the value `own` from every rank; return the values by rank index."""
         if not self.are_several:
             return [own]
         every: list[Item] = [own] * self.count
@@ -100,9 +100,9 @@ class Ranks:
 
     @torch.no_grad()
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
-        """Sum the gradients of weights that every rank has whole; FSDP has summed those of sharded weights.
+        """Sum the gradients of unsharded weights over all ranks; FSDP has summed those of sharded weights.
 
-        A rank may lack the gradient of a weight that its micro-batches did not use.
+        If a rank's micro-batches did not use a weight, its gradient is None there and counts as 0.
         """
         if not self.are_several:
             return
@@ -115,14 +115,14 @@ class Ranks:
         self.sum_([weight.grad for weight in reached if weight.grad is not None])
 
     def patient(self, timeout_s: float) -> "Ranks":
-        """Set another time limit for all collectives; return the ranks with it."""
+        """Set the time limit of all collectives, in seconds; return a `Ranks` with this limit."""
         if self.are_several:
             for group in (None, self.control):
                 distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         return replace(self, timeout_s=timeout_s)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do work that may fail on a single rank; if it fails on any, every rank raises that error."""
+        """Call `work` on every rank. If it fails on any, all raise the error of the lowest of these ranks."""
         if not self.are_several:
             return work()
         result: Result | None = None
@@ -145,7 +145,10 @@ class Ranks:
         raise body.error(TrainerError, LearnerFailed)
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
-        """Do work on a node's ranks one by one: it needs much main memory, and must not communicate."""
+        """Call `work`, which needs much main memory, on one rank of each node at a time.
+
+        `work` must not communicate with other ranks, because they wait.
+        """
         if not self.are_several:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -159,7 +162,7 @@ class Ranks:
         return results[0]
 
     def first_alone(self, work: Callable[[], object]) -> None:
-        """Do work on the first rank only; the others wait, and raise its error too."""
+        """Call `work` on the first rank only; the others wait. If it fails, all ranks raise its error."""
         self.together(work if self.is_first else lambda: None)
 
 
@@ -167,7 +170,10 @@ ALONE = Ranks()
 
 
 def join_ranks() -> Ranks:
-    """Join the ranks of torchrun; LearnerFailed: they do not connect, or their versions differ."""
+    """Connect this process to the other ranks that torchrun started; return its `Ranks`.
+
+    Raises LearnerFailed if the ranks do not connect, or if they have different package versions.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)
@@ -202,7 +208,7 @@ def _refuse_other_versions(ranks: Ranks) -> None:
 
 
 def refuse_other_count(ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
-    """Refuse a job with another number of ranks, or with more ranks on a node than GPUs."""
+    """Raise JobError if the job sets another number of ranks, or if this node has more ranks than GPUs."""
     if ranks.count != table.ranks:
         raise JobError(
             f"the learner has {ranks.count} ranks, but the job has {table.ranks}",

@@ -1,10 +1,10 @@
 """Calls to a learner of several ranks: the first rank receives them, and all ranks execute them.
 
-Names and ends of calls go through the ranks' rendezvous store, in which a rank can wait for hours; arguments
-are broadcast.
+The name of each call, and the error or success of each rank, go through torch's rendezvous store, where a
+rank can wait for hours. The arguments are broadcast.
 
-A call should raise on all ranks or on none. If a single rank fails, such as out of memory within a layer, the
-others wait for it in a collective; then the call ends with its error, and the group of ranks ends too.
+A call should raise on all ranks or on none. If only some ranks fail, for example by running out of memory
+within a layer, the other ranks hang in a collective. The call then ends with the error, and all ranks exit.
 """
 
 import threading
@@ -26,42 +26,51 @@ from trainer_backend.learner.ranks import Ranks
 
 log = structlog.get_logger("learner")
 
-# Wait for a call, which comes after rollouts have been collected.
+# Time to wait for the next call. It can be long, because rollouts are collected between calls.
 _IDLE = timedelta(days=365)
-# Time for other ranks to raise the error that one rank has raised.
+# Time in which the other ranks must raise, too, after one rank has raised an error.
 _GRACE = timedelta(seconds=5)
-# Time for other ranks to end a call that the first rank has ended.
+# Time in which the other ranks must end a call after the first rank has ended it.
 _LIMIT = timedelta(seconds=600)
 _LOOK = timedelta(seconds=0.2)
 
 
 class Caller:
-    """Receives the reports of a call. This base class, for ranks other than the first, ignores them."""
+    """Receives progress reports and errors of a running call.
+
+    This base class ignores them; ranks other than the first use it.
+    """
 
     def tell(self, done: int, total: int) -> None:
         """Report the progress of the call."""
 
     def is_halted(self) -> bool:
-        """Return whether the call is to stop."""
+        """Return whether the call should stop at its next progress report."""
         return False
 
     def broken(self, error: TrainerError) -> None:
-        """Report that the call has ended with this error, and that this process must end."""
+        """Report that the call has failed with this error, and that this process must therefore exit."""
 
 
 class Halted(Exception):
-    """Raised in a call that is to stop."""
+    """Raised inside a call, on every rank, to stop the call."""
 
 
 class Relay:
-    """One rank's side of the relay; `do` executes a call by name and arguments on this rank."""
+    """Executes each call on all ranks: the first rank sends it by `call`, the others run `follow`.
+
+    `do(name, *arguments)` executes a call on this rank.
+    """
 
     def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
         self._ranks, self._do, self._number = ranks, do, 0
         self._store = distributed_c10d._get_default_store() if ranks.are_several else None
 
     def call(self, name: str, body: bytes, caller: Caller) -> Any:
-        """Execute a call on all ranks; the first rank calls this. Raises Halted if the call was stopped."""
+        """Execute a call on all ranks and return its result; only the first rank uses this method.
+
+        Raises Halted if the call was stopped.
+        """
         if self._store is None:
             return self._execute(name, body, caller)
         self._number += 1
@@ -76,7 +85,7 @@ class Relay:
         first, limit = None, _LIMIT
         if own is not None:
             first = call_error(own, name)
-            # If the ranks have lost each other, there is nothing to wait for.
+            # If the connection between the ranks is lost, waiting for them is useless.
             limit = timedelta() if isinstance(first, LearnerLost) else _GRACE
         ends = [first, *self._ends(name, limit)]
         errors = [error for error in ends if error is not None]
@@ -87,7 +96,7 @@ class Relay:
         return result
 
     def follow(self) -> NoReturn:
-        """Execute the calls of the first rank until this process is stopped; the other ranks call this."""
+        """Execute the calls that the first rank sends, until this process is stopped."""
         assert self._store is not None
         while True:
             self._number += 1
@@ -111,7 +120,7 @@ class Relay:
         return self._do(name, *CALLS.read_arguments(name, body, tell))
 
     def _share(self, body: bytes) -> bytes:
-        """Broadcast the first rank's `body` to every rank."""
+        """Return the first rank's `body` on every rank; the other ranks pass empty bytes."""
         (size,) = self._ranks.sums(len(body))
         shared = torch.frombuffer(bytearray(body or bytes(int(size))), dtype=torch.uint8)
         dist.broadcast(shared, src=0, group=self._ranks.control)
@@ -122,14 +131,17 @@ class Relay:
 
     @property
     def _failure(self) -> str:
-        """Return the store's key at which a rank reports its failure."""
+        """Return the store's key under which a rank reports that it failed in the current call."""
         return f"failure/{self._number}"
 
     def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:
-        """Return the errors with which the call has ended on the other ranks; None: no error."""
+        """Wait for the other ranks to end the call; return the error of each, or None if it succeeded.
+
+        A rank that has not ended the call within `limit` counts as LearnerLost.
+        """
         store, others = self._store, range(1, self._ranks.count)
         assert store is not None
-        with suppress(dist.DistError):  # some have not ended in time
+        with suppress(dist.DistError):  # some ranks have not ended the call in time
             store.wait([self._end_key(rank) for rank in others], max(limit, _LOOK))
         ends: list[TrainerError | None] = []
         for rank in others:
@@ -142,7 +154,7 @@ class Relay:
 
     @contextmanager
     def _watch(self, name: str, caller: Caller) -> Iterator[None]:
-        """Report a rank that fails inside the context, for which this rank would wait."""
+        """Report a failure of another rank to the caller if this rank hangs in the context because of it."""
         store, over = self._store, threading.Event()
         assert store is not None
 
@@ -164,7 +176,7 @@ class Relay:
 
 
 def call_error(error: Exception, name: str) -> TrainerError:
-    """Convert an error to a TrainerError, which the caller knows."""
+    """Convert any error of a call to a TrainerError, which can be sent to the orchestrator."""
     if isinstance(error, TrainerError):
         return error
     if isinstance(error, Halted):
@@ -178,9 +190,9 @@ def call_error(error: Exception, name: str) -> TrainerError:
 
 
 def _cause(errors: list[TrainerError]) -> TrainerError:
-    """Return the root cause: the first error that is not a lost peer."""
+    """Return the root cause: the first error other than LearnerLost, if there is one."""
     error = next((error for error in errors if not isinstance(error, LearnerLost)), errors[0])
     if isinstance(error, UpdateStopped):
-        # A group that ends cannot write a checkpoint; at least 1 keeps the newest one.
+        # With 0 steps, the orchestrator would ask for a checkpoint, which ranks that exit cannot write.
         error.steps_taken = max(error.steps_taken, 1)
     return error

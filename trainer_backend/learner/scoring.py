@@ -1,4 +1,7 @@
-"""Computes log-probs and entropies of sampled tokens under a causal LM, on packed rows."""
+"""Computes log-probs and entropies of sampled tokens under a causal LM.
+
+Segments are packed: one row of a batch can hold several segments.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Last hidden states of a forward pass, for a value head, in the order of `rows.target_N`."""
+    """Last hidden states [N, D] at the positions that predict the N sampled tokens `rows.target_N`."""
 
     rows: Packed
     hidden_ND: Tensor
@@ -40,7 +43,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """Hidden states, and the log-probs and entropies of the sampled tokens."""
+    """Last hidden states, with the log-probs and entropies (nats) of the sampled tokens."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -48,27 +51,27 @@ class States(Hidden):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model, and the settings with which it is computed."""
+    """Computes hidden states, log-probs and entropies of segments with one model."""
 
     model: PreTrainedModel
-    """On the placement's device, with attention set to `attention.implementation`."""
+    """The model, on the device of `placement`, with the attention function `attention.implementation`."""
     placement: Placement
     attention: PackedAttention
     logits_chunk: int
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits are in memory at the same time."""
     ranks: Ranks = ALONE
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
-    """The operations of a layer between matrix products."""
+    """Implementation of norms, rotary embeddings, projections and gates (`learner.operators`)."""
     share_from: int | None = None
-    """Least number of tokens of a shared prefix, which is computed once; None: nothing is shared."""
+    """Prefixes of at least this many tokens that segments share are computed once; None: never."""
     logits: LogitMap = PLAIN
-    """The map from the head's products to logits."""
+    """Scales and caps the outputs of the LM head."""
     experts: Experts | None = None
-    """The experts of the model, if it has any."""
+    """Number of experts and balancing loss; None for a model without experts."""
 
     def describe(self) -> dict[str, str]:
-        """Describe for the log how the model is computed, and why."""
+        """Describe in log fields which code computes the model, and why segments are not packed."""
         attention = self.attention.implementation
         if isinstance(self.attention, PaddedRows):
             return {
@@ -80,16 +83,16 @@ class Scorer:
         return {"way": f"{way}, packed rows", "attention": attention}
 
     def states(self, packed: Packed, routing: Routing | None = None) -> States:
-        """Compute last hidden states at the positions that predict sampled tokens, log-probs and entropies.
+        """Compute last hidden states, log-probs and entropies at the positions that predict sampled tokens.
 
-        All are differentiable in the model's weights. Segments of a row do not affect each other. `routing`
-        records the routers of a model with experts.
+        All are differentiable in the model's weights. Segments in the same row do not affect each other.
+        `routing` counts the tokens that routers send to each expert; None: they are not counted.
         """
         rows, arguments = self._arranged(packed)
         return States(rows, *through(self.model, self._read, rows, arguments, routing))
 
     def hidden(self, packed: Packed, routing: Routing | None = None) -> Hidden:
-        """Compute only the hidden states, without the LM head; `routing` as in `states`."""
+        """Compute only the last hidden states, without the LM head; `routing` is as in `states`."""
         rows, arguments = self._arranged(packed)
         return Hidden(rows, through(self.model, self._hidden, rows, arguments, routing))
 
@@ -105,8 +108,8 @@ class Scorer:
         routing: Routing | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_ND = self._hidden(model, rows, arguments, routing)
-        # The LM head runs only on the N positions that predict a sampled token; outside autocast, so that
-        # logits are float32.
+        # The LM head runs only on the N positions that predict a sampled token. It runs outside autocast, so
+        # that logits are float32.
         logprobs_N, entropies_N = chunked_logprobs(
             hidden_ND,
             model.lm_head.weight,
@@ -135,7 +138,7 @@ class Scorer:
             reads = arguments.get("turnwise_reads")
             with self.placement.autocast():
                 return read_states(model, rows, tokens, attend, attend_read, self.operators, reads)
-        # One row has no padding.
+        # Where `attend` is given, all segments are joined in one row without padding.
         is_real_BL = None if attend is not None else rows.segment_ids_BL > 0
         keywords = {"position_ids": rows.position_ids_BL, **arguments}
         with replaying(model, rows.experts_BLW):
@@ -143,11 +146,11 @@ class Scorer:
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
 
     def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
-        """Compute the [N, D] hidden states by the model's own layers, one segment per row."""
+        """Compute the [N, D] hidden states by transformers' layers, with one segment per row."""
         parts = []
         for group in groups[0]:
             ids_BL = group.token_ids_BL
-            # Padding has positions too: to transformers, positions that restart mean packed rows.
+            # Positions continue over the padding: transformers would take a restart for a packed sequence.
             positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
             keywords = {"position_ids": positions_BL}
             with replaying(model, group.experts_BLW):
@@ -163,7 +166,7 @@ class Scorer:
         keywords: Mapping[str, Any],
         routing: Routing | None,
     ) -> Tensor:
-        """Compute [B, L, D] last hidden states by transformers."""
+        """Compute the [B, L, D] last hidden states by transformers' forward pass."""
         tokens = tokens_for(model, ids_BL, self.placement.low)
         with self.placement.autocast():
             if routing is None:
@@ -186,13 +189,14 @@ class Scorer:
         return score_by(self.logprobs, segments, keys, self)
 
     def tries(self, segments: Sequence[Segment]) -> Tries | None:
-        """Build the tries of segments if shared prefixes are computed once; otherwise None."""
+        """Find the prefixes that segments share (`Tries`, prefix trees); None if `share_from` is None."""
         return None if self.share_from is None else Tries.of(segments, self.share_from)
 
     def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
-        """Return the width of a packed row: `row_tokens`, or the longest segment if it is longer.
+        """Return the width in tokens of a packed row: at least `keys.row_tokens` and the longest segment.
 
-        Tries share the most in rows as long as a micro-batch. With several ranks, each rank must get a row.
+        With `tries` and a layout that joins rows, the width grows up to a micro-batch, because only segments
+        in the same row share prefixes. With several ranks, it grows only so far that every rank gets a row.
         """
         width = keys.row_tokens
         if tries is not None and self.attention.rows_are_joined:
@@ -204,7 +208,7 @@ class Scorer:
 
 
 def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
-    """Pack segments into rows, and cut the rows into micro-batches."""
+    """Pack segments into rows, and divide these into micro-batches; return the rows and the micro-batches."""
     tries = scorer.tries(segments)
     width = scorer.row_tokens(segments, keys, tries)
     packed = pack_segments(segments, row_tokens=width, tries=tries)
@@ -220,9 +224,9 @@ def read_pieces(
     keys: LoopKeys,
     scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
-    """Compute columns [N] by micro-batches; return each column split by segment.
+    """Compute [N] columns over the sampled tokens, without gradient; return each column split by segment.
 
-    All ranks run `forward` on one micro-batch at a time; `columns` extracts the columns from its result.
+    Each rank runs `forward` on one micro-batch at a time, and `columns` extracts tensors [N] from the result.
     Segments are packed as for `scorer`.
     """
     ranks = scorer.ranks
@@ -237,21 +241,27 @@ def read_pieces(
 def score_by(
     policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer
 ) -> list[NDArray[Any]]:
-    """Compute the [N] log-probs (nats) of each segment's sampled tokens under `policy`."""
+    """Compute the [N] log-probs (nats) of each segment's sampled tokens, without gradient.
+
+    `policy` computes the log-probs of a micro-batch. Segments are packed as for `scorer`.
+    """
     return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
 def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
-    """Refuse (SegmentError) tokens and experts that the model lacks, such as from another model's server.
+    """Raise SegmentError if a segment has token ids or expert indices that do not exist in the model.
 
-    `rollout_ids` of the error names the rollouts.
+    This happens if a server samples with another model. The error's `rollout_ids` names the rollouts.
     """
     refuse_unknown_ids(segments, embedding_rows(model))
     refuse_unknown_experts(segments, count_experts(model))
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """Refuse token ids without an embedding, which a remote server may send long after it was probed."""
+    """Raise SegmentError for token ids outside of 0 to `rows` - 1, the embeddings that the model has.
+
+    A remote server may send such ids even if the first check of the server found none.
+    """
     unknown = [
         segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
     ]
@@ -259,7 +269,7 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
         return
     segment = unknown[0]
     index = int(((segment.token_ids < 0) | (segment.token_ids >= rows)).argmax())
-    # A prompt belongs to the decision after it.
+    # A token of a prompt is reported with the decision that follows the prompt.
     turn = next((int(span["decision"]) + 1 for span in segment.spans if span["end"] > index), None)
     error = SegmentError(
         f"token id {segment.token_ids[index]}, but the actor knows the ids 0 to {rows - 1}",
@@ -271,7 +281,7 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
 
 
 def refuse_unknown_experts(segments: Sequence[Segment], count: int) -> None:
-    """Refuse experts from `count` on, which a layer does not have."""
+    """Raise SegmentError for expert indices of `count` or more, the number of experts of a layer."""
     unknown = [
         segment for segment in segments if ((segment.experts >= count) & (segment.experts != UNKNOWN)).any()
     ]

@@ -1,4 +1,4 @@
-"""The shape of a job's model: the sizes that decide its memory, without its weights."""
+"""Reads from a model's config the sizes that decide its memory, without loading its weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +33,10 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide its memory."""
+    """The sizes of a decoder from which its memory is estimated."""
 
     parameters: int
-    """Number of weights, tied ones counted once."""
+    """Number of weights; tied weights count once."""
     layers: int
     width: int
     mlp_width: int
@@ -45,62 +45,66 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     adapters: int = 0
-    """Weights of the adapters; 0 without [lora]."""
+    """Number of weights of the adapters; 0 without [lora]."""
     adapted_experts: int = 0
-    """Weights of experts with adapters; a layer computes with the sums of both."""
+    """Number of expert weights that have adapters. A layer adds the adapters to a copy of these weights."""
     critic: int = 0
-    """Weights of a critic's head and own layers; 0 without a critic."""
+    """Number of weights of the critic: its head, and its own layers if it has any; 0 without a critic."""
     head_norms: bool = False
-    """Whether queries and keys are normed per head, as in Qwen3."""
+    """Whether each head's queries and keys are normalised, as in Qwen3."""
     vectors: int = 0
-    """Weights of norms and biases, which are always float32; part of `parameters`."""
+    """Number of weights in norms and biases, which are always float32; included in `parameters`."""
     ends: int = 0
-    """Weights outside of the layers, such as embedding and head; part of `parameters`."""
+    """Number of weights outside of the layers (embedding, last norm, head); included in `parameters`."""
     has_kernels: bool = False
-    """Whether the learner has kernels for its layers (`learner.operators`)."""
+    """Whether the learner has kernels for the model's layers (`learner.operators`)."""
     own_pass: bool = True
-    """Whether the learner has its own forward pass for it (`learner.packed_decoder`)."""
+    """Whether the learner has its own forward pass for the model (`learner.packed_decoder`)."""
     apart: str = ""
-    """Why each segment needs a row of its own; empty: rows are packed (`models.kinds`)."""
+    """Why several segments cannot be packed into one row (`models.kinds`); empty: they can."""
     eager: bool = False
-    """Whether attention scores, [heads, length, length], are saved."""
+    """Whether attention saves its scores, [heads, length, length], for the backward pass."""
     states: int = 0
-    """Number of layers with a state instead of keys and values."""
+    """Number of layers with a recurrent state instead of keys and values."""
     state_bytes: int = 0
-    """Bytes per token that autograd saves in a layer with a state, without norms and MLP."""
+    """Bytes per token that autograd saves in a layer with a recurrent state, without norms and MLP."""
     state_numbers: int = 0
-    """How many numbers a layer's state has, per row of an engine."""
+    """How many numbers the recurrent state of one layer has, for each sequence in an engine."""
     mlps: int = 0
     """Number of layers that are only an MLP, in models whose other layers have no MLP."""
     norms: float = 2.0
-    """Norms per layer over its whole width; Gemma has four."""
+    """Mean number of norms over the whole width in a layer; Gemma has four."""
 
     @property
     def attending(self) -> int:
-        """Number of layers with attention; unknown states are counted as attention."""
+        """Number of layers with attention, plus those with a recurrent state of unknown size."""
         return self.layers - self.mlps - (self.states if self.state_bytes else 0)
 
     @property
     def layer(self) -> int:
-        """Weights of a layer."""
+        """Mean number of weights of a layer."""
         return (self.parameters - self.ends) // self.layers
 
     @property
     def cached_numbers(self) -> int:
-        """How many numbers the keys and values of a token have."""
+        """How many numbers the keys and values of one token have in all layers."""
         return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
-        """Return the bytes of a copy without adapters and value head, with `matrices` per matrix entry."""
+        """Return the bytes of the model's own weights, with `matrices` bytes for each entry of a matrix.
+
+        Norms and biases are float32; adapters and critic are not included.
+        """
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
 def model_shape(
     config: Any, lora: LoraTable | None, *, critic: str | None = None, longest: int | None = None
 ) -> ModelShape:
-    """Count the sizes on a model on the meta device, which works for any architecture.
+    """Read the sizes from an empty model on the meta device, which works for any architecture.
 
-    `longest` is the most tokens of a sequence; None: the model's number of positions.
+    `longest` is the maximal length of a sequence in tokens; None: the model's number of positions. Raises
+    ModelFolderError if the config does not describe a decoder with attention.
     """
     try:
         model = empty_model(config)
@@ -108,7 +112,7 @@ def model_shape(
         longest = longest or getattr(config.get_text_config(), "max_position_embeddings", None) or 1
         apart = why_not_by_position(model, longest=longest) or ""
         return replace(shape, apart=apart, eager=bool(apart) and own_attention(model) == "eager")
-    except (AttributeError, ValueError) as error:  # ValueError: inconsistent sizes
+    except (AttributeError, ValueError) as error:  # ValueError: sizes that contradict each other
         raise ModelFolderError(
             f"{config.model_type!r} is not a decoder of layers with attention, as needed: {error}",
             where="model",
@@ -160,7 +164,11 @@ def _count_norms(layers: nn.ModuleList, width: int) -> float:
 
 
 def _mlp_width(config: Any) -> int:
-    """Return the MLP width of a token; of experts, that of the chosen ones, each with a copy of the state."""
+    """Return the width of the MLP that a token passes through, as a measure of the memory it needs.
+
+    With experts, this is the sum over a token's chosen and shared experts; each chosen expert counts half of
+    the hidden size more, for its copy of the hidden state.
+    """
     width = config.hidden_size
     dense = largest(config, "intermediate_size") or 4 * width
     names = ("num_experts_per_tok", "top_k_experts")
@@ -175,10 +183,10 @@ def _mlp_width(config: Any) -> int:
 
 
 def _state_bytes(config: Any) -> int:
-    """Estimate the bytes per token that autograd saves for a layer's state, without projections.
+    """Estimate the bytes per token that autograd saves in a layer's recurrence, without its projections.
 
-    Fitted to counts on random layers of transformers 5.24 in float32, within 10 %; a chunk of the delta rule
-    has 64 tokens.
+    The coefficients were fitted to measurements on random float32 layers of transformers 5.24, within 10 %. A
+    chunk of the delta rule has 64 tokens.
     """
     if heads := getattr(config, "linear_num_value_heads", None):
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
@@ -189,7 +197,10 @@ def _state_bytes(config: Any) -> int:
 
 
 def _state_numbers(config: Any) -> int:
-    """Count the numbers of a row's state in a layer, with the last inputs of its convolution."""
+    """Count the numbers in the recurrent state of one layer, for one sequence.
+
+    They include the last inputs of the layer's convolution.
+    """
     if heads := getattr(config, "linear_num_value_heads", None):
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
         mixed = 2 * config.linear_num_key_heads * keys + heads * values
@@ -200,12 +211,15 @@ def _state_numbers(config: Any) -> int:
 
 
 def _state_space(config: Any) -> tuple[int, ...]:
-    """Read the sizes of state spaces by the first names that the config has; zeros without any."""
+    """Read the sizes of a state-space layer; all are 0 if the config has none.
+
+    The sizes are read by the first tuple of names in _STATE_SPACES that the config has.
+    """
     sizes = (tuple(int(getattr(config, name, None) or 0) for name in names) for names in _STATE_SPACES)
     return next((each for each in sizes if each[0]), (0,) * len(_STATE_SPACES[0]))
 
 
-# Names in configs of: heads, their width, state size, groups, width of the convolution, tokens of a chunk.
+# Config keys of: number of heads, head width, state size, groups, convolution width, tokens of a chunk.
 _STATE_SPACES = (
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
     (*(f"mamba_{name}" for name in ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")),),
@@ -213,7 +227,10 @@ _STATE_SPACES = (
 
 
 def count_checkpointed(wish: bool | int, layers: int) -> int:
-    """Return how many layers `training.gradient_checkpointing` checkpoints; JobError: the model has fewer."""
+    """Return how many of `layers` the key `training.gradient_checkpointing` (`wish`) checkpoints.
+
+    Raises JobError if it asks for more layers than the model has.
+    """
     if isinstance(wish, bool):
         return layers if wish else 0
     if wish > layers:
@@ -226,13 +243,16 @@ def count_checkpointed(wish: bool | int, layers: int) -> int:
 
 
 def refuse_more_layers(table: ModelTable, wish: bool | int) -> None:
-    """Refuse more layers (JobError) than the job's model has, if the model is on this machine."""
+    """Raise JobError if `training.gradient_checkpointing` names more layers than the model has.
+
+    Without the model on this machine, nothing is checked.
+    """
     if not isinstance(wish, bool) and (config := config_here(table)) is not None:
         count_checkpointed(wish, model_shape(config, None).layers)
 
 
 def config_here(table: ModelTable) -> Any | None:
-    """Read the config of the job's model; None if it is not, or not completely, on this machine."""
+    """Read the config of the job's model; return None if the model is not completely on this machine."""
     try:
         folder = None if table.preset is not None else model_folder(table, cached_only=True)
         return model_config(table, folder, table.vocab_size)
@@ -241,7 +261,10 @@ def config_here(table: ModelTable) -> Any | None:
 
 
 def refuse_unknown_targets(table: ModelTable, lora: LoraTable) -> None:
-    """Refuse adapters (JobError) of layers that the job's model lacks, if it is on this machine."""
+    """Raise JobError if the job adapts layers that its model does not have.
+
+    Without the model on this machine, nothing is checked.
+    """
     if (config := config_here(table)) is not None:
         model_shape(config, lora)
 
@@ -253,7 +276,7 @@ def model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) ->
 
 
 def cached_config(table: ModelTable, vocabulary: int) -> Any:
-    """Read the config of a model on this machine, with or without weights; the hub is not contacted."""
+    """Read the config of a model on this machine, even if its weights are not here; never ask the hub."""
     if table.preset is not None:
         return model_config(table, None, vocabulary)
     return config_alone(model_folder(table, cached_only=True))

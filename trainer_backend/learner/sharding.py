@@ -1,7 +1,8 @@
 """Shards a model's weights over the ranks of a learner, by FSDP2 (torch's `fully_shard`).
 
-Each layer is a unit whose weights are gathered for its forward and backward pass; embedding, last norm and
-head are another. Every rank has all of the small adapters, and sums their gradients itself.
+Each layer is an FSDP unit, whose weights are gathered just before its forward and backward pass. Embedding,
+last norm and head form one more unit. Adapters are small, so every rank keeps all of them, and
+`Ranks.sum_gradients` sums their gradients.
 
 Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, arXiv:2304.11277.
 """
@@ -31,16 +32,16 @@ _RUN = "turnwise_run"
 
 
 def through(module: nn.Module, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return function(module, *arguments), with the module's own weights gathered if it is sharded.
+    """Return function(module, *arguments); if the module is sharded, gather its own weights for the call.
 
-    By itself FSDP gathers them only for `forward`. The result is a tensor or a tuple of tensors.
+    FSDP itself gathers weights only for `forward`. The function must return a tensor or a tuple of tensors.
     """
     run: Callable[..., Result] | None = getattr(module, _RUN, None)
     return function(module, *arguments) if run is None else run(function, *arguments)
 
 
 def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
-    """Arrange the ranks in `replicas` groups, each with all weights; all ranks must call this together.
+    """Arrange the ranks in `replicas` groups that each hold all weights; all ranks must call this together.
 
     Raises JobError if the ranks cannot be divided into equal groups.
     """
@@ -58,9 +59,9 @@ def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
-    """Shard the model's weights over the ranks, in place; the device gets only this rank's share.
+    """Shard the model's weights over the ranks, in place; only this rank's share moves to the device.
 
-    Before, every rank has the same model in main memory. Small weights stay whole (`_select_whole`).
+    Every rank must pass the same model, in main memory. Small weights are not sharded (`_select_whole`).
     """
     mesh = make_mesh(ranks, table.data_parallel_replicate_degree, device.type)
     apart = _select_whole(model)
@@ -85,9 +86,10 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
 
 def _select_whole(model: PreTrainedModel) -> set[nn.Parameter]:
-    """Select the weights that every rank has whole: adapters, and norms and biases of a low-precision base.
+    """Select the weights that are not sharded: adapters, and norms and biases of a low-precision base model.
 
-    FSDP gathers weights of one dtype at a time. A base whose matrices have low precision is frozen.
+    Such a base model has matrices of another dtype, and an FSDP unit must have a single dtype. The base model
+    is then frozen, so these norms and biases need no gradient.
     """
     held = [(name, weight) for name, weight in model.named_parameters()]
     types = {weight.dtype for name, weight in held if ".lora_" not in name}
@@ -95,7 +97,7 @@ def _select_whole(model: PreTrainedModel) -> set[nn.Parameter]:
 
 
 def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function; copy views in its result, on which FSDP's hooks could be lost."""
+    """Call the function; copy tensors of its result that are views, because views can lose FSDP's hooks."""
     found = function(module, *arguments)
     if isinstance(found, tuple):
         return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)
@@ -103,12 +105,15 @@ def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor; gather a sharded one, for which all ranks must call this."""
+    """Return the whole tensor; if it is sharded, gather it, for which all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return the [n] numbers of a tensor that this rank adds to a sum; copies on other ranks add none."""
+    """Return the elements of a tensor, [n], that this rank must add to a sum over all ranks.
+
+    Every element is returned on one rank only; a rank that holds copies gets an empty tensor.
+    """
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()
@@ -119,7 +124,7 @@ def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
-    """Gather a tensor on one rank, to which the others send their rows; return None on the others."""
+    """Gather a tensor on the rank `rank` and return it there; return None on all other ranks."""
     own = dist.get_rank()
     if not isinstance(tensor, DTensor):
         return tensor if own == rank else None
@@ -127,14 +132,14 @@ def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
     groups: Tensor = tensor.device_mesh.mesh
     members = next(group for group in groups.reshape(-1, groups.shape[-1]).tolist() if rank in group)
     if own not in members:
-        return None  # this rank has a replica
+        return None  # this rank belongs to another replica of the weights
     share = tensor.to_local()
     if own != rank:
         if len(share):
             dist.send(share.contiguous(), dst=rank)
         return None
     full = share.new_empty(tensor.shape)
-    rows = torch.split(full, -(-len(full) // len(members)))  # as in FSDP; the last ranks may have no rows
+    rows = torch.split(full, -(-len(full) // len(members)))  # like FSDP; the last ranks may get no rows
     waits = []
     for member, part in zip(members, rows, strict=False):
         if member == own:
@@ -148,18 +153,18 @@ def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
 
 
 def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
-    """Scale the gradient down to a norm of at most `most`; return the norm before."""
+    """Scale the gradient down to a norm of at most `most`; return the norm before the scaling."""
     return float(whole(torch.nn.utils.clip_grad_norm_(weights, most)))
 
 
 def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Gather the whole model without adapters in main memory, tensor by tensor."""
+    """Return a frozen, unsharded copy of the model in main memory, without adapters."""
     copied = empty_model(model.config)
     weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, module in copied.named_modules():
         for own in list(module._parameters):
             weight = weights.get(f"{name}.{own}")
-            if weight is not None:  # None for later names of tied weights
+            if weight is not None:  # None for all but the first name of a tied weight
                 setattr(module, own, nn.Parameter(whole(weight).detach().cpu(), requires_grad=False))
         for own in list(module._buffers):
             module._buffers[own] = buffers[f"{name}.{own}"].cpu()
@@ -170,7 +175,7 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def laid_as(weight: Tensor, full: Tensor) -> Tensor:
-    """Distribute a whole tensor like a weight: return it, or this rank's share."""
+    """Return the part of a whole tensor that this rank holds of `weight`: all, or its shard."""
     if not isinstance(weight, DTensor):
         return full
     return distribute_tensor(
@@ -179,5 +184,5 @@ def laid_as(weight: Tensor, full: Tensor) -> Tensor:
 
 
 def replace_whole(weight: Tensor, full: Tensor) -> None:
-    """Write a whole tensor into a weight, of which this rank may have only a share."""
+    """Copy a whole tensor into a weight, which may be sharded; this rank then copies only its part."""
     weight.copy_(laid_as(weight, full).to(weight.dtype))

@@ -1,7 +1,8 @@
-"""Model folders and optimizer state that the ranks of a learner write and read together.
+"""Writes model folders, and writes and reads optimizer state, on all ranks of a learner together.
 
-A model folder has Hugging Face's layout: each tensor is gathered on the rank that writes it. The optimizer's
-moments are written in shares, by torch's distributed checkpoint in safetensors, for any number of readers.
+A model folder has Hugging Face's layout; each tensor is gathered on the rank that writes it. The optimizer's
+moments are not gathered: each rank writes its share by torch's distributed checkpoint, in safetensors. Any
+number of ranks can read them.
 """
 
 import json
@@ -27,11 +28,11 @@ from trainer_backend.learner.sharding import sent_to
 from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.layout import INDEX
 
-# In a checkpoint's training_state/: the optimizer of a single rank, or a folder with every rank's share.
+# Names in a checkpoint's training_state/: a single rank writes the file; several ranks write the folder.
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
-# Numbers at either end of a weight that its checksum includes.
+# How many numbers at the beginning, and at the end, of each weight the checksum reads.
 _ENDS = 64
-# The index of a trained weight, and the name of its AdamW state: `0.exp_avg`.
+# The key of an optimizer tensor: index of the trained weight, and name of its AdamW state, as in `0.exp_avg`.
 _MOMENT = re.compile(r"(\d+)\.(\w+)")
 
 
@@ -43,10 +44,10 @@ def write_weights(
     *,
     finished: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, tensor: {name: tensor},
 ) -> None:
-    """Write a model's weights, one file per rank, and the index.
+    """Write a model's weights, one safetensors file per rank, and the index of the files.
 
-    A rank holds at most the largest tensor and the tensors that it writes. `weights` have the same order on
-    all ranks. `finished` converts a gathered tensor to the tensors that are written.
+    A rank needs memory for the tensors that it writes and for the largest tensor. `weights` must have the
+    same order on all ranks. `finished` maps the name and value of a gathered tensor to the tensors to write.
     """
     writers = _assign_writers(weights, ranks.count)
     mine: dict[str, Tensor] = {}
@@ -54,7 +55,7 @@ def write_weights(
         full = sent_to(tensor, writers[name])
         if full is not None:
             mine |= {own: part.cpu().contiguous() for own, part in finished(name, full).items()}
-        del full  # before the next one comes
+        del full  # frees its memory before the next tensor is gathered
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
     written = ranks.of_every_rank({name: tensor.nbytes for name, tensor in mine.items()})
@@ -67,7 +68,7 @@ def write_weights(
 
 
 def _assign_writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Assign each tensor, largest first, to the rank that writes least so far."""
+    """Assign each tensor to a rank: the largest first, always to the rank with the fewest numbers so far."""
     shares, writers = [0] * count, dict.fromkeys(weights, 0)
     for name in sorted(weights, key=lambda name: -weights[name].numel()):
         writers[name] = shares.index(min(shares))
@@ -76,9 +77,9 @@ def _assign_writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]
 
 
 def checksum_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Compute a checksum that distinguishes models, revisions and vocabularies.
+    """Compute a checksum that distinguishes models, revisions of a model, and vocabularies.
 
-    It reads only both ends of each weight; all numbers would take as long as loading.
+    It covers only both ends of each weight: reading all numbers would take as long as loading the model.
     """
     crc32 = zlib.crc32(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for name, weight in collect_weights(model).items():
@@ -89,7 +90,7 @@ def checksum_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -
 
 
 def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Write the optimizer's state into a checkpoint's training_state/."""
+    """Write the optimizer's state into `folder`, the training_state/ of a checkpoint."""
     moments = {
         f"{number}.{name}": torch.as_tensor(value)
         for number, values in optimizer.state_dict()["state"].items()
@@ -105,7 +106,7 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert torch's error, which is not an Exception, to a CheckpointError."""
+    """Convert torch's CheckpointException, which is only a BaseException, to a CheckpointError."""
     try:
         yield
     except CheckpointException as error:
@@ -114,7 +115,10 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Load what `save_moments` wrote, on any number of ranks. Raises CheckpointError for another model."""
+    """Load what `save_moments` wrote, with any number of ranks, into the optimizer.
+
+    Raises CheckpointError if the state belongs to another model.
+    """
     path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
     reader = HuggingFaceStorageReader(str(path))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -122,13 +126,13 @@ def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks
     for key, stored in reader.read_metadata().state_dict_metadata.items():
         found = _MOMENT.fullmatch(key)
         if found is None:
-            continue  # of another file, or the placeholder of an optimizer before its first step
+            continue  # a tensor of another file, or the placeholder `empty` of an optimizer without state
         number, size = int(found[1]), getattr(stored, "size", None)
         if number >= len(weights) or (size and size != weights[number].shape):
             raise CheckpointError(f"{folder.parent}: the optimizer state is of another model ({key})")
         moments[key] = torch.zeros_like(weights[number]) if size else torch.zeros(())
     with warnings.catch_warnings(), _as_checkpoint_error(folder):
-        # The warning that there is a single process.
+        # torch warns if there is a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(moments, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.are_several)
     state: dict[int, dict[str, Tensor]] = {}

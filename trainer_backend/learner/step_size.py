@@ -1,4 +1,4 @@
-"""The peak of the learning rate, which `learning_rate_schedule = "desired_kl"` adapts."""
+"""Adapts the peak learning rate after each iteration, for `learning_rate_schedule = "desired_kl"`."""
 
 import json
 import math
@@ -19,18 +19,22 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.plugins import schedule
 
-# The most decisions on which the KL of an iteration is measured.
+# The KL of an iteration is measured on at most this many decisions.
 SAMPLE = 1000
-# Default of `skip_certain_above`: a decision is certain if each token had a higher probability.
+# A decision is certain if each of its tokens was sampled with a higher probability than this, unless
+# training.skip_certain_above sets another limit.
 CERTAIN_ABOVE = 0.99
 RATE_FILE = "learning_rate.json"
 
-# The log-probs of each segment under the current weights.
+# Computes the log-probs of each segment's sampled tokens under the current weights.
 Score = Callable[[Sequence[Segment]], Sequence[Row]]
 
 
 class StepSize:
-    """The current peak of the learning rate. Only "desired_kl" changes it, and stores it in checkpoints."""
+    """Holds the peak learning rate; the schedule "desired_kl" adapts it and stores it in checkpoints.
+
+    With other schedules, it stays at `training.learning_rate`.
+    """
 
     def __init__(self, table: TrainingTable, seed: int, ranks: Ranks = ALONE) -> None:
         self._table, self._seed, self._ranks = table, seed, ranks
@@ -38,10 +42,10 @@ class StepSize:
         self.rate = table.learning_rate
 
     def follow(self, scored: Sequence[Scored], iteration: int, score: Score) -> dict[str, float]:
-        """Measure how far an iteration's steps have moved the policy, and adapt the rate for the next.
+        """Measure how far an iteration's steps have moved the policy; adapt the rate of the next iteration.
 
-        `scored` has the log-probs before the first step. Returns kl/decision; empty, and without effect, for
-        other schedules, or if every decision was certain.
+        `scored` contains the log-probs before the first step. Returns the metric kl/decision. With another
+        schedule, or if every decision was certain, the rate stays and no metric is returned.
         """
         if not self._follows:
             return {}
@@ -64,12 +68,12 @@ class StepSize:
         return {"kl/decision": kl}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint's training_state/."""
+        """Write the rate into `folder`, the training_state/ of a checkpoint."""
         if self._follows:
             (folder / RATE_FILE).write_text(json.dumps({"learning_rate": self.rate}), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Load what `save` wrote; after another schedule the rate keeps its first value."""
+        """Load the rate that `save` wrote; keep the initial rate if the checkpoint used another schedule."""
         if self._follows and (folder / RATE_FILE).exists():
             self.rate = float(json.loads((folder / RATE_FILE).read_text(encoding="utf-8"))["learning_rate"])
 
@@ -77,9 +81,10 @@ class StepSize:
 def sample_decisions(
     scored: Sequence[Scored], certain_above: float, seed: tuple[int, int]
 ) -> dict[int, list[int]]:
-    """Sample at most SAMPLE of the actor's decisions that were not certain: lists of t by segment number.
+    """Sample at most SAMPLE of the actor's decisions that were not certain.
 
-    A decision was certain if each token had a probability above `certain_above` when it was sampled.
+    A decision was certain if each of its tokens had a probability above `certain_above` when it was sampled.
+    Returns lists of decision numbers t, by the segment's index in `scored`.
     """
     least = math.log(certain_above)
     found = [
@@ -97,11 +102,11 @@ def sample_decisions(
 
 
 def kl_of_decisions(scored: Sequence[Scored], sample: dict[int, list[int]], score: Score) -> float:
-    """Estimate the mean KL(before || now) of these decisions in nats, by k3 summed over tokens.
+    """Estimate the mean over decisions of KL(before || now), in nats, by k3 summed over a decision's tokens.
 
         k3 = exp(d) - 1 - d,  d = log-prob now - log-prob before
 
-    Source of k3: see core.kl.
+    `sample` is as from `sample_decisions`; `score` computes the log-probs now. Source of k3: see core.kl.
     """
     rows = score([scored[number].segment for number in sample])
     nats = []

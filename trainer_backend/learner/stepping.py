@@ -1,4 +1,4 @@
-"""The parts of an optimizer step: its segments, gradient checkpointing, dropout, and lack of memory."""
+"""Parts of an optimizer step: choice of segments, gradient checkpointing, dropout, out-of-memory errors."""
 
 import re
 import warnings
@@ -22,19 +22,20 @@ from trainer_backend.models.folder import is_out_of_memory
 from trainer_backend.models.routers import again
 from trainer_backend.models.text_part import decoder_layers
 
-# Attribute in transformers of a module that checkpoints itself.
+# Attribute by which transformers turns checkpointing of a module on.
 _SWITCH = "gradient_checkpointing"
 _LEAVE = "Lower training.micro_batch_tokens to need less."
 
 
 def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None:
-    """Turn gradient checkpointing on: while `stepping`, layers save only their input.
+    """Turn gradient checkpointing on: inside `stepping`, these layers save only their inputs.
 
-    `layers` is `training.gradient_checkpointing`: all, none, or a number from the first. The last layers have
-    their backward pass first, so their saved tensors are free before a layer is recomputed.
+    `layers` is the key `training.gradient_checkpointing`: all layers, none, or how many, from the first on.
+    The last layers can do without: their backward pass comes first, and frees their saved tensors before any
+    layer is recomputed.
 
     Raises:
-        ModelFolderError: this architecture cannot checkpoint its layers, or only all of them.
+        ModelFolderError: this architecture cannot checkpoint its layers, or cannot checkpoint only some.
         JobError: the model has fewer layers.
     """
     decoder = list(decoder_layers(model))
@@ -48,18 +49,18 @@ def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None
             hint=f"Leave it false. {_LEAVE}",
         )
     with warnings.catch_warnings():
-        # transformers 5 renamed it at some point; the old name works in all releases.
+        # A release of transformers 5 renamed this method; the old name works in all releases.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again}
         )
-    # Needed only by reentrant checkpointing; its hooks would be copied with the model.
+    # Only reentrant checkpointing needs these hooks, and they would be copied with the model.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
     _keep_whole(model, decoder[count:])
 
 
 def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Turn checkpointing off for some layers; refuse a model that checkpoints outside of its layers."""
+    """Turn checkpointing off for these layers; raise ModelFolderError if a layer has no switch for it."""
     for layer in layers:
         switches = [module for module in layer.modules() if hasattr(module, _SWITCH)]
         if not switches:
@@ -74,10 +75,10 @@ def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def stepping(model: PreTrainedModel) -> Iterator[None]:
-    """Turn checkpointing and the adapters' dropout on inside the context.
+    """Turn gradient checkpointing and the adapters' dropout on inside the context.
 
-    The model's own dropout stays off, as in scoring and sampling: otherwise the ratio of a first step would
-    not be 1.
+    The model's own dropout stays off, as in scoring and sampling: with it, the probability ratio in the first
+    step would not be 1.
     """
     layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
     dropouts = (dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values())
@@ -93,7 +94,10 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
-    """Convert errors of lacking memory inside the context to OutOfMemory; `hint` names keys to lower."""
+    """Convert out-of-memory errors inside the context to OutOfMemory.
+
+    `doing` begins the error message; `hint` names the keys of the job to lower.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +105,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
             raise
         request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         more = f" when it asked for {request[1]} more" if request else ""
-        # Its frames hold activations, whose memory is needed to save the run.
+        # The frames of the traceback hold activations, but saving the run needs their memory.
         error.__traceback__ = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -118,15 +122,18 @@ class Scored:
     behaviour: Row = ()
     """[N] behaviour weights (core.behaviour), in [0, cap]; empty before scoring."""
     policy: str = ACTOR
-    """The policy that sampled the segment."""
+    """Name of the policy that sampled the segment."""
     share: Row = ()
-    """[N] weights of the tokens in the whole iteration, for an aggregation over the iteration."""
+    """[N] weights of the tokens in the iteration's loss; empty unless the aggregation spans an iteration."""
     reference: Row | None = None
-    """[N] log-probs (nats) under the reference of the KL term; None without this term."""
+    """[N] log-probs (nats) under the reference policy of the KL term; None without this term."""
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
-    """Group segments into units that a step may not split: episodes that share a ratio or weight."""
+    """Group segments that must be in the same step: those of an episode if they share a ratio or weight.
+
+    `levels` is for each policy the level of its ratio or weight. Other segments are groups of one.
+    """
     if "episode" not in levels.values():
         return [[item] for item in scored]
     units: dict[object, list[Scored]] = {}
@@ -137,9 +144,9 @@ def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list
 
 
 def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterator[list[Scored]]:
-    """Yield steps of about `batch_decisions` decisions, of sizes as equal as the units allow.
+    """Yield steps of about `batch_decisions` decisions, as equal in size as the groups of `order` allow.
 
-    There is no small last step, because it would move the weights as far as a full one.
+    So the last step is not much smaller; a small step would move the weights as far as a full one.
     """
     decisions = [sum(len(np.unique(item.segment.spans["decision"])) for item in items) for items in order]
     left = sum(decisions)
@@ -149,7 +156,7 @@ def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterato
     for items, number in zip(order, decisions, strict=True):
         step.extend(items)
         done += number
-        # Relative to the remaining decisions, so that a large unit does not affect later steps.
+        # Divide the remaining decisions, so that a step with a large group does not affect later steps.
         if done and steps > 1 and done * steps >= left:
             yield step
             left, steps = left - done, steps - 1

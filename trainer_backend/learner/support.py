@@ -1,4 +1,4 @@
-"""Checks before training that the learner can score a model exactly, and how."""
+"""Checks before training whether the learner scores a model exactly, and whether it can pack segments."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from trainer_backend.models.allowed_tokens import EXCLUDED
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, refuse_rotations_by_length, why_not_by_position
 
-# The largest relative difference of logits that the model and the learner compute from the same weights.
+# The largest allowed relative difference between the logits of the model itself and those of the learner.
 ROUNDING = 1e-3
 
 
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> str | None:
-    """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
+    """Raise ModelFolderError if the learner would score sequences of up to `longest` tokens wrongly.
 
-    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So logits must be
-    lm_head(hidden states), scaled and capped, and positions must not depend on a sequence's length. Packed
-    rows need layers that respect a mask; other layers compute one segment per row, and padding must not
-    affect it.
+    The learner runs `model.model` and applies `lm_head` itself (`learner.scoring`). So logits must be
+    lm_head(hidden states), scaled and capped, and positions must not depend on a sequence's length. Several
+    segments can be packed into one row only if all layers respect the attention mask. Otherwise each segment
+    gets its own row, and padding must not change its logits.
 
     Returns:
-        Why each segment needs a row of its own; None: rows are packed.
+        Why segments cannot be packed into one row; None: they can.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")
@@ -55,7 +55,7 @@ def _refuse_few_positions(config: Any, longest: int) -> None:
 
 @torch.inference_mode()
 def _refuse_other_logits(model: PreTrainedModel) -> None:
-    """Refuse a model whose own logits of a few tokens differ from the learner's."""
+    """Raise ModelFolderError if the model and the learner compute different logits for a few tokens."""
     ids_BL = _few_ids(model)
     own_BLV = model(input_ids=ids_BL, use_cache=False).logits
     apart = _compare(own_BLV, _logits(model, ids_BL))
@@ -69,7 +69,7 @@ def _refuse_other_logits(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _why_neighbours_change(model: PreTrainedModel) -> str | None:
-    """Compare the logits of two texts in one row with those of each text alone."""
+    """Return why packing changes logits; None if two texts have the same logits in one row as alone."""
     parts = _two_texts(model)
     alone_BLV = torch.cat([_logits(model, part) for part in parts], dim=1)
     positions_BL = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
@@ -88,7 +88,7 @@ def _why_neighbours_change(model: PreTrainedModel) -> str | None:
 
 @torch.inference_mode()
 def _refuse_padding(model: PreTrainedModel, reason: str) -> None:
-    """Refuse a model whose logits of a text change when it is padded in a batch with a longer one."""
+    """Raise ModelFolderError if padding a text, in a batch with a longer text, changes its logits."""
     longer_BL, text_BL = _two_texts(model)
     padding_BL = text_BL[:, -1:].expand(1, longer_BL.shape[1] - text_BL.shape[1])
     rows_BL = torch.cat([longer_BL, torch.cat([text_BL, padding_BL], dim=1)])
@@ -114,14 +114,17 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
-    """Compute logits as `learner.scoring` does."""
+    """Compute [B, L, V] logits as `learner.scoring` does."""
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **arguments).last_hidden_state
     products_BLV = torch.nn.functional.linear(hidden_BLD, model.lm_head.weight, model.lm_head.bias)
     return logit_map(model.config)(products_BLV)
 
 
 def _compare(own: Tensor, other: Tensor) -> float:
-    """Return the largest difference of allowed logits, relative to the largest logit if that is above 1."""
+    """Return the largest difference between logits, divided by the largest absolute logit if that is above 1.
+
+    Logits of excluded tokens are ignored.
+    """
     is_allowed = ~(own < EXCLUDED / 2)  # NaN counts as allowed, so that it is found
     own, other = own[is_allowed], other[is_allowed]
     return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

@@ -1,4 +1,4 @@
-"""One iteration of policy updates: stops 8 and 11 of the route."""
+"""Scores the episodes of an iteration and updates the policy (stops 8 and 11 of docs/route.md)."""
 
 import math
 import random
@@ -37,19 +37,22 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import aggregation, schedule
 
-# Computes [N] log-probs of sampled tokens under the reference of the KL term.
+# Computes [N] log-probs of sampled tokens under the reference policy of the KL term.
 Reference = Callable[[Packed], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """By rollout id, known [N] log-probs of each segment: under the current weights, and the reference."""
+    """Known log-probs under the current weights and the reference policy.
+
+    Each dict maps a rollout id to the [N] log-probs of each of its segments.
+    """
 
     proximal: dict[str, Sequence[Row]] = field(default_factory=dict)
     reference: dict[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
-        """Return a cache of only the segments with these numbers; both are by rollout id."""
+        """Return a cache of only some segments: `numbers` maps each rollout id to their indices."""
 
         def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
             known = logprobs.keys() & numbers.keys()
@@ -62,10 +65,12 @@ EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
-    """Updates the scorer's model in place, and the critic's `head` if episodes have targets.
+    """Trains the scorer's model in place, and the value head `head` if the episodes have value targets.
 
-    `reference` is for the KL term. The episodes of `run` hold `share` of the iteration's sampled tokens.
-    `step_size` has the peak of the learning rate; None: the job's.
+    Args:
+        reference: the reference policy of the KL term; None without this term.
+        share: the part of the iteration's sampled tokens that the episodes passed to `run` contain.
+        step_size: the peak learning rate; None: a `StepSize` with the job's initial rate.
     """
 
     def __init__(
@@ -86,8 +91,9 @@ class PolicyUpdate:
         name = config.training.aggregation
         self._aggregation = aggregation(name)
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
-        self._tokens_by_rank = np.zeros(scorer.ranks.count)  # of all micro-batches so far
-        # Tokens of the steps' segments; computed tokens, shared ones once; and with padding (`PaddedRows`).
+        self._tokens_by_rank = np.zeros(scorer.ranks.count)  # over all micro-batches so far
+        # Over all steps: tokens of the segments; computed tokens, where a shared prefix counts once; and
+        # computed tokens with padding, which only `PaddedRows` has.
         self._tokens = self._computed = self._places = 0
         default = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
         self._mismatch_limit = config.training.mismatch_limit or default
@@ -103,15 +109,16 @@ class PolicyUpdate:
         """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
         Once the policy is farther than `target_kl` from the proximal policy, no further step is taken.
-        `policy_version` is as in `parts.Learner.update`.
+        `policy_version` is as in `parts.Learner.update`. Returns the iteration's metrics.
 
         Raises:
             SamplerMismatch: log-probs of sampler and learner differ by more than `mismatch_limit` for the
                 same weights; no step is taken.
-            NonFiniteLoss: a log-prob, the loss or the gradient is not finite; this step does not change the
-                weights.
-            OutOfMemory: scoring or a step did not fit the device; this step does not change the weights.
-            BatchError: a sampled token without a finite advantage.
+            NonFiniteLoss: a log-prob, the loss or the gradient is not finite.
+            OutOfMemory: scoring or a step did not fit the device.
+            BatchError: a sampled token has no finite advantage.
+
+        The step that raises does not change the weights; `steps_taken` counts the steps before it.
         """
         by_id = {episode.rollout_id: episode for episode in episodes}
         parts: list[dict[str, float]] = []
@@ -134,6 +141,7 @@ class PolicyUpdate:
                         break
                     self._set_learning_rate(iteration - 1 + number / len(steps))
                     parts.append({**part, "optim/grad_norm": self._apply()})
+            rates = self._follow(scores, iteration)
         except UpdateStopped as error:
             self._zero_grad()
             error.steps_taken = len(parts)
@@ -141,7 +149,7 @@ class PolicyUpdate:
         metrics = mean_metrics(parts)
         return {
             **metrics,
-            **self._follow(scores, iteration),
+            **rates,
             **gaps,
             "optim/steps": float(len(parts)),
             "optim/steps_skipped": float(len(steps) - len(parts)),
@@ -151,14 +159,14 @@ class PolicyUpdate:
         }
 
     def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
-        """Return the learning rate of the last step, and the iteration's KL if the rate follows this KL."""
+        """Return the metrics optim/lr and, if the schedule adapts the rate to the iteration's KL, this KL."""
         with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
             return {"optim/lr": self._rate()} | self._step_size.follow(
                 scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
             )
 
     def _token_metrics(self) -> dict[str, float]:
-        """Return the tokens of the steps, the share of padding, and the imbalance of ranks."""
+        """Return metrics: number of tokens, share of padding, imbalance of the ranks' numbers of tokens."""
         metrics = {"learner/tokens": float(self._tokens), "learner/tokens_computed": float(self._computed)}
         if self._places:
             metrics["learner/padding_share"] = 1.0 - self._computed / self._places
@@ -169,19 +177,19 @@ class PolicyUpdate:
         return metrics | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
-        """Score all segments before the first step, without dropout, and weigh their tokens (stop 8)."""
+        """Score all segments without dropout, and compute the tokens' behaviour weights (stop 8)."""
         drafts = self._drafts(episodes, cache)
         proximal = self._logprobs(episodes, cache.proximal, self._scorer.logprobs)
         return weighed(drafts, proximal, self._terms.objectives)
 
     def _drafts(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache) -> list[Scored]:
-        """Build all segments with the data that do not need the policy's scores.
+        """Build a `Scored` for each segment, with all data that do not depend on the policy's log-probs.
 
-        These are log-probs under the reference of the KL term, and token weights of an aggregation over the
-        iteration.
+        These data are log-probs under the reference policy and, if the aggregation spans the iteration, the
+        token weights.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
-        # Before scoring, because an embedding's error would not name the rollout.
+        # Checked before scoring, because an error of the embedding would not name the rollout.
         refuse_unknown(segments, self._scorer.model)
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         reference: Sequence[Row | None] = [None] * len(segments)
@@ -202,7 +210,10 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments, except those of the first step (`members`) if that step can score its own."""
+        """Score all segments, or all but those of the first step if its own forward passes can score them.
+
+        `members` are the indices of the first step's segments in `drafts`.
+        """
         objectives = self._terms.objectives
         units = {
             level
@@ -222,7 +233,7 @@ class PolicyUpdate:
     def _logprobs(
         self, episodes: Sequence[CreditedEpisode], cached: Mapping[str, Sequence[Row]], policy: Reference
     ) -> list[Row]:
-        """Return the [N] log-probs of each segment: all from the cache, or all scored now."""
+        """Return each segment's [N] log-probs: from the cache if it has all episodes, else scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
@@ -235,9 +246,9 @@ class PolicyUpdate:
         return lora is not None and lora.dropout > 0
 
     def _steps(self, drafts: Sequence[Scored], iteration: int) -> Iterator[tuple[list[int], int]]:
-        """Yield optimizer steps, as numbers of segments, each with the number of steps in its pass.
+        """Yield for each optimizer step the indices of its segments, and how many steps its pass has.
 
-        A step has about `batch_decisions` decisions. The shuffle follows from the job's seed.
+        A step has about `batch_decisions` decisions. The job's seed determines the shuffled order.
         """
         numbers = {id(draft): number for number, draft in enumerate(drafts)}
         for number in range(self._table.update_passes):
@@ -256,14 +267,17 @@ class PolicyUpdate:
         first: FirstStep | None = None,
         drift_limit: float = math.inf,
     ) -> dict[str, float]:
-        """Compute the gradient of a step, and leave it on the parameters; return the step's metrics.
+        """Compute the gradient of a step into the parameters' `grad`; return the step's metrics.
 
-        The drift (DRIFT) only grows. Once it exceeds `drift_limit` (nats), the step must be discarded: the
-        remaining micro-batches run forward only, for the metrics, and the gradient must not be used.
+        The drift, a sum over the micro-batches so far, is the metric DRIFT of the step (KL from the proximal
+        policy). Once it exceeds `drift_limit` (nats), the remaining micro-batches run forward only, for the
+        metrics. The caller must then discard the gradient.
 
-        `step` is a part of the segments of `weighed`, or drafts that `first` scores by the step's own forward
-        passes; `episodes` are by rollout id. The pass has `steps` steps. `is_first`: whether the weights are
-        those of the proximal log-probs.
+        Args:
+            step: segments with proximal log-probs, or drafts that `first` scores during this step.
+            episodes: the episodes of these segments, by rollout id.
+            steps: number of steps in the pass.
+            is_first: whether the weights are still those that computed the proximal log-probs.
         """
         segments = [item.segment for item in step]
         tries = self._scorer.tries(segments)
@@ -303,7 +317,10 @@ class PolicyUpdate:
             self._places += sum(PaddedRows.places(piece.packed) for piece in pieces)
 
     def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
-        """Return the load of a step's experts; for a balancing loss, counted first over all micro-batches."""
+        """Create the `_Load` of a step.
+
+        With a balancing loss and several micro-batches, an extra forward pass first counts `of_step`.
+        """
         experts = self._scorer.experts
         load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
         if experts is not None and experts.coefficient and len(pieces) > 1:
@@ -320,7 +337,7 @@ class PolicyUpdate:
     def _checked_piece(
         self, piece: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float], NonFiniteLoss | None]:
-        """Return a micro-batch's loss and metrics, and an error if a number is not finite."""
+        """Return a micro-batch's loss and metrics; and, if a number is not finite, the error to raise."""
         try:
             loss, metrics = self._piece(piece, sums, first, load)
         except NonFiniteLoss as error:
@@ -334,7 +351,7 @@ class PolicyUpdate:
         return loss, metrics, not_finite
 
     def _agreed_drift(self, drift: float, error: NonFiniteLoss | None) -> float:
-        """Sum a round's drift over all ranks; if any rank has an error, all raise it."""
+        """Sum the drift of one micro-batch per rank over all ranks; if a rank has an error, all raise it."""
 
         def raise_own() -> None:
             if error is not None:
@@ -380,9 +397,10 @@ class PolicyUpdate:
         )
 
     def _pieces(self, batch: Batch, max_rows: int, *, is_first: bool) -> list[Batch]:
-        """Cut the step into micro-batches, and add data that their own forward passes cannot compute.
+        """Divide the step into micro-batches, and add data that their own forward passes cannot compute.
 
-        Such data are the logs of units that lie in several micro-batches, and log-probs without dropout.
+        Such data are the log ratios of episodes in several micro-batches, and log-probs without dropout.
+        `is_first` is as in `gradient`.
         """
         pieces = list(cut_batch(batch, max_rows))
         spans = self._terms.has_split_units(batch)
@@ -402,7 +420,7 @@ class PolicyUpdate:
             return list(cut_batch(batch, max_rows))
 
     def _apply(self) -> float:
-        """Clip the gradient and take the step; return the norm before clipping."""
+        """Clip the policy's gradient and take the optimizer step; return the norm before clipping."""
         norm = clip_gradient(self._scorer.model.parameters(), self._table.max_grad_norm)
         if not math.isfinite(norm):
             raise NonFiniteLoss(f"the norm of the gradient is {norm}; the weights are kept")
@@ -457,16 +475,16 @@ class PolicyUpdate:
 
 @dataclass(slots=True)
 class _Load:
-    """The tokens of a step that routers send to each expert; empty for a model without experts."""
+    """Counts how many tokens of a step routers send to each expert; no counts without experts."""
 
     tokens: int
     """Number of the step's tokens, without padding."""
     of_step: Tensor | None = None
-    """[layers M, experts E], tokens of the whole step; None: they were not counted in advance."""
+    """[layers M, experts E], counts over the whole step; None: one micro-batch, or no balancing loss."""
     piece: Routing | None = None
     """The routing of the current micro-batch."""
     sent: Tensor | None = None
-    """[M, E] over the micro-batches so far, without copies of other ranks' micro-batches."""
+    """[M, E], counts over this rank's micro-batches so far, without repeated ones of other ranks."""
 
     def keep(self) -> None:
         """Add the current micro-batch to `sent`."""
@@ -483,13 +501,13 @@ class _Load:
         return balance_loss(piece.probability_E, sent_ME.sum(dim=0).to(piece.probability_E), routed)
 
     def sent_by_all(self, ranks: Ranks) -> Tensor | None:
-        """Sum the counts [M, E] over all ranks, which must all call this; None if nothing was sent."""
+        """Sum the counts `sent` [M, E] over all ranks, which must all call this; None if there are none."""
         own = None if self.sent is None else self.sent.cpu()
         parts = [part for part in ranks.of_every_rank(own) if part is not None]
         return torch.stack(parts).sum(dim=0) if parts else None
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return metrics of how evenly the step's tokens are spread over the experts."""
+        """Return metrics of how evenly the step's tokens are distributed over the experts."""
         sent_ME = None if self.piece is None else self.sent_by_all(ranks)
         return {} if sent_ME is None else load_metrics(sent_ME)
 

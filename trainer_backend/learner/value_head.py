@@ -1,11 +1,11 @@
-"""The critic as a head: V(s) by one linear layer on the policy's last hidden state, with its own optimizer.
+"""The critic as a head: V(s) is one linear layer on the policy's last hidden state h.
 
-    V = w . (h - mean) / std + b          w [D] and b are float32, and 0 at first
+    V = w . (h - mean) / std + b          weights w [D] and bias b are float32, initially 0
 
-It reads the hidden states of the policy's forward pass, so it needs no second pass. At the beginning of
-decisions, hidden states are nearly the same vector (on `tiny-0.3m` of length 11, of which 2.2 differ between
-states), and gradient descent would learn little else. So inputs are standardised by mean and std [D] of the
-first scored states, then fixed. With a separate AdamW, the head does not change the policy's moments.
+The hidden states come from the policy's own forward pass. At the beginning of decisions they are nearly equal
+(in the preset `tiny-0.3m` they have norm 11, but differ between states only by 2.2), so gradient descent
+would learn little besides their mean. Therefore each input is standardised by its mean and std over the first
+scored states; both then stay fixed. The head has its own AdamW, so it does not affect the policy's moments.
 """
 
 from pathlib import Path
@@ -23,14 +23,14 @@ from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
 
-# In a step, the bias may move a value by at most this share of what all weights together may.
+# In a step, the bias moves V by at most this share of the distance by which the weights may move V.
 _BIAS_SHARE = 0.1
 # The std of an input is at least this share of the median, so that constant inputs are not amplified.
 _LEAST_STD = 0.1
 
 
 class ValueHead:
-    """Predicts values from hidden states of width D = `width`. Not thread-safe, like its learner."""
+    """Predicts values from hidden states of width D = `width`. Not thread-safe."""
 
     def __init__(self, width: int, device: torch.device, table: TrainingTable, level: ValueLevel) -> None:
         self.level = level
@@ -39,7 +39,7 @@ class ValueHead:
         self._mean_D, self._std_D = torch.zeros(width, device=device), torch.ones(width, device=device)
         self._seen: _Inputs | None = _Inputs(width)
         self._through, self._full_rate = table.value_trunk_gradient, table.learning_rate
-        # A step of AdamW moves a weight by about its rate, and so V by about rate * D.
+        # A step of AdamW moves each weight by about the learning rate, and so V by about rate * D.
         rates = (table.value_learning_rate / width, table.value_learning_rate * _BIAS_SHARE)
         self._optimizer = torch.optim.AdamW(
             [
@@ -55,14 +55,14 @@ class ValueHead:
         return {"weight": self._weight_D, "bias": self._bias}
 
     def _read(self, states: Hidden) -> Tensor:
-        """Return [N] bools: whether the value of each state is read."""
+        """Return [N] bools: whether V is computed at each position (all, or the first of each decision)."""
         first_N = states.rows.first_N
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: Hidden) -> Tensor:
-        """Compute V, [N], in reward units and float32; 0 where no value is read.
+        """Compute V, [N], in reward units and float32; with one value per decision, other positions are 0.
 
-        With training.value_trunk_gradient its gradient reaches the policy.
+        The gradient of V reaches the policy only if training.value_trunk_gradient is set.
         """
         hidden_RD = states.hidden_ND[self._read(states)].float()
         inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
@@ -71,13 +71,16 @@ class ValueHead:
         return values_N
 
     def scored(self, states: Hidden) -> Tensor:
-        """Compute `values`; before `settle`, also measure the inputs' mean and spread."""
+        """Return `values`; until `settle`, also add the hidden states to the statistics for mean and std."""
         if self._seen is not None:
             self._seen.add(states.hidden_ND[self._read(states)])
         return self.values(states)
 
     def settle(self, ranks: Ranks) -> None:
-        """Fix mean and std from the states that all ranks have scored; w is still 0, so no value changes."""
+        """Fix the inputs' mean and std, from the states that all ranks have scored. Later calls do nothing.
+
+        No value changes, because w is still 0.
+        """
         if self._seen is None:
             return
         self._seen.sum_over(ranks)
@@ -91,7 +94,7 @@ class ValueHead:
         self._optimizer.zero_grad(set_to_none=True)
 
     def refuse_non_finite(self) -> None:
-        """Raise NonFiniteLoss if the gradient is not finite; call it before any step."""
+        """Raise NonFiniteLoss if the head's gradient is not finite."""
         for weight in self.trained.values():
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
@@ -100,19 +103,19 @@ class ValueHead:
                 )
 
     def step(self, *, policy_rate: float) -> None:
-        """Take a step, at a rate that falls with the policy's. The gradient is not clipped."""
+        """Take an optimizer step without clipping; the learning rate is proportional to `policy_rate`."""
         for group in self._optimizer.param_groups:
             group["lr"] = group["full_rate"] * policy_rate / self._full_rate
         self._optimizer.step()
 
     def save(self, folder: Path, ranks: Ranks) -> None:
-        """Write weights, mean and std, and moments to one file of a checkpoint; all ranks call this."""
+        """Write weights, mean, std and AdamW's moments to one file in `folder`; all ranks must call this."""
         inputs = {"mean": self._mean_D, "std": self._std_D} if self._seen is None else {}
         tensors = inputs | named_state(self._optimizer, self.trained)
         ranks.first_alone(lambda: save_file(tensors, folder / VALUE_HEAD_FILE))
 
     def restore(self, checkpoint: Path) -> None:
-        """Load what `save` wrote; without such a file the head stays new."""
+        """Load what `save` wrote; if the checkpoint has no such file, keep the initial weights."""
         path = checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE
         if not path.exists():
             return
@@ -124,7 +127,10 @@ class ValueHead:
 
 
 class _Inputs:
-    """Mean and spread of hidden states, summed on the CPU in float64, so that batches do not affect them."""
+    """Computes mean and std of hidden states.
+
+    The sums are float64 on the CPU, so that the sizes of batches do not affect them.
+    """
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -142,7 +148,7 @@ class _Inputs:
         ranks.sum_((self._sum_D, self._squares_D))
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """Return mean and std [D]; the std is at least _LEAST_STD of the median, and 1 if nothing varies."""
+        """Return mean and std [D]; a std is at least _LEAST_STD of their median. If that is 0, all are 1."""
         mean_D = self._sum_D / self.count
         square_D = self._squares_D / self.count
         variance_D = square_D - mean_D.square()

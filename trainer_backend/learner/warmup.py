@@ -1,4 +1,4 @@
-"""Warm-up: supervised steps on a teacher's decisions, so that RL starts from a policy that can play."""
+"""Warm-up: supervised training on a teacher's decisions before RL, so that RL starts from a useful policy."""
 
 import math
 import random
@@ -24,9 +24,9 @@ from trainer_backend.learner.optimizer import make_adamw
 from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.learner.sharding import clip_gradient
 
-# Share of the warm-up's steps over which the learning rate rises.
+# The learning rate rises over this share of the warm-up's steps.
 _RISE = 0.03
-# Decisions that are rendered together; bounds the memory of a long episode's texts.
+# At most this many decisions are rendered together, which bounds the memory for the texts of long episodes.
 _RENDERED = 64
 
 
@@ -37,11 +37,11 @@ def demonstrations(
     min_outcome_reward: float,
     allowed: Collection[int] | None = None,
 ) -> list[Segment]:
-    """Build a segment for every decision worth imitating of episodes that reach `min_outcome_reward`.
+    """Build a segment for every decision worth imitating, from episodes that reach `min_outcome_reward`.
 
-    The prompt is rendered as by the gateway. The target is the decision, or its label, as the model would
-    have to write it: in its tool-call format, ended by its stop token. Only tokens that the model may sample
-    are targets (`allowed`; None: all).
+    The prompt is rendered as in the gateway. The target is the decision, or the teacher's label for it, as
+    the model would have to write it: in the model's tool-call format, with the stop token at the end. Only
+    tokens in `allowed` become targets; None: all. Raises JobTeachesNothing if no segment results.
     """
     kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
     segments = []
@@ -71,11 +71,11 @@ def warm_up(
     seed: int,
     tell: Callable[[int, int], None],
 ) -> dict[str, float]:
-    """Minimise the mean negative log-prob of the demonstrations' tokens.
+    """Minimise the mean negative log-prob of the demonstrations' target tokens.
 
-    The order of the demonstrations follows from the job's `seed`. `tell` reports the steps done and their
-    total; an exception from it ends the warm-up. Returns metrics such as the mean loss per token (nats) over
-    the last epoch, and the tokens of the longest answer with its stop token.
+    The job's `seed` determines the order of the demonstrations. `tell(done, total)` is called with numbers of
+    steps; an exception that it raises ends the warm-up. Returns metrics, such as the mean loss per token
+    (nats) over the last epoch, and the number of tokens of the longest target.
     """
     rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
     optimizer = make_adamw(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
@@ -133,9 +133,9 @@ def _tokenise(
     tools: Sequence[dict[str, Any]],
     renderer: ChatRenderer,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokenise the prompts, and the answers that the template makes of decisions' words and tool calls.
+    """Tokenise each decision's prompt and its answer: the text and tool calls that the model should imitate.
 
-    In batches, because that takes a third of the time.
+    One call for many decisions takes a third of the time of one call per decision.
     """
     conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
     replies = [
@@ -155,7 +155,10 @@ def _tokenise(
 def _cut(
     prompt: list[int], target: list[int], allowed: Collection[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Move the opening of a call into the prompt, and drop what follows the allowed tokens."""
+    """Return a prompt and target such that the target has only tokens that the model may sample.
+
+    Tokens before the first allowed one move into the prompt; tokens after the allowed ones are dropped.
+    """
     if allowed is None:
         return prompt, target
     opening = list(takewhile(lambda token: token not in allowed, target))
@@ -170,7 +173,7 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Collect all prompt messages, replies in words, and calls as a model writes them."""
+    """Collect the texts to train a tokenizer on: prompt messages, text replies, and tool calls."""
     texts = [
         text
         for trajectory in trajectories
@@ -178,7 +181,7 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
         for text in (
             *[message.content for message in step.observation_data.messages],
             step.action_taken.get("content"),
-            # For a single tool the presets' template writes only the items, `tool_words`, which are tokens.
+            # With a single tool, a preset writes a call as `tool_words` alone, each of which is one token.
             *[
                 f" {call.function.name} {call.function.arguments}"
                 for call in step.tool_calls
@@ -193,7 +196,7 @@ def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
 
 
 def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Return the enum values in the tools' arguments; each becomes one token."""
+    """Return the string `enum` values in the schemas of the tools' arguments; each becomes one token."""
     words: dict[str, None] = {}
     for trajectory in trajectories[:1]:
         for tool in trajectory.tools:
@@ -202,9 +205,9 @@ def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
 
 
 def tool_word_ids(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the tokens of `tool_words`, for model.only_tool_words.
+    """Return the token ids of `tool_words`, the only ones that model.only_tool_words lets a preset sample.
 
-    Raises JobError where words alone cannot be a call, or where worlds have other words.
+    Raises JobError unless the environment has a single tool, with the same enum values in all episodes.
     """
     words, tools = tool_words(trajectories), trajectories[0].tools
     found = f"{len(tools)} tools with {len(words)} listed words"

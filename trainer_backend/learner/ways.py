@@ -1,4 +1,4 @@
-"""Describes how learner and local engine compute a model, without its weights."""
+"""Describes in words which code computes a model in the learner and in the local engine."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ from trainer_backend.models.kinds import STATES, layer_kinds, why_not_by_positio
 
 
 class Ways(NamedTuple):
-    """How a model is computed, in words for docs/models.md and `turnwise check`."""
+    """Words that describe how a model is computed, for docs/models.md and `turnwise check`."""
 
     updates: str
     rows: str
-    """The content of one row in an update's micro-batches."""
+    """What one row of a micro-batch contains in an update: several packed segments or a single one."""
     engine: str
     goes_on_from: str
-    """From where the engine continues a prompt whose beginning it has cached."""
+    """At which tokens the engine can continue a prompt whose beginning is in its cache."""
 
     def __str__(self) -> str:
         return (
@@ -27,7 +27,10 @@ class Ways(NamedTuple):
 
 
 def describe_ways(model: PreTrainedModel, *, longest: int) -> Ways:
-    """Describe how a model, possibly on the meta device, is computed for up to `longest` tokens."""
+    """Describe how a model is computed for sequences of up to `longest` tokens.
+
+    The model may be on the meta device, because its weights are not read.
+    """
     by_position = why_not_by_position(model, longest=longest) is None
     has_states = bool(STATES & set(layer_kinds(model.config.get_text_config())))
     has_decoder = by_position and unsupported_because(model) is None

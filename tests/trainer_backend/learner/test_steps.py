@@ -232,6 +232,14 @@ def test_the_kl_is_that_of_the_sampled_tokens_before_and_after(tokenizer):
     assert learner.update(episodes, iteration=2)["optim/lr"] == 1.5e-3  # far less than half of 100 nats
 
 
+def test_an_error_while_the_kl_is_measured_counts_the_steps_that_changed_the_weights(tokenizer):
+    keys = {**DESIRED, "training__learning_rate": 1e30, "training__update_passes": 1}
+    learner = make_learner(tokenizer, **keys)
+    with pytest.raises(NonFiniteLoss) as caught:
+        learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
+    assert caught.value.steps_taken == 1
+
+
 def test_a_bandit_of_a_tiny_model_gets_steps_of_the_desired_size(tokenizer):
     desired = {"training__desired_kl": 0.01, "training__update_passes": 1, "training__iterations": 40}
     learner = make_learner(tokenizer, **DESIRED, **desired, training__max_grad_norm=1e9)
