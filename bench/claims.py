@@ -153,8 +153,9 @@ def demo_claims() -> Iterator[Claim]:
         }
     )
     by_world = (run["last_minus_first"] for run in arms.runs["demo"].values())
-    words = (f"{one['mean']:+.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in by_world)
-    yield Claim(STUDIES, "", ", ".join(words))
+    least = min(by_world, key=lambda one: one["mean"])
+    words = f"gain by world of a seed is {least['mean']:+.2f} ({least['low']:.2f} to {least['high']:.2f})"
+    yield Claim(STUDIES, "", words)
 
 
 def credit_claims() -> Iterator[Claim]:
@@ -183,7 +184,7 @@ def statelm_claims() -> Iterator[Claim]:
     yield from figures(
         {
             "**Documents larger than the window**": change_columns(before, after),
-            "with deletion less without, gains": interval_columns(arms.gain_apart("editing", "no_editing")),
+            "gain with deletion less gain": interval_columns(arms.gain_apart("editing", "no_editing")),
         }
     )
 
@@ -192,7 +193,7 @@ def dialogue_claims() -> Iterator[Claim]:
     arms = Arms("dialogue", "outcome_reward")
     yield Claim(FIGURES, "**Short sums in dialogue**", columns(arms.gain("turn_scores")))
     for arm, name in (("outcome", "grpo"), ("outcome_stepwise", "stepwise")):
-        row = f"dialogue, gain of scores less gain of the outcome with `{name}`"
+        row = f"dialogue: gain from scores of answers less gain from the outcome alone with `{name}`"
         yield Claim(FIGURES, row, interval_columns(arms.gain_apart("turn_scores", arm)))
 
 
@@ -248,9 +249,9 @@ def cost_claims() -> Iterator[Claim]:
     most, tenth = kinds["nearly all sampled"], kinds["a tenth sampled"]
     yield from figures(
         {
-            "nearly all sampled: memory": f"| {most['held']:.0f} bytes |",
-            "a tenth is sampled: memory": f"| {tenth['held']:.0f} bytes |",
-            "a token in tuples and JSON": f"| {most['plain held']:.0f} bytes |",
+            "if nearly all tokens are sampled": f"| {most['held']:.0f} bytes |",
+            "the same if a tenth of the tokens": f"| {tenth['held']:.0f} bytes |",
+            "the same if tokens are stored in tuples": f"| {most['plain held']:.0f} bytes |",
             "**1,000 idle Crafter sessions**": f"| {idle['kb_per_session']:.0f} kB |",
             "1,000 idle sessions, 99th": f"| {idle['load']['p99_ms']:z.1f} ms |",
         }
@@ -312,7 +313,8 @@ def gpu_curve_claims() -> Iterator[Claim]:
     low, high = f"{moved['low']:z.2f}", f"{moved['high']:+z.2f}"
     yield Claim(STUDIES, "", f"{moved['mean']:+z.2f} ({low} to {high})")
     for item in (first, last, data("gpu_curve_h200")["evaluations"][0]):
-        yield Claim(STUDIES, "", f"{_unique(item)}; {item['crafter_score']:z.1f}")
+        words = _unique(item).replace(" (", " unique (")
+        yield Claim(STUDIES, "", f"{words} and score {item['crafter_score']:z.1f}")
     text = changed(*(_unique(item).replace(" (", " | ").removesuffix(")") for item in (first, last)))
     yield Claim(FIGURES, "by 26M parameters: unique achievements after", f"| {text} |")
     row = "**RL's part of whole games by 26M parameters**"
@@ -361,7 +363,7 @@ def coverage_claims() -> Iterator[Claim]:
     ]
     narrow, wide = [w for w in widths if w < 1.8], [w for w in widths if w >= 1.8]
     yield Claim(FIGURES, "**Width** of the interval", f"| {_range(narrow, 1, 'x')} |")
-    yield Claim(FIGURES, "its width where six or more", f"| {_range(wide, 1, 'x')} |")
+    yield Claim(FIGURES, "the same width if six or more", f"| {_range(wide, 1, 'x')} |")
 
 
 def _range(values: Sequence[float], digits: int, sign: str = "") -> str:
@@ -379,15 +381,15 @@ def fault_claims() -> Iterator[Claim]:
     kills = _kills("faults_processes", ("service", "job", "task_app", "database", "learner", "gateway"))
     kept = data("faults_processes")["counts"]["kept"]
     yield Claim(FIGURES, "**Kills of a job in processes**", f"killed {kills} times")
-    yield Claim(FIGURES, "there, rollouts in flight at a kill", f"| {kept} |")
+    yield Claim(FIGURES, "in these jobs: rollouts in flight at a kill", f"| {kept} |")
     for study, kind, row, digits in (
-        ("faults", "service", "to the first new rollout after a kill of the service", 1),
-        ("faults", "job", "| seconds after a kill of the job", 1),
-        ("faults", "task_app", "seconds after a kill of the task app", 1),
-        ("faults_processes", "gateway", "after a kill of a gateway", 1),
-        ("faults_processes", "learner", "there, seconds after a kill of the learner", 0),
-        ("faults_processes", "service", "there, seconds after a kill of the service", 0),
-        ("faults_processes", "job", "there, seconds after a kill of the job", 0),
+        ("faults", "service", "seconds from a kill of the service to the first", 1),
+        ("faults", "job", "| the same after a kill of the job", 1),
+        ("faults", "task_app", "the same after a kill of the task app", 1),
+        ("faults_processes", "gateway", "seconds from a kill of one of two gateways", 1),
+        ("faults_processes", "learner", "in these jobs, after a kill of the learner", 0),
+        ("faults_processes", "service", "in these jobs, after a kill of the service", 0),
+        ("faults_processes", "job", "in these jobs, after a kill of the job", 0),
     ):
         jobs = data(study)["jobs"].values()
         seconds = [value for job in jobs for value in job["recovery_s"].get(kind, ())]
@@ -415,7 +417,7 @@ def rank_claims() -> Iterator[Claim]:
             "ranks' weights after three passes": f"| {_short(update)} |",
             "ranks' weights when resumed": f"| {_short(resumed)} |",
             "a rank is killed: seconds": f"| {columns([item['others_s'] for item in faults['killed']])} |",
-            "a rank stands still": f"| {statistics.median(still):z.1f} |",
+            "a rank hangs": f"| {statistics.median(still):z.1f} |",
             "Ray: seconds from the kill": f"| {statistics.median(seconds):.0f} | {_range(seconds, 1)} |",
             "Ray: a learner on two nodes": f"| {_short(ray['first_update_on_two_nodes'])} |",
             "**Two Ray nodes, one killed**": f"| {ray['rollouts_lost']} |",
@@ -429,8 +431,8 @@ def server_claims() -> Iterator[Claim]:
     row, job, adapters = "**vLLM servers of a run on a CPU**", vllm["job"], vllm["adapters"]
     yield Claim(FIGURES, row, f"of {job['decisions']} decisions")
     yield Claim(FIGURES, row, f"| {_short(job['logprob_max'], 0)} |")
-    row = "vLLM: log-probs of"
-    yield Claim(FIGURES, row, f"of {_requests(vllm)} requests")
+    row = "vLLM: the same for"
+    yield Claim(FIGURES, row, f"for {_requests(vllm)} requests")
     yield Claim(FIGURES, row, f"| {_short(max(way['logprob_max'] for way in _ways(vllm)), 0)} |")
     lost = sum(way["requests_lost"] for way in _ways(vllm))
     row = "vLLM: requests lost"
@@ -482,14 +484,14 @@ def truth_claims() -> Iterator[Claim]:
         "noise, whole games",
     )  # fmt: skip
     texts = {row: f"| {columns(values)} |" for row, values in zip(rows, ratios.values(), strict=True)}
-    yield from figures(texts | {"pairs that would bring the noise to 0.3, short games": f"| {pairs} |"})
+    yield from figures(texts | {"pairs a decision that would bring": f"| {pairs} |"})
 
 
 def shared_prefix_claims() -> Iterator[Claim]:
     """Shared beginnings that an update computes once."""
     cases, times = data("shared_prefix")["cases"], {}
     rows = (
-        "**Shared beginnings computed once**", "shared beginnings, full text, a shape",
+        "**Shared beginnings of prompts computed once**", "shared beginnings, full text, a shape",
         "shared beginnings, dialogues", "shared beginnings, short games",
     )  # fmt: skip
     for (name, case), row in zip(cases.items(), rows, strict=True):
@@ -497,9 +499,9 @@ def shared_prefix_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, row, f"| {times[name]} |")
     first, gradients = cases["full text, tiny-0.8m"], [case["gradient"] for case in cases.values()]
     text = f"| x{min(first['trl_s']) / min(first['shared_s']):.1f} |"
-    yield Claim(FIGURES, "the same by `trl`'s GRPOTrainer, against sharing", text)
+    yield Claim(FIGURES, "the same update by `trl`'s GRPOTrainer", text)
     words = f"| {max(gradients):.1e} | {min(gradients):.1e} to {max(gradients):.1e} |"
-    yield Claim(FIGURES, "shared beginnings, difference of the gradient", words)
+    yield Claim(FIGURES, "shared beginnings: difference that sharing makes", words)
     yield Claim(README, "an update on Crafter's full text", times["full text, tiny-0.8m"])
 
 
@@ -511,7 +513,7 @@ def task_claims() -> Iterator[Claim]:
     alone, scores = Arms(scratch, "unique_achievements"), Arms(scratch, "crafter_score").after(scratch)
     laptop = "crafter_laptop"
     taught, its_scores = Arms(laptop, "unique_achievements"), Arms(laptop, "crafter_score")
-    for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the")):
+    for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor, all")):
         ends = starts.after(arm)  # by the most probable calls
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
     runs = data("babyai")["unseen"]["by_seed"].values()  # of missions that no choice of a setting has seen
@@ -521,15 +523,15 @@ def task_claims() -> Iterator[Claim]:
     yield from figures(
         {
             "**BabyAI GoToLocal**": f"| +{_with_bounds(least, 'mean')} |",
-            "BabyAI: success after imitation": change_columns(
+            "BabyAI: success rate after imitation": change_columns(
                 *([run[when]["mean"] for run in runs] for when in ("before", "after"))
             ),
             "**Sokoban**, 300 boards of 6 by 6": f"| +{columns(sokoban.gain('sokoban'))} |",
-            "Sokoban: solved after imitation": change_columns(
+            "Sokoban: share of solved boards after imitation": change_columns(
                 sokoban.before("sokoban"), sokoban.after("sokoban")
             ),
             "**Orders**, 300 databases": f"| +{columns(orders.gain('orders'))} |",
-            "Orders: exact after imitation": change_columns(orders.before("orders"), orders.after("orders")),
+            "Orders: share of exact": change_columns(orders.before("orders"), orders.after("orders")),
             "**FrozenLake** by gymnasium": change_columns(
                 lake.before("frozen_lake"), lake.after("frozen_lake")
             ),
@@ -544,7 +546,7 @@ def task_claims() -> Iterator[Claim]:
             ),
             "better choices at uncertain decisions": f"| +{_with_bounds(chosen, 'mean')} |",
             "**The scripted teacher": f"| {_with_bounds(players['view'], unique)} |",
-            "the memoryless teacher where blows": f"| {_with_bounds(immortal, unique)} |",
+            "the same teacher where blows": f"| {_with_bounds(immortal, unique)} |",
         }
     )
 

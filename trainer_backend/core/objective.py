@@ -91,7 +91,7 @@ class Objective:
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:
-        """Return the [N] log-probs that are the denominator of the ratio, p or mu."""
+        """Return the [N] log-probs in the ratio's denominator: under p for `decoupled`, else under mu."""
         return tokens.proximal_logprobs if self.kind == "decoupled" else tokens.behaviour_logprobs
 
     def unit_logs(self, tokens: Tokens) -> Tensor | None:
@@ -112,7 +112,7 @@ class Objective:
     def level_logprobs(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
         """Return [N] log-probs whose ratio to `denominators` is the ratio of the token's unit.
 
-        For `reinforce`, and if each token is a unit, these are the log-probs of the tokens themselves.
+        For `reinforce`, whose loss computes no ratio, the result is `tokens.logprobs`.
         """
         if unit_logs is None or not self.clips:
             return tokens.logprobs

@@ -1,7 +1,4 @@
-"""The shapes of the small models that `model.preset` names.
-
-This file does not import torch, because the check of a job reads the shapes without loading torch.
-"""
+"""The shapes of the small models that `model.preset` names. Checks of a job read them without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Interface by which the orchestrator asks the learner, which has the tokenizer, for too long prompts."""
+"""Interface by which the orchestrator asks the learner, which has the tokenizer, to find long prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -33,12 +33,10 @@ class RouterKeys(Table):
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:
-    """Compute the load-balancing loss of a step, or the part of the loss that some of the tokens contribute.
-
-    The parts of all micro-batches sum to the loss of the step.
+    """Compute the load-balancing loss of a step, or the part that one of its micro-batches adds to the loss.
 
     Args:
-        probability_E: the router's probabilities, summed over the tokens of this part and over all layers.
+        probability_E: the router's probabilities, summed over the tokens of this micro-batch and all layers.
         sent_E: number of tokens of the whole step sent to each expert, summed over all layers; no gradient.
         routed: number of tokens of the whole step, times the number of layers with experts.
     """
@@ -59,10 +57,7 @@ METRICS = (
 
 
 def load_metrics(sent_ME: Tensor) -> dict[str, float]:
-    """Return metrics of how evenly tokens are sent to experts, as means over M layers.
-
-    `sent_ME` is the number of tokens that each layer sent to each expert.
-    """
+    """Measure how evenly M layers send tokens to E experts; `sent_ME` counts the tokens of each expert."""
     experts = sent_ME.shape[1]
     share_ME = sent_ME.double() / sent_ME.sum(dim=1, keepdim=True)
     entropy_M = -share_ME.xlogy(share_ME).sum(dim=1)

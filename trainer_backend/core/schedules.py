@@ -43,12 +43,12 @@ class FallPlug:
 
 
 def linear(behind: float) -> float:
-    """Fall by the same amount in every step."""
+    """Return `behind`, the share of the fall's duration that has passed: the rate falls evenly."""
     return behind
 
 
 def cosine(behind: float) -> float:
-    """Fall slowly at both ends: (1 - cos(pi * behind)) / 2.
+    """Return (1 - cos(pi * behind)) / 2: the rate falls slowly at the start and at the end.
 
     Source: Loshchilov & Hutter, SGDR, arXiv:1608.03983, eq. 5, with one period.
     """
@@ -56,7 +56,7 @@ def cosine(behind: float) -> float:
 
 
 def constant(behind: float) -> float:
-    """Never fall: `learning_rate` stays at its peak and ignores `final`."""
+    """Return 0: the rate stays at its peak, so `learning_rate` ignores `final`."""
     return 0.0
 
 

@@ -31,7 +31,7 @@ def training_world(job_seed: int, purpose: str, iteration: int, group: int, held
 def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:
     """Return the items at the indices `numbers` of an endless sequence that repeats a fixed set of worlds.
 
-    The sequence consists of epochs. Each epoch contains every world once, in an order of its own. `seeds` are
+    The sequence consists of epochs. Each epoch contains every world once, in a new random order. `seeds` are
     the worlds, or the ids of the rows of a data set, in any order.
     """
     size = len(seeds)
@@ -43,10 +43,7 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: 
 def other_worlds(
     job_seed: int, seeds: Sequence[World], *, iteration: int, played: Collection[World]
 ) -> list[World]:
-    """Return all worlds of a fixed set in the order in which an iteration takes them to refill its batch.
-
-    The order is random, but worlds in `played` come last.
-    """
+    """Return a fixed set of worlds in a random order for refilling a batch, with `played` worlds last."""
     order = _shuffled(seeds, job_seed, "refill", iteration)
     return sorted(order, key=lambda world: world in played)
 

@@ -48,7 +48,7 @@ class Moment:
     """The game's name in the plan, a colon, and `turn`."""
     iteration: int
     rollout_id: str
-    """The rollout that reached this moment. Earlier rollouts may have played the game up to its start."""
+    """The rollout that reached this moment. Earlier rollouts may have played the first part of the game."""
     group_id: str
     seed: int
     """Seed of the world."""
@@ -91,7 +91,7 @@ class Pool:
 
 
 def find_cells(moments: "Sequence[Moment] | Sequence[Candidate]") -> list[Cell]:
-    """Return for each moment the one of its achievements that the fewest moments have; ties go by name."""
+    """Return each moment's rarest achievement: the one that the fewest moments have; ties go by name."""
     counts = Counter(name for item in moments for name in item.achieved)
     return [min(item.achieved, key=lambda name: (counts[name], name), default=None) for item in moments]
 
@@ -131,8 +131,9 @@ def frontier(pool: Pool) -> list[float]:
     """Weigh each cell by 1/sqrt(number of its snapshots), and divide this weight among the cell's snapshots.
 
     Each turn within a cell gets the same part of the cell's weight, and each snapshot of a turn gets the same
-    part of the turn's weight. Turns have equal parts because most snapshots of a cell are from its early
-    turns, but games that start at its late turns are more likely to reach the next reward.
+    part of the turn's weight. With equal weights per snapshot, most starts would be at the early turns of a
+    cell, because most of its snapshots are from these turns. But games that start at late
+    turns are more likely to reach the next reward.
 
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, where the weight of a
     cell is 1/sqrt(C_seen + 1). Here the number of the cell's kept snapshots replaces C_seen + 1.
@@ -147,8 +148,8 @@ def frontier(pool: Pool) -> list[float]:
 def uncertain(pool: Pool) -> list[float]:
     """Return 1 for each snapshot from which 20 to 80 % of the starts gained something, 0 for other snapshots.
 
-    One gain and one miss are added to the counts of each snapshot, so a snapshot without starts has 50 %. If
-    all weights are 0, no group starts at a snapshot.
+    One gain and one miss are added to the counts of each snapshot, so a snapshot without starts counts
+    as 50 % and has weight 1. If all weights are 0, no group starts at a snapshot.
 
     Source: Florensa et al., Reverse Curriculum Generation, arXiv:1707.05300, section 4.2: starts are kept
     if their share of successes lies between two bounds.
@@ -230,10 +231,7 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
-    """Sort candidates: first the first candidate of every group, next the second of every group, and so on.
-
-    Candidates with the same number within their groups keep their order.
-    """
+    """Sort stably: first the first candidate of each group, next the second of each group, and so on."""
     counts = Counter[Hashable]()
     numbers = []
     for one in found:

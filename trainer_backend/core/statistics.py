@@ -89,8 +89,8 @@ def t_quantile_975(freedom: int) -> float:
 
         t = z + (z^3 + z) / 4n + (5 z^5 + 16 z^3 + 3 z) / 96 n^2 + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / 384 n^3
 
-    n is `freedom`, and z is the 97.5 % quantile of the normal distribution. The series is used
-    above 30 degrees of freedom, where its error is below 2e-6. Below that, the quantile comes from a table.
+    n is `freedom`, and z is the 97.5 % quantile of the normal distribution. The series is used above 30
+    degrees of freedom, where its error is below 2e-6; for up to 30, the quantile comes from a table.
 
     Raises:
         ValueError: `freedom` is below 1.

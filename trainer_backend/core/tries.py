@@ -204,7 +204,7 @@ def _number_tokens(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
 
 
 def _count_common(rows: Sequence[NDArray[Any]]) -> list[int]:
-    """Return the length of the prefix that each sequence shares with the one before it; first 0."""
+    """Return the length of each sequence's common prefix with the sequence before it; 0 for the first one."""
     shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (

@@ -1,7 +1,8 @@
-"""True advantages of stored decisions, and scores of estimators against them. Pure.
+"""Computes true advantages of stored decisions, and scores advantage estimators against them. Pure.
 
-A true advantage is measured by pairs of continuations, which `evaluation.truth_player` plays: in pair k the
-policy plays on from after the decision, and again from before it, with the same random numbers.
+A true advantage is measured by pairs of continuations. `evaluation.truth_player` plays them: in each pair,
+the policy plays on once from the state after the stored decision and once from the state before it, with
+the same random numbers.
 """
 
 import math
@@ -16,39 +17,41 @@ from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, sign_agreement
 from trainer_backend.core.statistics import t_quantile_975
 
-# Choices that are sampled before a decision, per pair. A choice costs one decision, a pair about twenty.
+# Number of choices that are sampled at a decision per pair. Sampling a choice costs one decision, playing a
+# pair about twenty.
 CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """How often the policy's choices at a decision change the return, and by how much.
+    """How often the policy's choices at a stored decision change the return, and by how much.
 
-    A choice other than the stored one changes nothing if it gives exactly the same return.
+    A sampled choice counts as a change if its return differs from the return of the stored choice.
     """
 
     sampled: int
-    """N: number of sampled choices before the decision."""
+    """N: number of choices that were sampled in the state before the decision."""
     count: float
     """x: number of sampled choices that change the return, estimated from the pairs."""
     pairs: int
-    """n: number of pairs with d_k other than 0."""
+    """n: number of pairs whose difference d_k of returns (`TrueAdvantage`) is not 0."""
     square: float
-    """Mean of d_k^2 (`TrueAdvantage`) over these n pairs, weighted by their choices' shares; else 0."""
+    """Mean of d_k^2 over these n pairs, weighted by how frequent their choices are; 0 if n is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrueAdvantage:
-    """The measured truth of one stored decision, in reward units.
+    """The measured true advantage of one stored decision, in reward units.
 
         advantage = E_k[d_k],   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
 
-    s' is the stored next state. In pair k the policy chose again before the decision, earned r_k and reached
-    s'_k. G_k(s) is the discounted return of the policy from s on; both sides of a pair draw the same random
-    numbers, also in the env steps of the decision itself. If the policy chose as stored, d_k is 0 and nothing
-    is played. The frequencies of choices come from more than K samples (`choice_strata`). So E[advantage] =
-    Q(s, a) - V(s), given the random numbers of the stored decision.
+    r is the stored reward and s' the stored next state. In pair k, the policy chose again in the state before
+    the decision, earned r_k and reached s'_k. G_k(s) is the discounted return that the policy reached from s
+    on. Both sides of a pair draw the same random numbers, also in the env steps of the decision itself. If
+    the policy chose as stored, d_k is 0 and nothing is played. The frequency of each choice is estimated from
+    more than K samples (`choice_strata`). The expected value of `advantage` is Q(s, a) - V(s), given the
+    random numbers of the stored decision.
 
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
@@ -57,27 +60,27 @@ class TrueAdvantage:
     rollout_id: str
     turn: int
     reward: float
-    """r_t."""
+    """Reward r_t of the decision."""
     advantage: float
     error: float
-    """Standard error of `advantage` from the decision's own pairs (`mean_difference`); if these are too few,
-    `pooled_errors` replaces it."""
+    """Standard error of `advantage`, from the decision's own pairs (`mean_difference`). If too few of
+    these pairs changed the return, `pooled_errors` replaces the error."""
     action_value: float | None
-    """Q: mean of r + gamma * G_k(s') over played pairs; None without any."""
+    """Q: mean of r + gamma * G_k(s') over the played pairs; None if no pair was played."""
     pairs: int
-    """K: complete pairs."""
+    """K: number of complete pairs, also those in which nothing had to be played."""
     failed: int
-    """Pairs lost to infrastructure failures; not part of any mean."""
+    """Number of pairs that infrastructure failures lost. They are not part of any mean."""
     others: int
-    """Pairs in which the policy chose differently from the stored decision."""
+    """Number of complete pairs in which the policy's choice differed from the stored choice."""
     decisions: int
-    """Cost: the number of decisions played."""
+    """Number of decisions that were played for this measurement: its cost."""
     departures: Departures | None = None
-    """None in older files."""
+    """None if the measurement was read from an older file."""
 
     @property
     def known_departures(self) -> Departures:
-        """`departures`, or an estimate from the pairs, scaled to the sampled choices."""
+        """Return `departures`, or an estimate of it from the pairs if it is None."""
         if self.departures is not None:
             return self.departures
         sampled = CHOICES * (self.pairs + self.failed)
@@ -90,7 +93,7 @@ class TrueAdvantage:
     def is_known(self) -> bool:
         """Return whether the advantage's 95 % interval by Student's t excludes 0.
 
-        It has `others` - 1 degrees of freedom, because pairs with the stored choice show no variance.
+        The interval has `others` - 1 degrees of freedom: pairs with the stored choice show no variance.
         """
         size = largest([self.reward, self.action_value or 0.0])
         is_too_few = self.others < 2 or self.known_departures.pairs < 2
@@ -100,20 +103,21 @@ class TrueAdvantage:
 
 
 class Stratum(NamedTuple):
-    """Pairs that begin with the same choice of the policy, or with any rare choice."""
+    """A group of sampled choices: all equal to one frequent choice, or all rare choices together."""
 
     share: float
-    """Share of the sampled choices that are of this kind."""
+    """Share of all sampled choices that belong to this stratum."""
     members: tuple[int, ...]
-    """For each pair, the index of a sampled choice."""
+    """Indices of those sampled choices in this stratum that begin a pair."""
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
-    """Select from N sampled choices those to play on from, for min(`pairs`, N) pairs.
+    """Select min(`pairs`, N) of N sampled choices that each begin one pair, and group them by choice.
 
-    A frequent choice gets its share of the pairs, rounded down, if that is two or more. The remaining pairs
-    go to random choices among all others, by `seed`; if these are too few, to the frequent choices that lost
-    most by rounding.
+    Each choice gets a number of pairs in proportion to how often it was sampled, rounded down. A choice with
+    two or more pairs is frequent and forms a stratum of its own. All other samples form the last stratum; the
+    remaining pairs begin with samples drawn from it by `seed`. If it has too few samples, the frequent
+    choices that rounding reduced most get one more pair each.
     """
     total = len(choices_N)
     pairs = min(pairs, total)
@@ -138,13 +142,14 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
 
 
 def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> tuple[float, float]:
-    """Compute the mean difference over the policy's choices, and its standard error.
+    """Return the mean difference over the policy's choices, and the standard error of this mean.
 
         mean = sum_h w_h * mean(d_h),   error^2 = sum_h w_h^2 * s_h^2 / n_h + B / N
 
-    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata.
-    B is divided by N, because all N sampled choices measure the shares. `strata` are (share, differences);
-    shares are scaled to a sum of 1. `sampled` is N. Raises ValueError for fewer than two pairs.
+    Stratum h has the share w_h of the choices and n_h differences d_h, with the sample variance s_h^2. B is
+    the variance between strata. It is divided by N, because the shares are estimated from all N sampled
+    choices. `strata` contains the pair (share, differences) of each stratum; shares are scaled to a sum of 1.
+    `sampled` is N. Raises ValueError for fewer than two differences.
 
     Source: double sampling for stratification, Cochran, Sampling Techniques, 3rd ed. 1977, section 12.2.
     """
@@ -164,7 +169,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 
 
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
-    """Estimate from a decision's pairs how choices change the return; arguments as in `mean_difference`."""
+    """Estimate how the policy's choices change the return; the arguments are those of `mean_difference`."""
     kept = [(share / len(values), values) for share, values in strata if values]
     total = math.fsum(share * len(values) for share, values in kept)
     changed = [(share / total, value) for share, values in kept for value in values if value]
@@ -174,19 +179,23 @@ def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) ->
 
 
 def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
-    """Replace the errors of near-certain decisions by estimates from all decisions.
+    """Replace the standard errors of near-certain decisions by estimates from all decisions.
 
-    With fewer than two pairs that change the return, a decision does not show how much these vary. If none of
-    its N choices changed it, its own error is 0, although the policy may make such a choice.
+    If fewer than two pairs of a decision changed the return, the decision's own pairs do not show how much
+    such changes vary. If none of the N sampled choices changed the return, the decision's own error is 0,
+    although the policy may make a choice that does.
 
         A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
         error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
 
-    q is the probability of a choice that changes the return; x, N, n are those of `Departures`. All decisions
-    together give m and c (`_prior_chance`), M, the mean square of such a change, and S, the variance of a
-    single difference around it (`_other_choices`). So another choice in a near-certain decision is assumed to
-    change the return as much as in other decisions. If two or more pairs all differ by the same amount, M is
-    its square and S is 0. An error stays 0 only if no pair of any decision changed the return.
+    A is the advantage, d are the differences that are not 0, and q is the probability of a choice that
+    changes the return. x, N and n are fields of `Departures`. All decisions together determine m and c
+    (`_prior_chance`), the mean square M of a choice's effect on the return, and the variance S of single
+    differences around that effect (`_other_choices`). The formula thus assumes that choices which change the
+    return have effects of the same size in near-certain decisions as in other decisions.
+
+    If two or more pairs of a decision differ, all by the same amount, M is the square of this amount and S
+    is 0. If no pair of any decision changed the return, the errors stay 0.
 
     Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
     (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
@@ -215,7 +224,8 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 
         c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
 
-    c counts like choices; it is between 1 and the number of all sampled choices.
+    x and N are fields of `Departures`. The prior weighs as much as c sampled choices. c is between 1 and the
+    number of sampled choices of all decisions.
     """
     shares = [item.count / item.sampled for item in seen]
     mean = math.fsum(shares) / len(shares)
@@ -230,7 +240,8 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
     """Estimate M and S of `pooled_errors`, in squared reward units; M + S is the mean of d_k^2.
 
-    Decisions with two or more pairs separate M from S; with fewer than two such decisions, M equals S.
+    M and S can be told apart only in decisions where two or more pairs changed the return. If there are fewer
+    than two such decisions, M is set equal to S.
     """
     seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
     square = math.fsum(of.square for _, of in seen) / max(len(seen), 1)
@@ -249,10 +260,10 @@ def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
 
 
 def even_order(count: int, seed: int) -> Iterator[int]:
-    """Yield all indices below `count` in an order whose first n, for any n, are spread evenly.
+    """Yield all indices below `count`, in an order whose first n indices are spread evenly for every n.
 
-    In a sorted list, the first n are nearly a stratified sample. A longer sample extends a shorter one, so a
-    measurement can be continued. `seed` sets the first index.
+    The first n indices thus select nearly a stratified sample from a sorted list. A larger n only adds items,
+    so a measurement can be extended later. `seed` determines the first index.
 
     Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
     Sequences, 1974, chapter 2.3.
@@ -269,38 +280,41 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The precision of measured truths."""
+    """How precise a set of measured true advantages is."""
 
     decisions: int
-    """Measured decisions."""
+    """Number of measured decisions."""
     spread: float
-    """Std of the true advantages over decisions, in reward units, without measurement noise."""
+    """Std of the true advantages over decisions, in reward units; the measurement noise is subtracted."""
     error: float
     """Root mean square of the true advantages' standard errors (`pooled_errors`)."""
     known: float
-    """Share of the decisions whose sign is known."""
+    """Share of the decisions for which the sign of the advantage is known (`TrueAdvantage.is_known`)."""
     failed: int
-    """Lost pairs."""
+    """Number of pairs that infrastructure failures lost."""
     played: int
-    """Decisions that the measurement played."""
+    """Number of decisions that were played for the measurement."""
 
     @property
     def ratio(self) -> float | None:
-        """Return the standard error divided by the spread; None without spread."""
+        """Return the standard error divided by the spread; None if the spread is 0."""
         return self.error / self.spread if self.spread > 0.0 else None
 
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
-        """Estimate how many pairs, instead of `pairs`, reduce the standard error to `ratio` of the spread."""
+        """Estimate how many pairs per decision reduce the standard error to `ratio` times the spread.
+
+        `pairs` is the number of pairs per decision of this measurement. Return None if the spread is 0.
+        """
         return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
 
 def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
-    """Compute the mean square of the standard errors."""
+    """Compute the mean of the squared standard errors."""
     return math.fsum(item.error**2 for item in truths) / len(truths)
 
 
 def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
-    """Measure the noise of at least one decision, with `pooled_errors`."""
+    """Compute the `Noise` of one or more measured decisions, with the errors of `pooled_errors`."""
     truths = pooled_errors(truths)
     noise = _noise_square(truths)
     spread = pvariance([item.advantage for item in truths])
@@ -315,14 +329,15 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
 
 
 def unbiased_correlation(std: float, noise: Noise) -> float | None:
-    """Compute the correlation that an unbiased estimator with this std has with the measured truth.
+    """Compute the correlation with the measured truth that an unbiased estimator of this std would have.
 
         A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
 
-    T is the true advantage, m its measurement error, e the noise of the estimator. An estimator that reaches
-    this correlation shows no bias. Its std measures its noise only if its advantages are in reward units.
-    `std` and `noise` must be of the same decisions. None if the truth is only noise, or if A varies less than
-    T, which is impossible for an unbiased estimator.
+    T is the true advantage, m the measurement error of T, A the estimator's advantage, and e the estimator's
+    noise. An estimator that reaches this correlation shows no bias. The comparison makes sense only if A is
+    in reward units. `std` is the std of A; `std` and `noise` must be of the same decisions. The result is
+    None if the measured truth is only noise, or if A varies less than T, which is impossible for an unbiased
+    estimator.
 
     Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
@@ -333,42 +348,43 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """The mean deviation of an estimator's scaled advantages from the truth, over some decisions."""
+    """The mean of an estimator's scaled advantages minus the truth, over one kind of decisions."""
 
     name: str
     decisions: int
     mean: float
-    """Mean of scale * A - truth, in reward units."""
+    """Mean of scale * A - T, in reward units; the letters are those of `TruthScore`."""
     error: float | None
-    """Standard error of the mean over decisions."""
+    """Standard error of `mean`; None for a single decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruthScore:
-    """Scores of an estimator's advantages A against the truth T of the same decisions.
+    """Scores of an estimator's advantages A against the measured true advantages T of the same decisions.
 
-    Source: the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
+    Source of the correction for noise: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
 
     decisions: int
     correlation: float | None
-    """Pearson's correlation of A and T; None if either is constant. `low` and `high` are its 95 % interval
-    over groups, because siblings share a world and most baselines."""
+    """Pearson's correlation of A and T; None if either is constant. `low` and `high` bound its 95 % interval.
+    Groups are its independent units, because siblings share a world and usually a baseline."""
     low: float | None
     high: float | None
     noiseless: float | None
-    """The correlation divided by sqrt(1 - noise / variance of T), to remove the noise of T; None if T is only
-    noise."""
+    """`correlation` divided by sqrt(1 - noise / variance of T), to correct for the noise of T; None if T is
+    only noise."""
     rank: float | None
-    """Spearman's correlation."""
+    """Spearman's rank correlation of A and T."""
     sign_agreement: float | None
-    """Share of equal signs among decisions whose sign is known and whose A is not 0."""
+    """Share of equal signs of A and T, over decisions where the sign of T is known and A is not 0."""
     scale: float
-    """The c >= 0 for which c * A is nearest to T; the learning rate compensates for an estimator's unit."""
+    """The factor c >= 0 for which c * A is nearest to T. `error` and `biases` compare c * A with T."""
     error: float
-    """Mean squared error of scale * A minus the noise of T, in squared reward units."""
+    """Mean of (scale * A - T)^2, minus the mean squared noise of T, in squared reward units."""
     explained: float | None
-    """1 - error / mean square of the true advantages: 1 for the truth, 0 for no signal."""
+    """1 - `error` / mean square of the true advantages without noise: 1 if A is exact, 0 if A has no signal;
+    None if T is only noise."""
     variance: float
     """Variance of scale * A."""
     std: float
@@ -381,7 +397,7 @@ class TruthScore:
 def truth_score(
     advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
 ) -> TruthScore:
-    """Score one estimator over at least one measured decision; `groups` are the decisions' groups."""
+    """Score an estimator's advantages on at least one measured decision; `groups` names their groups."""
     truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
     noise = _noise_square(truths)
@@ -421,7 +437,7 @@ def _without_noise(found: float | None, true: Sequence[float], noise: float) -> 
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Compute Spearman's correlation; equal values share their mean rank."""
+    """Compute Spearman's rank correlation. Equal values all have the mean of their ranks."""
     return correlation(_ranks(left), _ranks(right))
 
 
@@ -434,13 +450,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _interval(
     advantages: Sequence[float], true: Sequence[float], groups: Sequence[str]
 ) -> tuple[float | None, float | None]:
-    """Compute the 95 % interval of the correlation r over G groups.
+    """Compute the 95 % interval of the correlation r by leaving out each of G groups.
 
-    (None, None) for a single group, for |r| = 1, and if r is undefined without one of the groups.
+    Return (None, None) for a single group, for |r| = 1, and if r is undefined or 1 without one of the groups.
 
         tanh(atanh r +- t_{G-1} s),   s^2 = (G - 1) / G * sum_g (z_g - mean z)^2
 
-    z_g is atanh r without group g, t is Student's 97.5 % quantile.
+    z_g is atanh r without group g, and t_{G-1} is the 97.5 % quantile of Student's t with G - 1 degrees of
+    freedom.
 
     Source: Fisher's z, Metron 1 (1921); the jackknife of groups: Efron and Tibshirani, An Introduction to the
     Bootstrap, 1993, section 11.
@@ -465,13 +482,16 @@ def _without(name: str, groups: Sequence[str], *columns: Sequence[float]) -> Ite
 
 
 def _fisher_z(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Compute Fisher's z of the correlation; None if either side is constant, or for |r| = 1."""
+    """Compute Fisher's z = atanh r of the correlation r; None if r is undefined or |r| is 1."""
     found = correlation(left, right) if left else None
     return None if found is None or abs(found) >= 1.0 - 1e-12 else math.atanh(found)
 
 
 def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bias, ...]:
-    """Compute biases by thirds of the turns, and by whether the decision was rewarded."""
+    """Compute the bias for early, middle and late turns, and for decisions without and with a reward.
+
+    `apart` contains scale * A - T of each decision.
+    """
     turns = sorted(item.turn for item in truths)
     first, second = turns[len(turns) // 3], turns[2 * len(turns) // 3]
     kinds: Mapping[str, Callable[[TrueAdvantage], bool]] = {

@@ -374,7 +374,6 @@ def recredit_run(
         out: the folder to write to; None: the run's own.
         overrides: `table.key=value` for the run's job.
         truth: a file of `turnwise truth`, whose true advantages the estimators are compared with.
-        reporter: receives messages and the progress of the processes that compute gradients.
     """
     run = open_run(path)
     loaded = run.job_of_stored(overrides)

@@ -43,7 +43,7 @@ class Rewards:
     table: TrainingTable
     """The job's [training], which configures step rewards and the cost of KL."""
     max_decisions: int
-    """The most decisions that an episode may take."""
+    """Maximum number of decisions in an episode."""
 
     @property
     def pays_kl(self) -> bool:
@@ -60,8 +60,8 @@ class Rewards:
 
         `scored` contains the log-probs, by rollout id, that `training.kl_reward_coef` needs.
         `decisions_done` is the number of decisions before the snapshot at which the rollout starts; it
-        shortens the horizon. Raises RewardError if a reward is undefined, or if log-probs are missing; see
-        also `refuse_lost_reward`.
+        shortens the horizon. Raises RewardError if a reward is undefined, if log-probs are missing, or as
+        `refuse_lost_reward`.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"

@@ -119,9 +119,9 @@ class _Columns:
         self._read: set[str] = set()
 
     def pick(self, what: str, *places: str) -> Any:
-        """Return the value of the part `what` from the first of these columns that is present, or None.
+        """Return the value of the first column in `places` that is present, or None; record it as `what`.
 
-        Places are dotted paths. Raises DataError if two of them are present and differ.
+        The columns are dotted paths. Raises DataError if two of them are present and differ.
         """
         values = {place: self._at(place) for place in places}
         present = [place for place, value in values.items() if value is not None]
@@ -282,7 +282,7 @@ def _json(reader: _Columns, name: str, value: Any) -> JsonValue:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the field and the message of the first error: `kwargs: Input should be …`."""
+    """Return the field (if it is known) and the message of the first error: `kwargs: Input should be …`."""
     finding = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in finding["loc"] if part in {"name", "kwargs"})
     return f"{place}: " * bool(place) + finding["msg"].removeprefix("Value error, ")

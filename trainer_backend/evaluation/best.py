@@ -31,9 +31,10 @@ def read_outcomes(path: Path) -> Outcomes:
 def paired_difference(
     first: Path, other: Path, *, without: Collection[str | int] = frozenset()
 ) -> Interval | None:
-    """Return the mean of (other - first) over the worlds that both evaluations finished; None without any.
+    """Return the mean of outcome differences (other - first), with its 95 % interval, over shared worlds.
 
-    `first` and `other` are rollout files. Worlds in `without` are ignored, such as ids whose row changed.
+    `first` and `other` are rollout files. Return None if they share no world. Worlds in `without`, such as
+    ids whose row changed, are ignored.
     """
     before, after = read_outcomes(first), read_outcomes(other)
     shared = [world for world in before if world in after and world not in without]
@@ -62,10 +63,10 @@ def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
 
 class Best(NamedTuple):
     row: Row | None
-    """The best evaluation's row of metrics; None without any, or if each lost too many worlds."""
+    """The metrics of the best evaluation; None without evaluations, or if each lost too many worlds."""
     notes: Mapping[int, str]
-    """Sentences for the user, by iteration: how an evaluation with lost worlds was compared, or why it or an
-    evaluation with other tasks was not."""
+    """Sentences for the user, by iteration: how an evaluation with lost worlds was compared, or why
+    evaluations were skipped."""
 
 
 def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *, most: float) -> Best:

@@ -103,7 +103,7 @@ class EvaluationResult:
     row_places: Mapping[str, str]
     """File and line of each held-out row by its id."""
     lost: int
-    """Number of episodes lost to failures, which no other figure includes."""
+    """Number of episodes lost to failures. No mean or share includes these episodes."""
     lost_because: str
     failures: Mapping[str, int]
     """Number of failures by code, including those of attempts that were repeated with success."""

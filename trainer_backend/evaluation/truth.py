@@ -263,9 +263,10 @@ def _versions(rollouts: Sequence[Rollout]) -> set[int]:
 
 
 def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
-    """Return the newest checkpoint, saved before the iteration, that sampled all tokens; None if there is none.
+    """Return the newest checkpoint from before the iteration whose version sampled all tokens.
 
-    If no versions are stored with the tokens, this is the checkpoint of the previous iteration.
+    If no versions are stored with the tokens, return the checkpoint of the previous iteration. Return None if
+    there is no such checkpoint.
     """
     versions = _versions(rollouts)
     if not versions:

@@ -66,7 +66,7 @@ class Tokens:
 
 
 class RowAttention:
-    """The `TokenAttention` of one forward pass over adjacent rows. Each row's tokens are adjacent, too."""
+    """The `TokenAttention` of one forward pass. Its rows are adjacent, and so are the tokens of each row."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class RowAttentions:
         self._hidden = torch.finfo(cache.dtype).min
 
     def decode(self, cached_B: Counts) -> RowAttention:
-        """Return the attention of a step that feeds one token to each of the first B rows.
+        """Return the `RowAttention` for a step that feeds one token to each of the first B rows.
 
         `cached_B` is the number of tokens of each row before the step.
         """
@@ -189,7 +189,7 @@ class RowAttentions:
         return RowAttention(self._cache, tokens, spans, groups)
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
-        """Return the attention of a prefill of B new rows.
+        """Return the `RowAttention` for a prefill of B new rows.
 
         Row `first_row` + i gets `counts_B[i]` tokens (at least 1), from position `starts_B[i]` on.
         """

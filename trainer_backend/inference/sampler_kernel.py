@@ -86,7 +86,7 @@ def _draw(
 
 
 def draw_tokens(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
-    """Draw one token per row like `sampler.sample`, with settings from `RowSettings.of` that truncate nothing."""
+    """Draw tokens like `sampler.sample`, for settings from `RowSettings.of` that truncate nothing."""
     temperatures_B, greedy_B = settings.temperatures_B, settings.greedy_B
     assert temperatures_B is not None and greedy_B is not None, "of RowSettings.of"
     rows, vocabulary = logits_BV.shape

@@ -77,7 +77,10 @@ class CallOpening:
     """The text after the opening in a sample call: the arguments of `rendering.PROBE_CALL`, and the end."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
-        """Return whether the format can parse a call of the tool `name`: in JSON, not if it has a quotation mark."""
+        """Return whether `tool_format` can parse a call of the tool `name`.
+
+        For example, a quotation mark in the name makes a JSON call unreadable.
+        """
         written = self.before_name + name + self.after_name + self.rest
         return [call.name for call in tool_format.parse(written, PROBE_TOOLS).tool_calls] == [name]
 
@@ -92,7 +95,7 @@ class CallOpening:
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Find the opening in a call that the template writes; return None if the format cannot parse the call."""
+    """Find how the template begins a call; return None if `tool_format` cannot parse the template's calls."""
     try:
         written = renderer.answer_text(QUESTION, PROBE_ANSWER, PROBE_TOOLS)
     except BadChatRequest:

@@ -71,9 +71,9 @@ class Servers(Engine):
     `generate` runs in the gateway's event loop; all other methods run in the run's event loop.
 
     Args:
-        wait_s: how long a request waits for a replica that accepts it. If no replica serves then, the run
-        ends. canary_limit: the largest accepted mean difference between a replica's and the learner's
-        log-probs of
+        wait_s: how long a request waits for a replica that accepts it. If no replica serves by then, the run
+            ends.
+        canary_limit: the largest accepted mean difference between a replica's and the learner's log-probs of
             the canary, a prompt that comes with each version. Rounding causes smaller differences. The canary
             detects wrong loads: vLLM reports success even if a load leaves parts of the model unchanged.
         tell: receives a line of text for each replica that is lost or serves again.
@@ -118,8 +118,8 @@ class Servers(Engine):
     ) -> Generation:
         """Sample a continuation. If the replica is lost, sample again at another one.
 
-        With `extras.on_token`, the loss of the replica is raised instead, because tokens were already
-        streamed.
+        With `extras.on_token`, the loss of the replica is raised instead, because tokens may have
+        been streamed.
 
         Raises:
             EngineStopped: no replica has served for `wait_s`.
@@ -147,7 +147,7 @@ class Servers(Engine):
                     raise
                 await asyncio.sleep(_LOOK_S)
             except RemoteUnavailable as error:
-                if loads == replica.loads:  # else the replica has passed a canary since
+                if loads == replica.loads:  # else the replica has passed a canary since then
                     self._lose(replica, error)
                 failed.add(replica)
                 # Give up if the caller may have tokens already, because another replica would sample
@@ -164,7 +164,7 @@ class Servers(Engine):
             self._report_replica(replica, None)
 
     def move(self, url: str, new_url: str) -> None:
-        """Use the new address of a restarted server. The requests that it was sampling must be sampled again."""
+        """Use the new address of a restarted server. The requests of the old process are sampled again."""
         for replica in self.replicas:
             if replica.engine.url == url:
                 self._report(_place(url), role="replica", state=GONE)
@@ -237,7 +237,7 @@ class Servers(Engine):
         await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
     async def look_after(self) -> None:
-        """Bring lost replicas back until cancelled. End the run if requests wait and none serves for `wait_s`."""
+        """Bring lost replicas back, without end. End the run if none serves while requests wait too long."""
         try:
             await self._look_after()
         finally:
@@ -276,7 +276,7 @@ class Servers(Engine):
         )
 
     def totals(self) -> dict[str, float]:
-        """Return counts since the start, named as in `EngineCounters`. Counts that servers do not report are 0."""
+        """Return counts since the start, named as in `EngineCounters`; unknown counts are 0."""
         counts = {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
         if not self._sleeps:
             return counts
@@ -292,7 +292,7 @@ class Servers(Engine):
         return any(replica.state == "serving" for replica in self.replicas)
 
     def _load_all(self) -> list[asyncio.Task[None]]:
-        """Start to load the current version at each replica without a running load; return the tasks of all."""
+        """Start a load of the current version at each replica that runs none; return the tasks of all."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
@@ -350,7 +350,7 @@ class Servers(Engine):
             )
 
     async def _serving(self, session: str, failed: set[Replica]) -> Replica:
-        """Return the replica of a session (rollout), or another one if that cannot serve; wait if none can."""
+        """Return the replica of a session (rollout). If it cannot serve, return another. Wait if none can."""
         deadline = time.monotonic() + self._wait_s
         while True:
             with self._lock:
@@ -427,7 +427,7 @@ class Servers(Engine):
             loop.call_soon_threadsafe(woken.set)
 
     def _break_down(self) -> None:
-        """End the run, because no request can be sampled. The gateway's and the run's threads may call this."""
+        """End the run, because no request can be sampled. Both threads may call this method."""
         with self._lock:
             if not self.breakdown.done():
                 self.breakdown.set_result(self._describe_absence())

@@ -1,5 +1,4 @@
-"""Compute the forward passes of a small decoder on a CPU in float32, each by one C call
-(`models/cpu_pass.c`).
+"""Compute each forward pass of a small decoder by one C call (`models/cpu_pass.c`), on a CPU in float32.
 
 Python spends some microseconds between two torch operators. A forward pass of a model with fewer than a
 million parameters has fifty such gaps. Together they take longer than the matrix products, and they block the
@@ -103,7 +102,7 @@ class SmallPass:
         self._none = decoder.embedding.new_empty((heads.keys, 0, heads.size))
 
     def take_weights(self) -> None:
-        """Compute with the decoder's new weights from now on. This method allocates nothing and cannot fail."""
+        """Compute with the decoder's new weights from now on. This allocates nothing and cannot fail."""
         for panels, weight in self._panels:
             (outputs, inputs), panel = weight.shape, self._kernels.panel
             whole, rest = divmod(outputs, panel)
@@ -135,11 +134,11 @@ class SmallPass:
         return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
-        """Store keys and values: row `first_row` + i gets `counts_B[i]` tokens, from position `starts_B[i]` on."""
+        """Store keys and values: `counts_B[i]` tokens in row `first_row` + i, from position `starts_B[i]`."""
         self._run(ids_T, *list_tokens(first_row, starts_B, counts_B))
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
-        """Feed one token to each of the first B rows, which have `cached_B` tokens so far; return logits [B, V]."""
+        """Feed one token to each of the first B rows, which have `cached_B` tokens; return logits [B, V]."""
         logits_BV = self._logits(len(ids_B))
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
@@ -147,7 +146,7 @@ class SmallPass:
     def step(
         self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """Feed tokens as `logits` does, and sample as `sampler.sample` does; return ids and log-probs, [B] each."""
+        """Feed tokens like `logits` and sample like `sampler.sample`; return ids and log-probs, [B] each."""
         count = len(ids_B)
         logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
@@ -165,7 +164,7 @@ class SmallPass:
         positions_T: Wholes,
         *numbers: NDArray[Any],
     ) -> None:
-        """Run a pass. `numbers` are logits, temperatures, uniforms, ids, log-probs; the last ones may be omitted."""
+        """Run a pass. `numbers`: logits, temperatures, uniforms, ids, log-probs; any tail may be omitted."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)
@@ -205,7 +204,7 @@ class SmallPass:
 
 
 def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -> SmallPass | None:
-    """Return a `SmallPass`, or None if the decoder is too large or has parts that the kernels cannot compute."""
+    """Return a `SmallPass`, or None if the decoder is too large or the kernels cannot compute all of it."""
     if kernels is None or not isinstance(decoder.head, Product):
         return None
     products = [decoder.head]

@@ -1,11 +1,14 @@
-"""Run a decode step and its sampling over buffers with fixed addresses, so that a CUDA graph can hold both.
+"""Run a decode step and its sampling over buffers with fixed addresses, so that a CUDA graph can replay both.
 
-A step is launched, and read later: the device feeds a row's token to the next step, so the host may launch
-that step before it reads the token, and the device does not wait for the host. Batches are padded to a bucket
-size. Padding rows write no cache and attend to nothing; their samples are discarded. A graph for each bucket
-and each kind of sampling, with and without shared pages (`page_tiles`), is captured when a step first needs
-it. If the capture fails, the log says why, and the step runs without a graph, as on a CPU. If memory was
-short, a later step tries the capture again.
+The host launches a step and reads its tokens later. The device itself feeds the sampled tokens to the next
+step. So the host may launch the next step before it reads the tokens, and the device does not wait for the
+host.
+
+Batches are padded to a bucket size. Padding rows write nothing to the cache and attend to nothing, and their
+samples are discarded. There is a graph for each combination of a bucket, truncation (or none) and shared
+pages (`page_tiles`, or none). A graph is captured when a step first needs it. If the capture fails, the log
+says why, and the step runs without a graph, as on a CPU. If memory was short, a later step tries to capture
+the graph again.
 """
 
 from bisect import bisect_left
@@ -34,17 +37,18 @@ Floats = NDArray[np.float64]
 _STEP = 8
 # The number of columns of `floats_BN`: the uniform number, whether log-probs are processed, the options.
 _FLOATS = 2 + len(OPTIONS)
-# The number of steps without a graph after a capture ran out of memory; by then requests may have ended.
+# After a capture ran out of memory, the number of steps before the next capture. By then, requests may have
+# ended.
 PATIENCE = 256
 
 
 def buckets(slots: int) -> list[int]:
-    """Return the bucket sizes: 1, 2, 4, 8, then every 8, and `slots`."""
+    """Return the bucket sizes: 1, 2, 4, the multiples of 8 below `slots`, and `slots`."""
     return sorted({bucket for bucket in (1, 2, 4, *range(_STEP, slots, _STEP)) if bucket < slots} | {slots})
 
 
 class _Kind(NamedTuple):
-    """The kind of step of a graph: the bucket, whether rows truncate, and whether rows share pages."""
+    """The key of a graph: the bucket size, whether any row truncates, and whether rows share pages."""
 
     rows: int
     truncates: bool
@@ -58,14 +62,17 @@ class Launched:
     done: torch.cuda.Event | None
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for ids, log-probs and the mass that truncation kept, [B, 3]; valid for one more launch."""
+        """Wait for the step, and return each row's id, log-prob and mass that truncation kept, [B, 3].
+
+        The array is a view of a host buffer; the second launch after the launch of this step overwrites it.
+        """
         if self.done is not None:
             self.done.synchronize()
         return self.host[: self.rows].numpy()
 
 
 class _Buffers:
-    """One set of host buffers: pinned for a GPU, so that copies overlap with the host's work."""
+    """One set of host buffers. For a GPU they are pinned, so that copies overlap with the host's work."""
 
     def __init__(self, slots: int, pages: int, tile_rows: int, *, pinned: bool) -> None:
         self.ints = torch.zeros((slots, 4), dtype=torch.int64, pin_memory=pinned)
@@ -90,10 +97,10 @@ def _tiles(slots: int, tile_rows: int, device: torch.device, *, pinned: bool = F
 
 
 class StaticStep:
-    """Steps of up to `slots` rows of at most `pages` pages, in tiles of `tile_rows`, for the engine thread.
+    """Runs decode steps of up to `slots` rows with at most `pages` pages each, for the engine thread only.
 
-    `graphs` says whether to capture graphs, which needs a CUDA device; `by_kernel` says whether to sample by
-    Triton's kernels (`kernels_are_here`) if nothing is truncated.
+    `graphs` says whether to capture graphs, which needs a CUDA device. `by_kernel` says whether to sample by
+    Triton kernels (`kernels_are_here`) if no row truncates. `tile_rows` is the size of a tile (`page_tiles`).
     """
 
     def __init__(
@@ -138,15 +145,16 @@ class StaticStep:
         truncates: bool,
         groups: Sequence[Group] = (),
     ) -> Launched:
-        """Begin a step; at most two begun steps may be unread.
+        """Launch a step. At most two launched steps, this one included, may be unread.
 
         Args:
-            ints_B4: for each row the token to feed; the row's index in the step before, whose sampled token
-                is fed instead, or -1; the token's position; the slot of its keys and values.
-            floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
+            ints_B4: the columns are: the token to feed; the index of a row in the last step, whose sampled
+                token is fed instead, or -1; the token's position; the slot for its keys and values.
+            floats_BN: the columns are: a uniform number in [0, 1); whether log-probs are taken after
+                truncation; one column for each of OPTIONS.
             tables_BP: the pages of each row.
             truncates: whether any row truncates.
-            groups: the groups of rows whose shared pages are read once.
+            groups: the groups of rows that share pages (`page_tiles.group_rows`).
         """
         bucket = self._buckets[bisect_left(self._buckets, len(ints_B4))]
         host, event = self._hosts[self._turn], self._events[self._turn]
@@ -165,11 +173,11 @@ class StaticStep:
         host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
         if event is not None:
             event.record()
-        self._turn ^= 1  # not earlier: a launch that fails must not take the buffers of the unread step
+        self._turn ^= 1  # only now: after a failed launch, the next one must not overwrite an unread step
         return Launched(len(ints_B4), host.out, event)
 
     def logits(self, rows: int) -> Tensor:
-        """Return the logits of the step launched last, [B, V]."""
+        """Return the logits [B, V] of the last launched step."""
         assert self._logits_SV is not None, "no step was launched"
         return self._logits_SV[:rows]
 
@@ -211,18 +219,19 @@ class StaticStep:
             self._out_SN[:bucket, 2] = draw.mass_B
 
     def _keep(self, logits_BV: Tensor) -> None:
-        """Copy logits to a buffer that all graphs share; otherwise each graph would keep logits of its own.
+        """Copy logits to a buffer that all graphs share, so that the graphs need no buffers of their own.
 
-        A step runs before its capture, so the buffer is never allocated inside a graph.
+        Each step runs once before its capture, so the buffer is never allocated during a capture.
         """
         if self._logits_SV is None:
             self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
         self._logits_SV[: len(logits_BV)] = logits_BV
 
     def _try_to_capture(self, kind: _Kind) -> None:
-        """Capture a step, or log why the capture fails.
+        """Capture the graph of a step, or log why the capture fails.
 
-        If memory is short, a later step tries again. Any other failure ends all captures of this sampling.
+        If memory is short, a later step tries again. After any other failure, no further graph is captured
+        for steps with the same `truncates`.
         """
         tokens_S = self._tokens_S.clone()
         try:
@@ -237,9 +246,9 @@ class StaticStep:
                 self._graphs.discard(kind.truncates)
 
     def _capture(self, kind: _Kind, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
-        """Run a step once, so that everything is compiled before the capture, and capture the step.
+        """Run a step once, so that everything is compiled, and then capture it in a graph.
 
-        The first run overwrites the tokens that it feeds. They are restored, so the replay feeds them too.
+        The first run overwrites the tokens that it feeds. They are restored from `tokens_S` for the replay.
         """
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)

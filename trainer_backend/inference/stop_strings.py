@@ -1,18 +1,18 @@
-"""Convert sampled tokens to text as they come, and find stop strings, at a constant cost per token."""
+"""Decode sampled tokens one by one, and find stop strings in the text, at a constant cost per token."""
 
 from collections.abc import Callable, Sequence
 
-# The character that decoders write for bytes that form no character, or not yet.
+# The character that decoders write for bytes that do not form a character, or do not form it yet.
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class GrowingText:
-    """The text of ids that come one by one. An incomplete character is held back, since it may still change.
+    """Decodes ids one by one. An incomplete character is held back until further ids complete it.
 
-    Decoders depend on neighbouring ids (bytes of one character, a leading space). So new ids are decoded
-    together with the ids before them, and only the additional text is returned.
+    The text of an id depends on its neighbours: several ids may form one character, and decoders may remove a
+    leading space. So a new id is decoded together with the ids before it, and only the new text is returned.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -22,7 +22,7 @@ class GrowingText:
         self._emitted = 0  # number of characters returned of the text of all ids
 
     def take(self, token_id: int) -> str:
-        """Return the final text that this id adds; empty inside a character."""
+        """Return the text that this id adds; "" while a character is incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = text.rstrip(BROKEN)
@@ -36,7 +36,7 @@ class GrowingText:
 
 
 class StopStrings:
-    """Strings that end the sampled text as soon as one of them appears (`stop` of OpenAI's API)."""
+    """Detects the first stop string in a sampled text (`stop` of OpenAI's API)."""
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         self._decode = decode
@@ -46,11 +46,11 @@ class StopStrings:
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
-        """Return a copy that has taken no token, for a request that another server begins again."""
+        """Return a copy without the tokens taken so far, for a request that another server samples again."""
         return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:
-        """Return the string that this token completes, or None to continue. The method must not raise."""
+        """Return the stop string that this token completes, else None. This method must not raise."""
         new = self._text.take(token_id)
         if not new:
             return None
@@ -61,7 +61,7 @@ class StopStrings:
 
 
 def earliest(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position of the first of the strings in the text, and the string; None if there is none."""
+    """Return (position, string) for the string that occurs first in the text, or None if none occurs."""
     positions = ((text.find(string), string) for string in strings)
     return min(((position, string) for position, string in positions if position >= 0), default=None)
 
@@ -72,7 +72,7 @@ def cut_before(text: str, strings: Sequence[str]) -> str:
 
 
 def possible_start(text: str, strings: Sequence[str]) -> int:
-    """Count the characters at the end of a text that may be the beginning of one of the strings."""
+    """Return the length of the longest suffix of `text` that is a prefix of one of the strings."""
     longest = max(map(len, strings), default=1) - 1
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(string.startswith(text[-n:]) for string in strings)), 0)

@@ -1,8 +1,9 @@
-"""Stream a chat completion as server-sent events: role, content, tool calls, the end, usage, [DONE].
+"""Stream a chat completion as server-sent events: role, content, tool calls, end of choice, usage, [DONE].
 
-The stream sends content as soon as it is certain: whole characters only, and no text that may begin a stop
-string or a tool call. Calls are parsed from the whole text and sent at the end. The last chunk of a choice
-has `finish_reason` and the fields of a whole reply: its exact tokens, and the prompt's ids if requested.
+Content is sent as soon as it cannot change: whole characters only, and no text that may begin a stop string
+or a tool call. Tool calls are parsed from the whole text, so they are sent at the end. The last chunk of a
+choice has `finish_reason` and the token fields of an unstreamed reply: the exact tokens and, if requested,
+the prompt's ids.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from trainer_backend.inference.stop_strings import GrowingText, earliest, possib
 async def stream_reply(
     completion: Completion, events: EventStream, remember: Callable[[Choice], None]
 ) -> None:
-    """Sample all choices and send them as events; raise an error that occurs before the first event."""
+    """Sample all choices and send them as events. Errors are raised, also after the first event."""
     usage = {"usage": None} if completion.request.include_usage else {}
     frame = {**completion.frame("chat.completion.chunk"), **usage}
     streams = [ChoiceStream(completion, index) for index in range(completion.request.n)]
@@ -43,7 +44,7 @@ async def stream_reply(
 
 
 async def _outcomes(completion: Completion) -> AsyncGenerator[tuple[int, SampledToken | Generation], None]:
-    """Yield tokens of all choices in the order of sampling, and each generation after its tokens."""
+    """Yield (choice index, token) as tokens are sampled, and (index, generation) when a choice ends."""
     queue: asyncio.Queue[tuple[int, SampledToken | asyncio.Task[Generation]]] = asyncio.Queue()
     tasks: list[asyncio.Task[Generation]] = []
     for index in range(completion.request.n):
@@ -69,7 +70,7 @@ async def _outcomes(completion: Completion) -> AsyncGenerator[tuple[int, Sampled
 
 
 class ChoiceStream:
-    """The chunks of one choice. It receives all tokens except the last, then the whole choice."""
+    """Makes the chunks of one choice: `take` gets each token except the last, then `end` the whole choice."""
 
     def __init__(self, completion: Completion, index: int) -> None:
         self._completion = completion
@@ -78,7 +79,7 @@ class ChoiceStream:
         self._ends = (*completion.request.stop, *completion.policy.tool_format.openers)
         self._has_begun = False
         self._count = 0
-        # False once a string of `_ends` has appeared: the rest is sent at the end.
+        # False if a call is forced, or once a string of `_ends` has appeared: the rest is sent at the end.
         self._open = not completion.call_opening
         self._pending = ""
         self._sent_text = ""
@@ -93,7 +94,7 @@ class ChoiceStream:
         return [*self._first_chunk(), *([self._chunk({"content": certain})] if certain else [])]
 
     def end(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the last chunks: the rest of the content, the calls, and the end."""
+        """Return the last chunks: the rest of the content, the tool calls, and the finish reason."""
         self._unreported += choice.generation.sampled()[self._count :]
         message = choice.message
         deltas = [{REASONING: message[REASONING]}] if REASONING in message else []
@@ -114,7 +115,7 @@ class ChoiceStream:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Return one choice of a chunk, with the log-probs that were not sent yet."""
+        """Return the `choices` entry of a chunk, with the log-probs that were not sent yet."""
         logprobs = None
         if delta.get("role") is None and self._completion.request.logprobs and self._unreported:
             logprobs = self._completion.logprobs_body(self._unreported)
@@ -122,7 +123,7 @@ class ChoiceStream:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _certain(self) -> str:
-        """Take the part of the pending text that cannot belong to a stop string or a call."""
+        """Remove and return the pending text that cannot belong to a stop string or a tool call."""
         if not self._open:
             return ""
         match = earliest(self._pending, self._ends)
@@ -134,6 +135,6 @@ class ChoiceStream:
 
 
 def unsent(content: str, sent: str) -> str:
-    """Return the part of the final content that was not sent; parsers may strip white space at both ends."""
+    """Return `content` without the text `sent`. Parsers may have stripped white space from `content`."""
     removed = 0 if content.startswith(sent) else len(sent) - len(sent.lstrip())
     return content[len(sent) - removed :]

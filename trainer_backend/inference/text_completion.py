@@ -1,7 +1,7 @@
-"""Serve POST /v1/completions: continue a prompt of token ids, or a text, unchanged.
+"""Serve POST /v1/completions: continue a prompt, which is a list of token ids or a text.
 
-The route uses no template, tool or conversation. Mixtures call fixed policies at other gateways by this
-route.
+The prompt is not changed: this route has no chat template, tools or conversations. A run uses it to sample
+from fixed policies at other gateways (docs/mixture.md).
 """
 
 import asyncio
@@ -21,7 +21,10 @@ _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """OpenAI's names and vLLM's `return_token_ids`. `logprobs = 0` requests sampled tokens' log-probs."""
+    """A request with OpenAI's fields and vLLM's `return_token_ids`.
+
+    `logprobs` = 0 requests the log-probs of the sampled tokens; other numbers are refused.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingRequest.neutral,

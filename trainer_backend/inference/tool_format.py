@@ -12,17 +12,20 @@ from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat
 
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
-    """Return the model's tool-call format, or plain text if unknown."""
+    """Return the model's tool-call format, or TEXT (every answer is plain text) if it is unknown."""
     name = detect_tool_format(tokenizer)
     return TEXT if name is None else TOOL_FORMATS[name]
 
 
-# The format of models without a known format: everything is text.
+# The format of models whose tool-call format is unknown.
 TEXT = ToolFormat(lambda text, tools: ParsedReply(text), markers=(), openers=())
 
 
 def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the format in tokenizer_config.json, else the first with a marker in the template, or None."""
+    """Return the name of the format that tokenizer_config.json sets.
+
+    If the file sets none, return the first format with a marker in the chat template, or else None.
+    """
     setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if setting is not None and setting not in TOOL_FORMATS:
         raise ModelFolderError(

@@ -1,9 +1,9 @@
-"""Share first tokens of several rows in trunks, whose keys and values are stored once.
+"""Share the first tokens of several rows in a trunk, so that their keys and values are stored once.
 
-Rows that begin alike should find the same trunk, though they part at slightly different tokens: so the length
-of a trunk is a multiple of BLOCK, and a longer trunk is preferred only if it is twice as long. A trunk lives
-as long as a row, or a copy of a row, refers to it. The tokens of all living trunks are bounded; beyond the
-bound, rows hold their first tokens themselves.
+Rows with similar beginnings should find the same trunk, although they diverge at slightly different tokens.
+Therefore, the length of a trunk is a multiple of BLOCK, and a longer trunk is preferred only if it is twice
+as long. A trunk exists until no row, and no copy of a row, refers to it. The total number of tokens in
+existing trunks is limited. If a new trunk would exceed the limit, rows store their first tokens themselves.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,25 @@ from torch import Tensor
 
 # The lengths of trunks are multiples of this number.
 BLOCK = 32
-# The least ratio of lengths at which a longer trunk is preferred, since its rows leave the shorter one.
+# A longer trunk is preferred if it is at least this many times as long: its rows no longer share the shorter
+# trunk.
 _LONGER = 2
 
 
 def most_rows(slots: int) -> int:
-    """Return the limit on the tokens of all trunks, as a number of rows of full length, for `slots` slots.
+    """Return how many rows of full length all trunks of a cache with `slots` slots may hold together.
 
-    The trunk of eight siblings takes an eighth of their rows; a single slot shares nothing.
+    The trunk of eight siblings takes an eighth of the memory of their rows. With one slot, the result is 0.
     """
     return (slots + 2) // 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trunk:
-    """Token ids, and in `tensors` the keys of each layer, [heads, tokens, head_dim], then the values."""
+    """The first tokens that several rows share.
+
+    `tensors` contains the keys of each layer, [heads, tokens, head_dim], then the values of each layer.
+    """
 
     ids: Sequence[int]
     tensors: tuple[Tensor, ...]
@@ -41,7 +45,7 @@ class Trunk:
 
 
 class Trunks:
-    """The trunks that new rows may refer to. All living trunks have at most `most_tokens` tokens."""
+    """The trunks to which new rows may refer. Together, all trunks have at most `most_tokens` tokens."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -49,7 +53,7 @@ class Trunks:
         self._living: WeakSet[Trunk] = WeakSet()
 
     def has_room(self, length: int) -> bool:
-        """Return whether another trunk of this length may be made."""
+        """Return whether the limit permits another trunk of this length."""
         return sum(map(len, self._living)) + length <= self._most_tokens
 
     def add(self, trunk: Trunk) -> None:
@@ -57,7 +61,7 @@ class Trunks:
         self._living.add(trunk)
 
     def find(self, ids: Sequence[int]) -> Trunk | None:
-        """Return the trunk that a row which begins with `ids` should refer to."""
+        """Return the trunk to which a row that begins with `ids` should refer, or None."""
         best: Trunk | None = None
         for trunk in sorted(self._known, key=len):
             if pays(len(trunk), best) and ids[: len(trunk)] == trunk.ids:
@@ -65,15 +69,15 @@ class Trunks:
         return best
 
     def discard(self, trunk: Trunk | None) -> None:
-        """Let no new row refer to a trunk."""
+        """Stop offering a trunk to new rows. Rows that refer to it keep it."""
         if trunk is not None:
             self._known.discard(trunk)
 
     def clear(self) -> None:
-        """Let no new row refer to the trunks, which were computed with old weights."""
+        """Stop offering all trunks to new rows, because the trunks were computed with old weights."""
         self._known.clear()
 
 
 def pays(length: int, known: Trunk | None) -> bool:
-    """Return whether a longer trunk of this length should replace the known trunk."""
+    """Return whether a row should use a trunk of this length instead of `known` (None: no trunk)."""
     return length >= (BLOCK if known is None else _LONGER * len(known))

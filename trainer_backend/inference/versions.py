@@ -1,4 +1,4 @@
-"""Describe a version of the policy on disk for engines. This module imports no torch."""
+"""Tell engines where to find the weights of a policy version. This module does not import torch."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ class ScoredPrompt(Body):
 
 
 class WeightAddress(Body):
-    """The address at which the learner's process sends a version to servers, while it has the version."""
+    """The address from which servers receive a version, as long as the learner's process has its weights."""
 
     host: str
     port: int
@@ -24,13 +24,13 @@ class PolicyVersion(Body):
     folder: Path
     """A whole model folder, or a folder of adapters."""
     base: Path | None = None
-    """The base model folder of adapters, the same for all versions; None: `folder` is whole."""
+    """The base model's folder if `folder` contains adapters, the same for all versions; else None."""
     address: WeightAddress | None = None
-    """The address from which a server gets the weights, if `folder` has older weights; None: from disk."""
+    """Set if servers receive the weights from the learner; `folder` may then contain older weights."""
     prompt: ScoredPrompt | None = None
-    """The canary, by which a server that has loaded the version is tested; None for the local engine."""
+    """The canary: the prompt that tests a server after it loaded the version. None for the local engine."""
 
     @property
     def model(self) -> Path:
-        """Return a whole model folder with the version's config and tokenizer, perhaps with old weights."""
+        """Return a whole model folder with the version's config and tokenizer. Its weights may be older."""
         return self.base or self.folder

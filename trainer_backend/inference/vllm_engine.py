@@ -1,15 +1,17 @@
-"""Use a vLLM server as an engine, which receives token ids and returns ids, log-probs and weight versions.
+"""Sample from a vLLM server by token ids. A sample contains ids, log-probs and weight versions.
+
+The engine uses these routes of the server:
 
     POST /inference/v1/generate             a sample, by token ids; streamed for stop strings and `on_token`
-    POST /inference/v1/abort_requests       ends a stream at a stop string; a last chunk has weight versions
+    POST /inference/v1/abort_requests       ends a stream at a stop string; the last chunk has weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
     POST /start_weight_update /update_weights /finish_weight_update      new weights that the learner sends
-    POST /sleep /wake_up                    the GPU's memory is given back while the learner works
-    GET  /version /v1/models                what is served
-    GET  /metrics                           the number of computed tokens, if no sample ends for long
+    POST /sleep /wake_up                    frees the GPU's memory while the learner works
+    GET  /version /v1/models                the release of vLLM, and the served models
+    GET  /metrics                           the number of computed tokens, if no sample has ended for long
 
-A load gives the server's weights a name that no other load of any run has, so the versions of a sample show
-whether it was sampled with other weights.
+Each load gives the server's weights a unique name. vLLM reports the names of the weights that computed a
+sample, so a sample with other weights, such as those of another run, is detected.
 
 The server runs in its own environment or image; docs/vllm.md has its command line. SGLang would need a
 similar class: its `/generate` takes ids and returns ids with log-probs, and `/update_weights_from_disk` loads
@@ -69,7 +71,7 @@ _UNSEEN = (
     "the same path."
 )
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
-# The missing option of a server that does not know a route.
+# The option that a server lacks if it does not know a route.
 _FLAGS = {
     _GENERATE: "--enable-scale-out",
     **dict.fromkeys(
@@ -77,7 +79,7 @@ _FLAGS = {
     ),
 }
 _CONNECT_TIMEOUT_S = 30.0
-_FRONTEND_TIMEOUT_S = 10.0  # of a request that the server answers without its engine
+_FRONTEND_TIMEOUT_S = 10.0  # for requests that the server answers without its engine
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
 # Methods of vllm_worker/turnwise_vllm.py.
@@ -91,7 +93,7 @@ _TOKENS = re.compile(
 )
 
 
-class _Top(TypedDict):  # up to 20 per token, and an object of a class takes twice the time
+class _Top(TypedDict):  # not a model: there are up to 20 per token, and parsing objects takes twice the time
     token_id: TokenId
     logprob: Logprob
 
@@ -140,10 +142,10 @@ class _Usage(StrictReply):
 
 
 class _Sample(StrictReply):
-    """The fields of a reply of /inference/v1/generate, or of one chunk, that are read."""
+    """The fields that are read of a reply of /inference/v1/generate, or of one chunk of a streamed reply."""
 
     request_id: str | None = None
-    """The server's name of the request."""
+    """The id that the server gave to the request."""
     choices: tuple[_Choice, ...] | None = Field(default=None, max_length=1)
     usage: _Usage | None = None
     error: JsonValue = None
@@ -156,11 +158,11 @@ class _Scored(StrictReply):
 
 class _Scores(StrictReply):
     prompt_logprobs: tuple[dict[str, _Scored] | None, ...]
-    """Log-probs by id for each token of the prompt except the first."""
+    """For each token of the prompt, a mapping from token ids to log-probs; None for the first token."""
 
 
 class _Nothing(StrictReply):
-    """A reply of which only the status is needed: any object, or an empty body."""
+    """Any JSON object, or an empty body: the reply to a request of which only the status is read."""
 
 
 class _Release(StrictReply):
@@ -178,7 +180,7 @@ class _Models(StrictReply):
 
 @dataclass(slots=True)
 class _Answer:
-    """The received part of one sample."""
+    """The part of one sample that has been received so far."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -190,7 +192,7 @@ class _Answer:
     stop_string: str | None = None
 
     def add(self, reply: _Sample, extras: Extras) -> None:
-        """Take a reply or a chunk; a stop string ends the answer at the token that completes the string."""
+        """Add a reply or a chunk. Tokens after the token that completes a stop string are ignored."""
         if reply.error is not None:
             raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply.error!r:.{EXCERPT}}")
         self.request_id = reply.request_id or self.request_id
@@ -217,27 +219,29 @@ class _Answer:
 
 
 class VllmEngine(RemoteEngine):
-    """One vLLM server: a `FrozenEngine` with `load_weights`, from a folder or from the learner's address.
+    """A `FrozenEngine` that samples from one vLLM server, and can load new weights into it.
 
-    Unlike the local engine it sends no seeds: equal seeds do not give equal tokens at vLLM, and a seed
-    crashed the CPU build of 0.32.0 at a preemption.
+    The seeds of requests are not sent: with vLLM, equal seeds do not give equal tokens, and a seed crashed
+    the CPU build of 0.32.0 when the server preempted a request.
 
     Args:
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
             and they continue with the new weights.
         wait_s: how long a load may take.
-        ask: called before the server asks the learner to send weights.
+        ask: called before a load from the learner's address, so that the learner sends the weights.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     wake_s = 0.0
-    """The sum of the seconds that the server needed to take its memory back."""
+    """The total time in seconds that the server has needed to wake up."""
     silence_s = 30.0
-    """A sample may take any time, but after this time without an answer the server is asked for one token.
-    The server hangs if this token takes longer than this time too, and its metrics count no further token: a
-    server with a queue of long samples continues to count. A caller of `generate` must wait longer than twice
-    this time, or the next attempt goes to the same server."""
+    """The time without a sign of life (an answer, a chunk, a load) after which the server is probed.
+
+    The probe is a request for one token. The server is considered hanging if the probe takes longer than this
+    time, too, and the token count in the server's metrics does not rise in that time. (While long samples
+    fill the server's queue, the count rises.) A caller that limits the time of `generate` must allow more
+    than twice this time, or a hang is not detected."""
 
     def __init__(
         self,
@@ -253,8 +257,8 @@ class VllmEngine(RemoteEngine):
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.move(url)
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
-        self._name = ""  # the name of the last load; `version` is also of that load
-        self._versions = {"": 0}  # by name, of weights that were accepted
+        self._name = ""  # the name of the last loaded weights; `version` is their number
+        self._versions = {"": 0}  # the version of each name that was accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
         self._is_asleep = False
 
@@ -292,9 +296,9 @@ class VllmEngine(RemoteEngine):
         )  # fmt: skip
 
     def _list_versions(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
-        """Return ((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
+        """Return pairs (first_token, policy_version) for the first `length` tokens of an answer.
 
-        A server that continues after a stop string may report spans beyond the tokens of the answer.
+        Spans that begin later are dropped: a server may sample further tokens after a stop string.
         """
         starts = [span.start for span in answer.spans]
         count = len(answer.token_ids) if answer.stop_string is None else MOST_TOKENS
@@ -313,7 +317,7 @@ class VllmEngine(RemoteEngine):
         return tuple(span for span in spans if span[0] < length)
 
     async def _wait_for(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Wait for the answer as long as the server gives signs of life."""
+        """Return the answer; raise if the server hangs (see `silence_s`)."""
         task = asyncio.ensure_future(sample)
         tasks: list[asyncio.Future[Any]] = [task]
         try:
@@ -333,21 +337,21 @@ class VllmEngine(RemoteEngine):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, signs: int) -> None:
-        """Ask for one token; raise if the server gives neither the token nor another sign of life."""
+        """Request one token; raise if the server gives neither this token nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
             await self._order(_GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
-            # The request may wait in a queue, or for a load.
+            # The probe may wait in a queue, or for a load.
             if signs != self._signs or self._loads:
                 return
             if count is None or await self._token_count() in (count, None):
                 raise
 
     async def _token_count(self) -> float | None:
-        """Return the number of prompt and sampled tokens in the server's metrics; None if not available."""
+        """Return the number of prompt and sampled tokens in the server's metrics, or None if unavailable."""
         with suppress(RemoteUnavailable):
             status, text = await self._exchange("GET", "/metrics", timeout_s=_FRONTEND_TIMEOUT_S)
             counts = [float(number) for number in _TOKENS.findall(text)] if status == 200 else []
@@ -357,20 +361,21 @@ class VllmEngine(RemoteEngine):
     async def _control(
         self, kind: type[Model], method: str, route: str, *, timeout_s: float | None = None, **sent: Any
     ) -> Model:
-        """Send a request other than a sample; see `_exchange` for the arguments."""
+        """Send a request, and parse its reply as a `kind`; see `_exchange` for the other arguments."""
         status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
         return _reply(kind, status, text, self.url + route)
 
     async def _order(self, route: str, **sent: Any) -> None:
-        """Send a POST request whose status alone is read; see `_exchange` for the arguments."""
+        """Send a POST request, and check only the status of the reply; see `_exchange` for the arguments."""
         await self._control(_Nothing, "POST", route, **sent)
 
     async def _exchange(
         self, method: str, route: str, *, timeout_s: float | None, **sent: Any
     ) -> tuple[int, bytes]:
-        """Send a request by a new connection, since callers run in several loops; return status and body.
+        """Send a request over a new connection, and return status and body.
 
-        `timeout_s` None: the caller sets a deadline. `sent` is the `params` or `json` of the request.
+        Connections are not shared, because callers run in several event loops. If `timeout_s` is None, the
+        caller must set a deadline. `sent` contains the request's `params` or `json`.
         """
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
@@ -384,7 +389,7 @@ class VllmEngine(RemoteEngine):
         self, ids: Sequence[int], sampling: Sampling, likeliest: int, *, streams: bool = False
     ) -> dict[str, Any]:
         options = sampling.whole_request_keys()
-        options.pop("seed", None)  # which crashes vLLM's CPU build at a preemption
+        options.pop("seed", None)  # a seed crashes vLLM's CPU build at a preemption
         return {
             "model": self._model,
             "token_ids": list(ids),
@@ -409,7 +414,7 @@ class VllmEngine(RemoteEngine):
             answer.add(_reply(_Sample, status, text, self._url), extras)
             self._signs += 1
             return answer
-        async with self._response(data) as response:  # leaving it early aborts the request
+        async with self._response(data) as response:  # leaving this context early aborts the request
             if response.status != 200:
                 raise _refusal(response.status, await response.content.read(EXCERPT * 10), self._url)
             most_per_token = 1024 * (2 + extras.likeliest)  # more than a server writes per token
@@ -432,10 +437,11 @@ class VllmEngine(RemoteEngine):
     ) -> None:
         """Load weights from a folder that the server's workers can read, or from the learner at an address.
 
-        Samples with these weights are refused until `accept`.
+        Samples with these weights are refused until `accept` is called.
 
         Args:
-            base: the base model folder of adapters, which the workers merge; None: `source` is a whole model.
+            base: the base model's folder, into which the workers merge the adapters in `source`; None:
+                `source` is a whole model.
 
         Raises:
             WeightsRefused: the server cannot load the weights within `wait_s`; its weights are then unknown
@@ -483,11 +489,11 @@ class VllmEngine(RemoteEngine):
         Raises:
             RemoteRefused, RemoteUnavailable: the server may have kept its memory.
         """
-        self._is_asleep = True  # also where it fails half-way
+        self._is_asleep = True  # set first, because the request may fail half-way
         await self._order("/sleep", params={"level": "2", "mode": "abort"}, timeout_s=self._wait_s)
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Let the server take back one kind of memory; after the last kind it resumes by itself."""
+        """Let the server allocate one kind of memory again. After the last kind, it resumes by itself."""
         began_s = asyncio.get_running_loop().time()
         await self._order("/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
@@ -495,7 +501,7 @@ class VllmEngine(RemoteEngine):
     def _plan_update(
         self, source: Path | WeightAddress, base: Path | None, name: str
     ) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return the requests that replace the weights, in order."""
+        """Return (route, body) of each request that replaces the weights, in order."""
         if isinstance(source, WeightAddress):
             learner = {**source.model_dump(), "server": name, "wait_s": self._wait_s}
             return [
@@ -511,11 +517,11 @@ class VllmEngine(RemoteEngine):
         return [("/collective_rpc", {"method": "turnwise_load", "args": [str(folder), files, *adapters]})]
 
     def accept(self) -> None:
-        """Accept samples with the weights of the last load, after a test of the weights."""
+        """Accept samples with the weights of the last load. Call this once the weights have passed a test."""
         self._versions[self._name] = self.version
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of ids[1:], each given the ids before, under the current weights."""
+        """Return the log-probs of `ids[1:]` under the current weights, each given all ids before it."""
         body = {
             "model": self._model,
             "token_ids": list(ids),
@@ -542,7 +548,7 @@ class VllmEngine(RemoteEngine):
         return [score.logprob for score in scores[1:] if score is not None]
 
     async def refuse_unfit(self) -> str:
-        """Check that the server fits the run; return a line that describes it.
+        """Check that the server fits the run; return a line of text that describes the server.
 
         Raises:
             RemoteRefused: the server is not vLLM, or an unsupported release; it serves several models, or has
@@ -587,7 +593,7 @@ class VllmEngine(RemoteEngine):
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
 
     async def _require(self, method: str, what: str, hint: str) -> None:
-        """Refuse a server whose worker lacks a method or fails in it; the error then names the method."""
+        """Refuse a server whose workers lack a method or raise in it. Its error then names the method."""
         try:
             await self._order("/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S)
         except RemoteUnavailable as error:
@@ -596,7 +602,7 @@ class VllmEngine(RemoteEngine):
             raise RemoteRefused(f"{self.url} {what}: {error.detail}", hint=hint) from error
 
     async def _refuse_raw_logprobs(self) -> None:
-        """Refuse log-probs that ignore the temperature: they are the same at temperatures 2 and 1/2."""
+        """Refuse a server whose log-probs ignore the temperature (are equal at temperatures 2 and 1/2)."""
         tops = []
         for temperature in (2.0, 0.5):
             sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
@@ -612,7 +618,7 @@ class VllmEngine(RemoteEngine):
 
 
 def refuse_release(release: str, where: str) -> None:
-    """Refuse a release whose routes may differ."""
+    """Raise RemoteRefused for a release of vLLM whose routes may differ from the supported ones."""
     numbers = _RELEASE.match(release)
     if numbers is None:
         raise RemoteRefused(f"{where} is no vLLM: its version is {release!r:.40}")
@@ -624,7 +630,7 @@ def refuse_release(release: str, where: str) -> None:
 
 
 def _reply(kind: type[Model], status: int, text: bytes, where: str) -> Model:
-    """Return the value of a reply; an empty reply counts as {}."""
+    """Parse a reply as a `kind`; an empty body counts as {}. Raise an InferenceError unless status is 200."""
     if status != 200:
         raise _refusal(status, text, where)
     return read(kind, text if text.strip() else b"{}", where)
@@ -641,7 +647,7 @@ def _refusal(status: int, text: bytes, where: str) -> InferenceError:
 
 
 async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) -> AsyncIterator[_Sample]:
-    """Yield the values of server-sent events up to [DONE]; raise RemoteUnavailable if [DONE] is missing.
+    """Parse and yield server-sent events up to [DONE]; raise RemoteUnavailable if [DONE] is missing.
 
     `most_bytes` limits the length of the whole stream.
     """
@@ -657,9 +663,9 @@ async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) ->
 
 
 def _report_tokens(answer: _Answer, count: int, extras: Extras) -> int:
-    """Call `on_token` with the tokens after the first `count` except the newest; return the new `count`.
+    """Call `on_token` for each token after the first `count`, except the newest; return the new `count`.
 
-    The newest token may be the last one.
+    The newest token may be the answer's last one, which `on_token` must not receive.
     """
     assert extras.on_token is not None
     newest = len(answer.token_ids) - 1

@@ -19,7 +19,7 @@ OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
-    """Return the tensors of a source: a mapping unchanged, a model folder's weights read from disk."""
+    """Return a mapping of tensors unchanged, or read the weights of a model folder from disk."""
     if isinstance(source, Mapping):
         return source
     folder = Path(source)
@@ -39,11 +39,11 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
 
 
 class ServedWeights:
-    """The weights of an engine's model.
+    """Replaces the weights of an engine's model.
 
-    A load may replace only the adapters of a model, since their base is not trained. A whole model, such as a
-    merged checkpoint, replaces the base, and the adapters become 0. After that, adapters alone are refused: a
-    run's adapters belong to the base that its engine began with.
+    A load may replace only the adapters of the model, since a run does not train their base. A load of a
+    whole model, such as a merged checkpoint, replaces the base and sets the adapters to 0. After such a load,
+    adapters without their base are refused, because they belong to the base with which the engine began.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,12 +52,12 @@ class ServedWeights:
 
     @torch.no_grad()
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the tensors of the model's `state_dict()`, after checking all of them.
+        """Check all `tensors`, and then copy them into the tensors of the model's `state_dict()`.
 
-        If names share memory (a tied head and its embedding), `tensors` needs only one of them.
+        If several names share memory (a tied head and its embedding), `tensors` needs only one of them.
 
-        A GPU has no room for two models, so each tensor overwrites the old one. After an error during the
-        copies (out of memory), some tensors are old: the model must not compute until a later call returns.
+        The model's tensors are overwritten because a GPU has no room for two models. If memory runs out
+        during the copies, some tensors are still old: the model must not compute until a later call succeeds.
 
         Raises:
             WeightsRefused: the tensors do not fit; nothing was copied.

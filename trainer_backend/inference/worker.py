@@ -1,4 +1,7 @@
-"""Run the engine thread: admit, prefill, step, deliver; carry out orders and aborts between two steps."""
+"""Run the engine thread: it admits requests, prefills them, runs decode steps and delivers results.
+
+Orders of other threads, such as a swap of weights, and aborts are carried out between two steps.
+"""
 
 import math
 from collections.abc import Callable
@@ -28,21 +31,21 @@ class EngineCounters:
 
     requests: int = 0
     preempted: int = 0
-    """Rows that were freed for older requests; their requests waited and were computed again."""
+    """How often a request lost its row to an older request, waited, and was computed again."""
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     prompt_tokens_recomputed: int = 0
-    """Tokens that a row or a copy knew, but that were computed again, since no state was kept after them."""
+    """Prompt tokens that were in the cache, but were computed again, since no recurrent state was kept."""
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
     """Tokens that were sampled under truncation."""
     lost_mass: float = 0.0
-    """The sum of the probability that truncation removed for these tokens."""
+    """The sum, over `truncated_tokens`, of the probability mass that truncation removed."""
 
 
 class EngineWorker:
-    """The work of the engine thread. Other threads only read the counters."""
+    """Does the work of the engine thread. Other threads only read its counters."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
-        # The version whose weights are only partly loaded; meanwhile no request is served.
+        # The version whose weights are only partly loaded, or None. While it is set, no request is served.
         self.half_loaded: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
@@ -65,7 +68,7 @@ class EngineWorker:
         self._prefill_tokens = prefill_tokens
 
     def run(self, torch_threads: int) -> None:
-        """Run until the inbox is closed; any error that ends the thread reaches all waiting callers."""
+        """Run until the inbox is closed. After an error, all waiting callers get an EngineStopped."""
         reason = "it was stopped"
         try:
             torch.set_num_threads(torch_threads)
@@ -87,7 +90,7 @@ class EngineWorker:
     def turn(self) -> None:
         for order in self.inbox.take_commands():
             order.carry_out()
-        # A paused batch never becomes empty, so a swap runs during a pause.
+        # A swap waits for an empty batch, except during a pause, when the batch would never become empty.
         if self.paused or not (self.batch.rows or self.inbox.holds_begun()):
             swaps = self.inbox.take_swaps()
             if swaps:
@@ -105,7 +108,7 @@ class EngineWorker:
             prefill_tokens=self._prefill_tokens,
             to_prefill=self.batch.to_prefill,
         )
-        # Siblings follow, because they copy the prompt that the first sibling has computed.
+        # Siblings join after the first one of them, because they copy the prompt that it has computed.
         for wave in first_of_siblings(newcomers, self.batch.prefixes):
             self._join(wave)
         if self.batch.rows:
@@ -113,10 +116,11 @@ class EngineWorker:
             deliver(self._record_tokens(self._sample()))
 
     def swap(self, version: int, copy: Callable[[], None]) -> None:
-        """Let `copy` write the weights of a version.
+        """Call `copy`, which writes the weights of a version, and sample with this version from now on.
 
-        If memory runs out in `copy`, some weights are new and some old; the engine samples nothing until a
-        later swap succeeds. Other InferenceErrors precede the first write; any other error ends the engine.
+        If memory runs out in `copy`, some weights are new and some old, so the engine samples nothing until a
+        later swap succeeds. `copy` raises other InferenceErrors only before its first write, so the old
+        weights stay in use. Any other error ends the engine.
         """
         try:
             self._with_room(copy, f"loading version {version}", relief=self._free_all)
@@ -133,7 +137,7 @@ class EngineWorker:
             request.set_version(version)
 
     def release(self) -> None:
-        """Give the memory of a paged cache back; running requests wait and are computed again."""
+        """Free the memory of a paged cache. Running requests wait, and are computed again."""
         deliver(self._record_tokens(self.batch.settle()))
         for request in self.batch.release():
             self.inbox.put_back(request)
@@ -178,7 +182,7 @@ class EngineWorker:
         return [(request, request.generation("abort")) for request in requests]
 
     def _record_tokens(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
-        """Record sampled tokens, and end the requests that are complete."""
+        """Record sampled tokens and end complete requests; return the outcomes to deliver."""
         if sampled is None:
             return []
         outcomes: list[tuple[Request, Outcome]] = []
@@ -192,9 +196,9 @@ class EngineWorker:
                 ended.append((request, end))
             elif request.extras.on_token is not None:
                 outcomes.append((request, sampled.token(index)))
-        # Drop rows only now: dropping a row moves another row, whose token must be recorded first. Go
-        # backwards, so that only running rows move: an ended row would leave non-finite numbers in its old
-        # place.
+        # Drop rows only now: dropping a row moves another row, whose token must be recorded first. Drop
+        # the last row first, so that only running rows are moved: a moved row that had ended could leave
+        # non-finite numbers in its old slot.
         for request, end in reversed(ended):
             row = self.batch.rows.index(request)
             (self.batch.drop_invalid if isinstance(end, InferenceError) else self.batch.drop)(row)
@@ -204,10 +208,10 @@ class EngineWorker:
         return [*outcomes, *ended]
 
     def _sample(self) -> SampledTokens | None:
-        """Decode one step; if memory runs out, free a row and repeat. Return None if there are no tokens.
+        """Decode one step. If memory runs out, free a row and repeat. Return None if there are no tokens.
 
-        With pages, the youngest request loses its row, waits and is computed again. Without pages, the
-        longest request ends: its length determines how much memory all rows take.
+        With a paged cache, the youngest request loses its row, waits, and is computed again. Without pages,
+        the longest request fails, because its length determines how much memory all rows take.
         """
         while self.batch.rows:
             try:
@@ -222,7 +226,8 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
-        # The step under way belongs to rows that are gone. A row that joins again samples its token again.
+        # Discard the launched step, because its rows are gone. A request that joins again samples its token
+        # again.
         self.batch.settle()
         return None
 
@@ -241,12 +246,12 @@ class EngineWorker:
         raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
 
     def _free_all(self) -> None:
-        """Free the copies of prefixes and a paged cache, whose requests wait and are computed again."""
+        """Free the copies of prefixes, and a paged cache; its requests wait and are computed again."""
         self.batch.prefixes.drop_copies()
         self.release()
 
     def _refuse_all(self, version: int) -> None:
-        """End the running and the waiting requests; if a swap waits, new requests continue to wait for it."""
+        """Fail running and waiting requests. If a swap waits, requests without tokens wait for the swap."""
         requests = list(self.batch.rows)
         for request in reversed(requests):
             self.batch.prefixes.unshare(request.prefix)
@@ -268,7 +273,7 @@ class EngineWorker:
     def _record_token(
         self, request: Request, sampled: SampledTokens, row: int
     ) -> Generation | InferenceError | None:
-        """Record a row's sampled token; return the outcome if it is the last token, else None."""
+        """Record a row's sampled token; return the request's outcome if the token ends it, else None."""
         token, logprob = sampled.ids[row], sampled.logprobs[row]
         self.counters.sampled_tokens += 1
         lost = None if sampled.lost_masses is None else sampled.lost_masses[row]

@@ -30,13 +30,13 @@ from trainer_backend.jobs.slots import wait_for_threads
 
 log = structlog.get_logger("trainer")
 
-# Paths without a key: the health check and the log-in page.
+# Paths that need no key: the health check and the log-in page.
 OPEN_PATHS = frozenset({"/health", LOGIN})
 _STREAM = "/jobs/{job_id}/events"
 
 
 class TrainerApp(FastAPI):
-    """A FastAPI app behind guards that run before its own middleware."""
+    """A FastAPI app whose `front` receives each request; wrap `front` to add guards before its middleware."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -47,7 +47,7 @@ class TrainerApp(FastAPI):
 
 
 def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerApp:
-    """Build the app, with the dashboard's routers `pages`. Nothing runs before its lifespan starts."""
+    """Build the app, including the dashboard's routers `pages`. Its lifespan starts the background tasks."""
     app = TrainerApp(
         title="Turnwise trainer",
         version=version(),
@@ -58,7 +58,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     app.state.service = service
     routers = (routes.router, run_routes.router, events.router, launcher.router, routes.info_router)
     for router in (*routers, login.router, *pages):
-        # Not by include_router, which would build the models of each route again for each app.
+        # Not added by include_router, which would build the models of each route again for each app.
         app.router.routes.extend(router.routes)
     install_problem_handlers(app)
     app.add_exception_handler(TrainerError, _answer_error)
@@ -68,7 +68,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     door = SessionDoor(
         keys, service.sessions.match, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN
     )
-    # The last wrapper sees a request first.
+    # The wrapper that is added last receives a request first.
     front: ASGIApp = Gate(
         app.front,
         door=door,
@@ -82,7 +82,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Return the reply to a TrainerError, and log it if the service is at fault."""
+    """Return the reply to a TrainerError; log the error if the service is at fault."""
     assert isinstance(error, TrainerError)
     if error.status >= 500:
         log.warning("request_failed", method=request.method, path=request.url.path, detail=str(error))
@@ -90,7 +90,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_invalid_request(request: Request, error: Exception) -> Response:
-    """Return the reply to an invalid query, header or path, with the first fault in it."""
+    """Return the reply to a request with an invalid query, header or path; the reply describes one fault."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
@@ -101,7 +101,7 @@ async def _answer_invalid_request(request: Request, error: Exception) -> Respons
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Run the supervisor and the watcher; at the end stop the jobs, and wait for threads of the store."""
+    """Run the background tasks. At the end, stop the jobs and wait for the threads that use the store."""
     service: Service = app.state.service
     supervisor = service.supervisor
     threads = [service.line.thread, *service.watcher.threads]

@@ -1,8 +1,9 @@
-"""`turnwise backup` and `turnwise restore`: the jobs of the store and the run directories, in one archive.
+"""`turnwise backup` and `turnwise restore`: save and restore a service's jobs and runs as one archive.
 
-The archive is a tar with `jobs.jsonl`, the rows of the jobs, and `runs/`, the run directories. The rest of
-the store is rebuilt from these. The jobs are read first: a run may be newer than its job, which a sync
-repairs, but a job that is newer than its run would name missing files.
+The archive is a tar file. Its file `jobs.jsonl` contains the rows of the jobs, and its folder `runs/` the run
+directories, from which the rest of the store is rebuilt. A backup reads the jobs before the runs. A run that
+is newer than its job is updated in the store by the next sync, but a job that is newer than its run would
+refer to missing files.
 """
 
 import json
@@ -29,15 +30,15 @@ JOBS, RUNS = "jobs.jsonl", "runs"
 # Temporary content of a run directory, in addition to *.tmp.
 _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
-# Prefix of folders with a backup's links, and the age in seconds from which such a folder is abandoned.
+# Prefix of folders with a backup's links, and the age in seconds at which an abandoned one is deleted.
 _LINKS, _LEFT_S = "backup-", 86_400.0
 
 
 def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
-    """Write the archive, also while a service runs; return the numbers of jobs and of run directories.
+    """Write the archive; return the numbers of jobs and of run directories. A service may be running.
 
     Raises:
-        RunDirectoryError: there is no such data directory, or a run cannot be read.
+        RunDirectoryError: the data directory does not exist, or a run cannot be read.
         StoreError: the store cannot be read.
     """
     if not data_dir.is_dir():
@@ -64,8 +65,8 @@ def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
     """Restore an archive, wholly or not at all; return the numbers of jobs and of run directories.
 
     Raises:
-        RunDirectoryError: the data directory holds runs, or a service runs in it.
-        JobError: the archive is no backup, or the store has one of its jobs.
+        RunDirectoryError: the data directory contains runs, or a service runs jobs in it.
+        JobError: the archive is not a complete backup, or the store already contains one of its jobs.
     """
     with open_data_dir(data_dir, runs_jobs=True) as data:
         if there := data.runs():
@@ -88,9 +89,9 @@ def restore(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
 
 @contextmanager
 def _linked(data: DataDir) -> Iterator[Path]:
-    """Yield a folder with links to all current files of the runs, made in milliseconds.
+    """Yield a temporary folder with hard links to, or copies of, all current files of the runs.
 
-    Later replacements and deletions do not affect it; a growing file is read up to its end.
+    If a run replaces or deletes a file, the folder keeps the old one. If a file grows, its link grows too.
     """
     folder = data.path / SERVICE / f"{_LINKS}{uuid4().hex}"
     for left in (data.path / SERVICE).glob(f"{_LINKS}*"):  # from killed backups
@@ -131,7 +132,7 @@ def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], size: int, modifie
 
 
 def _extract(archive: IO[bytes], folder: Path) -> list[dict[str, Any]]:
-    """Write the files of an archive below a folder, and return its rows of jobs."""
+    """Write the runs of an archive into a new folder; return the rows of the archived jobs."""
     rows: list[dict[str, Any]] | None = None
     with write_errors(folder):
         folder.mkdir(OWNERS_ALONE)

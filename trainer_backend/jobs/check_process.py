@@ -1,7 +1,7 @@
 """Parses each posted job in a separate process, which is killed if it takes too long or too much memory.
 
-`python -m trainer_backend.jobs.check_process` is a server without threads that has imported the parser, and
-forks for each job: a fork takes milliseconds, and when the fork ends, all of its memory is free again.
+`python -m trainer_backend.jobs.check_process` is a server with a single thread that has imported the parser.
+It forks a child for each job, which takes milliseconds. When the child ends, all of its memory is freed.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from trainer_backend.jobs.processes import without_secrets
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Time for the server to import, and for a process to exit; a process that hangs on a disk is abandoned.
+# Seconds for the server's imports, and for a process's exit. A process that hangs on a disk is abandoned.
 _IMPORT_S, _EXIT_S = 120.0, 2.0
 # Outcomes of a call. _EXIT comes with the exit code of the process, negative for a signal.
 _READY, _RESULT, _ERROR, _NO_MEMORY, _EXIT = "ready", "returned", "raised", "no memory", "ended"
@@ -40,9 +40,10 @@ _ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class CheckProcess:
-    """Runs calls that parse a client's input, one at a time, in order.
+    """Calls functions that parse a client's input in a separate process, one at a time, in order.
 
-    `at_most` calls may run or wait; `at_most_s` and `at_most_bytes` limit each. Plug-ins are imported once.
+    At most `at_most` calls may run or wait. `at_most_s` and `at_most_bytes` limit the time and the added
+    memory of each call. Plug-ins are imported once, when the process starts.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class CheckProcess:
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """Call a function of a module in the process; function, arguments and result are pickled.
+        """Call a module-level function in the process. Function, arguments and result are pickled.
 
         Raises:
             TrainerError: the function raised it.
             CheckEnded: the call took too long or too much memory, or its process was killed.
-            TooManyChecks: too many calls wait.
+            TooManyChecks: `at_most` calls already run or wait.
         """
         if self._under_way >= self._at_most:
             raise TooManyChecks(
@@ -94,7 +95,7 @@ class CheckProcess:
         return answer
 
     def close(self) -> None:
-        """End the server; a running call is lost."""
+        """End the server; the result of a running call is lost."""
         self._closed = True
         if self._server is not None:
             self._server.kill()
@@ -112,11 +113,11 @@ class CheckProcess:
         return RuntimeError(f"the process that checks a job ended with {name_exit(exit_code)}; see stderr")
 
     def _exchange(self, request: bytes) -> tuple[str, Any]:
-        """Send a request and wait for its outcome, on the thread."""
+        """Send a request to the server; return the outcome and its value. Runs on `_thread`."""
         connection = self._connect()
         try:
             connection.send_bytes(request)
-            # The process ends itself in time. If a disk blocks it, both it and its server are abandoned.
+            # A child ends itself at its time limit. If it hangs on a disk, child and server are abandoned.
             if connection.poll(self._at_most_s + _EXIT_S):
                 return _message(connection)
             exit_code = -signal.SIGALRM
@@ -128,7 +129,7 @@ class CheckProcess:
         return _EXIT, exit_code
 
     def _connect(self) -> Connection:
-        """Start a server unless one runs, and wait until it has imported everything."""
+        """Return the connection to the server. If no server runs, start one and wait for its imports."""
         if self._connection is not None:
             return self._connection
         connection, theirs = Pipe()
@@ -162,7 +163,7 @@ def _message(connection: Connection) -> tuple[str, Any]:
 
 
 def serve(connection: Connection) -> None:
-    """Fork for each request until the other end closes."""
+    """Answer each request in a forked child, until the other end closes the connection."""
     connection.send_bytes(pickle.dumps((_READY, None)))
     while True:
         try:
@@ -198,15 +199,15 @@ def _answer(connection: Connection, request: bytes) -> None:
 
 
 def main(*plugins: str) -> None:
-    import trainer_backend.jobs.posted  # noqa: F401  # for all forks
+    import trainer_backend.jobs.posted  # noqa: F401  # once for all forks
     from trainer_backend.operator_plugins import load_packages, load_plugins
 
     connection = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for plug-ins that read stdin
-    with suppress(TrainerError):  # the check of a job reports it
+    with suppress(TrainerError):  # the check of each job reports the error
         load_packages()
         load_plugins([Path(file) for file in plugins])
-    gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports
+    gc.freeze()  # otherwise garbage collection in a fork would copy the pages of all imports
     serve(connection)
 
 

@@ -41,20 +41,20 @@ _TRASH = "deleted-"
 @dataclass(frozen=True, slots=True)
 class DataDir:
     path: Path
-    """Absolute, without links, so that comparisons of paths are safe."""
+    """Absolute, with symbolic links resolved, so that paths can be compared."""
     home: str
-    """The name of this folder in a store that several services share."""
+    """A random name that marks the jobs of this data directory in a store that several services share."""
     plugins: tuple[Path, ...] = ()
-    """The files of `job.trainer_plugins` that jobs may run now."""
+    """The only files that jobs may name in `job.trainer_plugins`."""
 
     def new_run_dir(self, name: str) -> Path:
         """Return a unique path for a new job's run; the folder is not created yet."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
     def prepare_run(self, job: Job) -> RunDirectory:
-        """Return the run of a posted job; create it if needed, or complete a half-created one."""
+        """Return the run of a posted job; create its directory if it is missing or incomplete."""
         stored = tomli.loads(job.config)
-        stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with the current files
+        stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a new run uses the current files
         config = parse_job(stored, where=f"job {job.id}", runs_plugins=False).config
         if withdrawn := set(config.job.trainer_plugins) - set(self.plugins):
             raise JobError(
@@ -80,7 +80,7 @@ class DataDir:
         return create_run(config, path)
 
     def runs(self) -> list[Path]:
-        """List every run directory here that was not forgotten."""
+        """Return all run directories, except those whose job was deleted without its files."""
         paths = [file.parent for pattern in _DEPTHS for file in self.path.glob(pattern)]
         ours = self.path / SERVICE
         return sorted(
@@ -96,7 +96,7 @@ class DataDir:
 
 
 def _refuse_to_overwrite(path: Path) -> None:
-    """Refuse a folder that holds more than a killed `create_run` leaves."""
+    """Raise RunDirectoryError if a folder contains more than a killed `create_run` leaves."""
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         partial = entry.name in _PARTIAL_FILES or entry.suffix == ".tmp"  # a file that was being written
         if partial or (entry.name in _PARTIAL_FOLDERS and not any(entry.iterdir())):
@@ -108,7 +108,7 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 
 def say_unusable(path: Path, *, writes: bool) -> str | None:
-    """Say who owns a path that this process cannot use, and its mode; None if it is usable or missing."""
+    """Return a sentence with the owner and mode of a path that this process cannot use, otherwise None."""
     needed = os.R_OK | (os.W_OK if writes else 0) | (os.X_OK if path.is_dir() else 0)
     if not os.access(path, os.F_OK) or os.access(path, needed, effective_ids=True):
         return None
@@ -123,11 +123,11 @@ def say_unusable(path: Path, *, writes: bool) -> str | None:
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
     """Open the data directory, or create it.
 
-    Only one service at a time may run jobs in it; any number of services that only show runs may share it.
+    Only one service at a time may run jobs in it. Any number of other services may show its runs.
     """
     folder = path.resolve()
-    # For example, `compose cp` leaves files of user root. Only run folders and their JSON files are checked.
-    with suppress(PermissionError):  # the glob of an unreadable folder, which the loop reports itself
+    # Files may belong to root, as after `compose cp`. Only the run folders and their JSON files are checked.
+    with suppress(PermissionError):  # from the glob of an unreadable folder, which the loop reports
         for part in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
             if reason := say_unusable(part, writes=runs_jobs):
                 hint = f"As root: chown -R {os.geteuid()}:{os.getegid()} {folder}"
@@ -152,7 +152,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
 
 
 def _read_home(file: Path) -> str:
-    """Return the data directory's name. The first service that opens the directory invents it."""
+    """Return the data directory's random name; create the name when the directory is first opened."""
     with write_errors(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)
         home.seek(0)
@@ -164,9 +164,9 @@ def _read_home(file: Path) -> str:
 
 
 def _claim_place(folder: Path, home: str) -> None:
-    """Record the path of this folder, and refuse a copy of another data directory.
+    """Record the path of a data directory; raise RunDirectoryError if it is a copy of another one.
 
-    A copy has the original's name. With a shared store, both services would run each other's jobs.
+    A copy has the same name as the original. If both used one store, each service would run the other's jobs.
     """
     ours, note = folder / SERVICE / "home", folder / SERVICE / "place"
     with write_errors(note):
@@ -185,14 +185,15 @@ def _claim_place(folder: Path, home: str) -> None:
 
 log = structlog.get_logger("trainer")
 
-# Interval of the sweeper, for folders that an abandoned request moved to the trash.
+# Seconds between two sweeps. They find folders that a request moved to the trash after it had timed out.
 _LOOK_S = 60.0
 
 
 def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
-    """Forget a job. Move its run directory to the trash (`files`), or hide it from the watcher.
+    """Remove an ended or paused job from the store.
 
-    A run of `turnwise train` is forgotten only once its directory is gone.
+    With `files`, its run directory is moved to the trash; otherwise it is marked, and the watcher ignores it.
+    A run of `turnwise train` can be removed only after its directory was deleted.
     """
     refuse_unended(job)
     path = None if job.run_dir is None else Path(job.run_dir)
@@ -204,7 +205,7 @@ def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
         raise RunDirectoryError(f"{path} is no run directory in {data.path}, so it is not deleted")
     if (trainer := holder(path)) is not None:
         raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
-    with run_lock(path):  # no other process may train in it, nor the sweeper delete it yet
+    with run_lock(path):  # so that no other process trains in it or deletes it
         with write_errors(path):
             (path / FORGOTTEN).touch()  # first: otherwise the watcher would find the run again
         if not files:
@@ -220,9 +221,9 @@ def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
 
 
 def sweep(data: DataDir) -> None:
-    """Delete the folders in the trash, including those of a killed service. Runs on a thread."""
+    """Delete the folders in the trash, including those that a killed service left. Call it on a thread."""
     for path in data.aside():
-        if holder(path) is not None:  # `forget_job` is deleting its row, which may fail
+        if holder(path) is not None:  # `forget_job` is removing its job, and moves it back on failure
             continue
         try:
             shutil.rmtree(path)
@@ -231,7 +232,7 @@ def sweep(data: DataDir) -> None:
 
 
 class Sweeper:
-    """Empties the trash from one event loop; `run` it until cancelled."""
+    """Deletes the run directories in the trash. Start `run` as a task, and cancel the task at the end."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data

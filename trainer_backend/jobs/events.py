@@ -3,11 +3,11 @@
     metrics   a new row of metrics.jsonl                   {"kind", "iteration", "row"}
     log       a new line of the run's log                  {"time", "text"}
     state     the job, whenever it or its progress changed (as GET /jobs/{job_id})
-    store     the database does not answer; missed events follow when it does
+    store     the database does not answer; missed events follow when it answers again
     end       the last event: the job has ended, or was deleted
 
-`metrics` and `log` carry an id, the reader's position in the stream. A client that sends it back as
-Last-Event-ID, as browsers do, continues from there.
+Each `metrics` and `log` event carries an id: the position in the stream after this event. A client that sends
+the last id back as Last-Event-ID, as browsers do, continues from there.
 """
 
 import json
@@ -39,7 +39,7 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A reader's position: the number of the last metrics row, and the byte after the last log line."""
+    """A position in the stream: the number of the last metrics row, and the byte after the last log line."""
 
     row: int = 0
     byte: int = 0
@@ -74,7 +74,7 @@ async def stream_job_events(
 ) -> StreamingResponse:
     """Stream a job's progress as server-sent events.
 
-    The events are `metrics`, `log`, `state`, `store` and `end`; comments between them keep the stream open.
+    The events are `metrics`, `log`, `state`, `store` and `end`. Comment lines keep an idle connection open.
     """
     service = get_service(request)
     place = Place.read(last_event_id or query.after or "0.0")
@@ -121,7 +121,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
 
 def _look(service: Service, job_id: str, before: Place) -> tuple[JobView, list[bytes], Place, bool]:
     """Return the job, the events after a position, the next position, and whether there are more events."""
-    job = jobs.get(service.store, job_id)  # first: once it has ended, everything else is complete
+    job = jobs.get(service.store, job_id)  # first: after the job's end, rows and log are complete
     rows = reads.metric_lines(service.store, job_id, after=before.row, limit=_MOST_ROWS)
     log = read_piece(Path(job.run_dir, LOG_FILE), before.byte) if job.run_dir else Piece()
     place = Place(rows[-1].number if rows else before.row, log.end)

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' format: counts of the service, and last numbers of running and just ended jobs."""
+"""Metrics for Prometheus: counts of the service, and last metrics of running and recently ended jobs."""
 
 import re
 from collections import Counter
@@ -38,7 +38,7 @@ def page(service: Service, *, version: str, accept: str) -> Response:
         since = store.clock() - _SHOWN_FOR
         ended = jobs.find(store, states=ENDED, home=home, ended_since=since, limit=_MOST_JOBS).items
         for job in (*running, *ended):
-            with suppress(UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
+            with suppress(UnknownJob, RunDirectoryError):  # a deleted job, or its disk does not answer
                 lines = reads.last_lines(store, [job.id], _KINDS)[job.id]
                 rows.append((job, {kind: line.whole for kind, line in lines.items()}))
 
@@ -71,7 +71,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
-    """Yield each number `a/b` of the last rows as turnwise_trainer_a_b, and under other systems' names."""
+    """Yield jobs' last metrics as gauges: `a/b` as turnwise_trainer_a_b, and under other systems' names."""
     families = _Families()
     for job, rows in jobs:
         for kind, row in rows.items():
@@ -92,7 +92,10 @@ def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) ->
 
 
 class _Families:
-    """Gauges by name. Samples are unique: Prometheus drops one of two samples with equal name and labels."""
+    """Collects gauges by name.
+
+    A sample whose name and labels occurred before gets a longer name; Prometheus would drop one of the two.
+    """
 
     def __init__(self) -> None:
         self.all: dict[str, GaugeMetricFamily] = {}
@@ -108,7 +111,10 @@ class _Families:
 
 
 def _translate_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield another system's name, our name and the value; a `*` that ends both names matches any ending."""
+    """Yield the other system's name, our name and the value of each metric of a row that `names` lists.
+
+    A `*` at the end of both names matches any ending, which is then the same in both.
+    """
     numbers = dict(list_numbers(row)) | {name: row[name] for name in ("iteration",) if name in row}
     for name, ours in names.items():
         if not ours.endswith("*"):
@@ -124,8 +130,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
-# Other systems' names of our metrics, for equal quantities only; a `*` matches any ending. First verl's names
-# (prior art: verl HEAD), with `_` for `/`.
+# Other systems' names of our metrics, only where both mean the same quantity; a `*` matches any ending. The
+# first names are verl's (prior art: verl HEAD), with `_` for `/`.
 OF_ITERATIONS: Mapping[str, str] = {
     "critic_score_mean": "episode/outcome_reward",
     "critic_rewards_mean": "reward/mean",
@@ -145,7 +151,7 @@ OF_ITERATIONS: Mapping[str, str] = {
     "timing_s_update_weights": "time/publish_s",
     "timing_s_save_checkpoint": "time/checkpoint_s",
     "training_global_step": "iteration",
-    # Of source 4.
+    # Names of source 4.
     "rollout_policy_choice": "rollout/policy_choice",
     "rollout_using_actor": "rollout/using_actor",
     "rollout_using_fixed": "rollout/using_fixed",
@@ -154,7 +160,7 @@ OF_ITERATIONS: Mapping[str, str] = {
     "actor_importance_weight_std": "actor/importance_weight_std",
     "actor_importance_weight_min": "actor/importance_weight_min",
     "actor_importance_weight_max": "actor/importance_weight_max",
-    # prime-rl's and others' (prior art: peers, section 4).
+    # Names of prime-rl and others (prior art: peers, section 4).
     "entropy_mean": "loss/entropy",
     "importance_ratio_mean": "loss/ratio_mean",
     "importance_ratio_min": "loss/ratio_min",

@@ -1,7 +1,7 @@
-"""The routes under /rl for jobs of existing launchers, and the translation of their keys into ours.
+"""The routes under /rl, which accept jobs in the form of other backends' launchers and translate their keys.
 
-The body is synth-ai's: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`. Keys without a
-meaning here are ignored, and the reply names them.
+A request's body has synth-ai's form: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`.
+Keys that have no meaning here are ignored, and the reply lists them.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from trainer_backend.jobs.submission import Submission, hash_body, resolution, s
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
 from trainer_backend.store.rows import JobView
 
-# Published keys of other backends, by table. They are ignored, and the reply names them.
+# Published keys of other backends, by table. They are ignored, and the reply lists them.
 NOT_READ = {
     "algorithm": ("type", "method", "variety"),
     "services": ("judge_url",),
@@ -45,7 +45,7 @@ def translate(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Translate the tables of a launcher's TOML into ours; return them and a sentence for each ignored key.
 
-    `task_url` is `data.endpoint_base_url`; it replaces the TOML's own, since the launcher has tried it.
+    `task_url` is `data.endpoint_base_url`. It replaces the TOML's URL, because the launcher has verified it.
     `model` is `data.model` or `data.base_model`.
     """
     refuse_unwritable(config)
@@ -77,7 +77,7 @@ def _leave_out(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def _move(tables: dict[str, Any], published: str, ours: str) -> None:
-    """Move a key to our name; if both are given, they must be equal."""
+    """Rename a published key to ours. If both keys are present, their values must be equal."""
     value = _pop(tables, published)
     if value is None:
         return
@@ -92,7 +92,7 @@ def _move(tables: dict[str, Any], published: str, ours: str) -> None:
 
 
 def _pop(tables: dict[str, Any], dotted: str) -> Any:
-    """Remove a key and return its value, or None if it is absent."""
+    """Remove a dotted key and return its value, or None if the key is absent."""
     *parents, key = dotted.split(".")
     home: Any = tables
     for name in parents:
@@ -165,7 +165,7 @@ class LauncherView(JobView):
 
 
 class LauncherReply(LauncherView):
-    """A new job with its warnings."""
+    """The posted job, with warnings about it."""
 
     warnings: tuple[str, ...] = ()
 
@@ -184,9 +184,9 @@ async def create_rl_job(
     query: Annotated[CreateQuery, Query()],
     idempotency_key: IdempotencyKey = None,
 ) -> Any:
-    """Post a job as a launcher does. Keys of other backends are ignored, and the reply names them.
+    """Post a job in the form of another backend's launcher. The reply lists the keys that are ignored.
 
-    The job's task apps check it first; their refusal is the reply.
+    The job's task apps check the job first. If one of them refuses it, the reply is an error with the reason.
     """
     service = get_service(request)
     config = body.data.config
@@ -225,5 +225,5 @@ async def show_rl_job(request: Request, job_id: str) -> LauncherView:
 @router.post("/api/rl/verify_task_app", include_in_schema=False)
 @router.post("/rl/verify_task_app")
 async def verify_task_app(request: Request, body: Verify) -> Verified:
-    """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
+    """Check that a task app answers this service and accepts its key. The task app must be an allowed one."""
     return await verify(body.endpoint_base_url, get_service(request).settings)

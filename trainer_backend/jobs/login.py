@@ -1,7 +1,7 @@
-"""The log-in page exchanges the key for a cookie that scripts cannot read.
+"""The log-in page, which exchanges the service's key for a cookie that scripts cannot read.
 
-Links from other sites send the cookie (SameSite=lax), but can only read: changes must come from our own pages
-(service_kit.gate).
+The browser also sends the cookie when a user follows a link from another site (SameSite=lax). Such a request
+can only read: the gate (service_kit.gate) accepts changes only from the service's own pages.
 """
 
 import math
@@ -25,7 +25,7 @@ _TOO_MANY = f"{_WRONG} Too many wrong ones came from here; the right one opens a
 
 @router.get(LOGIN)
 async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)] = "/") -> Response:
-    """Show the form, or redirect if the service has no key."""
+    """Return the log-in form, or redirect to `next` if the service has no key."""
     if not get_service(request).keys.configured:
         return RedirectResponse(own_path(next), 303)
     return _form(request, own_path(next))
@@ -37,9 +37,9 @@ async def log_in(
     key: Annotated[str, Form(max_length=_LONGEST)],
     next: Annotated[str, Form(max_length=_LONGEST)] = "/",
 ) -> Response:
-    """Start a session for the right key. After several wrong keys, a further wrong one gets 429.
+    """Start a session for the right key. After several wrong keys, each further wrong key gets status 429.
 
-    The right key always works: users of a proxy share an address, and a stranger must not lock them out.
+    The right key always works. Otherwise a stranger could lock out everyone behind the same proxy.
     """
     service = get_service(request)
     if service.keys.opens(key):

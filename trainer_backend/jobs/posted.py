@@ -1,7 +1,7 @@
 """Posted jobs: parsing of their JSON or TOML, validation, and the operator's bounds.
 
 A client with the service's key may train, but not read the operator's files, run its own code, send the
-operator's keys to another host, or choose an address to listen on. Errors never repeat a key.
+operator's keys to another host, or choose an address to listen on. Error messages never repeat a key.
 """
 
 import os
@@ -33,25 +33,25 @@ from trainer_backend.sinks import SinksTable
 
 WHERE = "the posted job"
 copy_table = partial(read_table, places=Places([WHERE]))
-# Keys with paths of code. They may name files in the operator's folders, but not in folders that runs write.
+# Keys whose values are paths of code. The code may be in the operator's folders, but not where runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY, _SPACE_KEY = "WANDB_API_KEY", "HF_TOKEN"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
 _MOST_PROCESSES = 8  # of one kind, on one machine
-# Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
+# Maximum nesting of tables and lists, which is limited because parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_DEEP = f"holds tables or lists in one another, more than {_DEEPEST} deep"
-# The most keys and list items of a document. In a text the _DIVIDERS are counted, which are slightly more.
+# The most keys and list items of a document. In a text, the _DIVIDERS are counted instead (slightly more).
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 # Maximum depth at which files in a folder of data or checkpoints are read.
 _FOLDERS = 3
 _LONGEST_PATH = 4_096  # Linux
-_WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot be written again
+_WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; dump_job cannot write other numbers
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """Parse a TOML text of at most MOST_VALUES values. The check process calls this, and limits its time."""
+    """Parse a TOML text of at most MOST_VALUES values. Call it in the check process: it may take long."""
     if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
     try:
@@ -65,9 +65,9 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is too deep or too large, or has a number or text that TOML cannot hold."""
+    """Raise JobError if a document is too deep or too large, or holds a value that TOML cannot represent."""
     values, rest = len(document), [(name, 0, [name, table]) for name, table in document.items()]
-    for name, depth, items in rest:  # the list grows meanwhile
+    for name, depth, items in rest:  # the loop appends to the list
         for item in items:
             if isinstance(item, int) and item not in _WHOLE_NUMBERS:
                 raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
@@ -86,10 +86,10 @@ def refuse_unwritable(document: Mapping[str, Any]) -> None:
 def validate_job(
     document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None
 ) -> tuple[LoadedJob, dict[str, str]]:
-    """Fill in the operator's addresses and validate a posted document; return the job and its tags.
+    """Fill in the operator's addresses, then validate a posted document; return the job and its tags.
 
-    A relative path is looked up in the allowed roots in order, then in the service's working directory. The
-    request's `tags` override those in [tags].
+    A relative path is looked up in the folders of --allow-root in order, then in the service's working
+    directory. The request's `tags` override tags of the same name in the table [tags].
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
@@ -118,7 +118,7 @@ def validate_job(
 
 
 def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Yield the key and the path of every path in a job, except job.runs_dir, which the service sets."""
+    """Yield each path in a job with its key. job.runs_dir is left out, because the service sets it."""
     for table_name in type(config).model_fields:
         section = getattr(config, table_name)
         for table in section if isinstance(section, tuple) else (section,):  # several, as [[rollout_only]]
@@ -130,9 +130,9 @@ def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
-    """Fill in the operator's addresses and folder if the job has none or the default ones.
+    """Fill in the operator's addresses, run folder and plug-ins where the job has no value or the default.
 
-    A job may name every default, as the job.toml of a run or the output of `turnwise check --all` does.
+    Defaults are replaced because the job.toml of a run and the output of `turnwise check --all` contain them.
     """
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
@@ -157,13 +157,13 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
         )
     if own:
         job["trainer_plugins"] = own
-    # The digests may be of another run; this job has the current files.
+    # The digests may come from another run; this job uses the current files.
     job.pop("trainer_plugins_sha256", None)
     document["job"] = job
 
 
 def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Yield a sentence for each value of a valid job that a posted job may not have."""
+    """Yield a sentence for each value in a valid job that the operator does not allow in posted jobs."""
     if config.job.runs_dir.resolve() != bounds.data_dir:
         yield f"job.runs_dir is the service's own to choose ({bounds.data_dir}); leave it out"
     if config.services.gateway_host != bounds.gateway_host:
@@ -176,7 +176,7 @@ def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"TURNWISE_{key.partition('.')[2].upper()} in the service's environment; leave it out"
         )
     for key, path in list_paths(config):
-        if key == "job.trainer_plugins" or key in settings:  # the operator's own, or refused
+        if key == "job.trainer_plugins" or key in settings:  # set by the operator, or refused above
             continue
         roots = ", ".join(map(str, _roots(key, bounds)))
         if not may_name(key, path, bounds):
@@ -205,7 +205,7 @@ def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"(--allow-model: {allowed})"
         )
     yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
-    # A client that loads weights into a server could stop it for others; starting one can run any program.
+    # Loading weights into a server could stop it for others, and to start a server is to run any program.
     if config.inference.engine == "vllm":
         yield (
             "inference.engine = 'vllm' is for jobs of `turnwise train`; a posted job may start and control "
@@ -220,7 +220,7 @@ def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def refuse_task_app(url: str, bounds: Bounds) -> str | None:
-    """Say why the service's key may not be sent to a task app, even one on this machine; None if it may."""
+    """Return why the service's key may not be sent to a task app, or None. Loopback is no exception."""
     if url.rstrip("/") in bounds.task_urls:
         return None
     allowed = ", ".join(sorted(bounds.task_urls)) or "none"
@@ -231,7 +231,10 @@ def refuse_task_app(url: str, bounds: Bounds) -> str | None:
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Yield a refusal unless the operator allows the job's learner, which gets a key of his, or its Ray."""
+    """Yield a sentence if the job uses an external learner or a Ray cluster that the operator does not allow.
+
+    The learner would be sent one of the operator's keys, and Ray would start processes.
+    """
     if config.cluster is None or config.cluster.launcher == "local":
         return
     key, address = "learner.url", config.learner.url
@@ -265,7 +268,7 @@ def _foreign_keys(
 
 
 def may_name(key: str, path: Path, bounds: Bounds) -> bool:
-    """Return whether a posted job may name this file. Code may not come from folders that runs write."""
+    """Return whether `key` of a posted job may name this path. Code may not be in the data directory."""
     real = path.resolve()  # the target of links, which is the file that is read
     if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
         return False
@@ -273,7 +276,7 @@ def may_name(key: str, path: Path, bounds: Bounds) -> bool:
 
 
 def _find_link_out(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) -> Path | None:
-    """Find a link in a folder or its subfolders that leads to a place the job may not read."""
+    """Return a link in a folder or its subfolders whose target the job may not read, or None."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -298,7 +301,7 @@ def _few(tags: Any) -> Any:
     return tags
 
 
-# The number of tags is checked before the tags.
+# The number of tags is checked before their types.
 Tags = Annotated[dict[str, str | int | float | bool], BeforeValidator(_few)]
 
 
@@ -345,7 +348,7 @@ class Finding(Body):
 
 
 class Checked(Body):
-    """The findings in a job's text; without errors (`ok`) it can be posted."""
+    """The findings in a job's text. `ok`: none of the findings is an error, so the job can be posted."""
 
     ok: bool
     findings: tuple[Finding, ...]
@@ -364,9 +367,10 @@ class Resolution:
 def resolve(
     content: bytes | Mapping[str, Any], media_type: str, tags: Mapping[str, Any], bounds: Bounds
 ) -> Resolution:
-    """Parse and validate a posted job: a body with its Content-Type header, or the tables of a job.
+    """Parse and validate a posted job.
 
-    `tags` replace those of the job with the same name.
+    `content` is a request's body with the Content-Type `media_type`, or the tables of a job. `tags` override
+    the job's own tags of the same name.
     """
     if isinstance(content, bytes):
         content, own_tags = _read(content, media_type.partition(";")[0].strip().lower())
@@ -399,12 +403,12 @@ def check(content: bytes, bounds: Bounds) -> Checked:
 
 
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
-# The most characters that the search for lines parses again. Keys after a longer value get no line number.
+# The most characters that list_lines parses, repetitions included. Further keys get no line number.
 _MOST_CHARACTERS = 2 << 20
 
 
 def find_line(message: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the first key in a message, or if the key is missing, the line of its table."""
+    """Return the line of the first key in a message, or, if the text lacks the key, the line of its table."""
     for dotted in _DOTTED.findall(message):
         name = dotted
         while name and name not in lines:
@@ -415,10 +419,10 @@ def find_line(message: str, lines: Mapping[str, int]) -> int | None:
 
 
 def list_lines(text: str) -> dict[str, int]:
-    """Map each dotted key and each table of a valid TOML text to its first line, from 1.
+    """Return the first line of each dotted key and each table of a valid TOML text, counted from 1.
 
-    A statement (a header, or a key with its value) ends at the first line end at which it is valid TOML. Most
-    have one line; a longer one can end only in a line that closes a list, a table or a string.
+    Lines are joined into a statement (a header, or a key with its value) until it parses as TOML. After its
+    first line, a statement is parsed again only at a line that can close a list, a table or a string.
     """
     lines: dict[str, int] = {}
     table, statement, begin, characters = "", "", 1, 0
@@ -443,7 +447,7 @@ def list_lines(text: str) -> dict[str, int]:
 
 
 def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a document, each after its table."""
+    """Yield the dotted keys of a document. A table comes before the keys in it."""
     for key, value in table.items():
         yield f"{prefix}{key}"
         inner = value[0] if value == [{}] else value  # a header [[…]]
@@ -459,7 +463,7 @@ def decode_body(body: bytes) -> str:
 
 
 def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the tables of a job, and the tags of a JSON body."""
+    """Parse a request's body; return the tables of the job, and the tags that a JSON body adds."""
     if media_type == _JSON:
         try:
             job = PostedJob.model_validate(read_json(body))
@@ -485,7 +489,7 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
 
 
 def describe_fault(finding: Mapping[str, Any], path: Sequence[object], known: Collection[str]) -> str:
-    """Describe one of pydantic's errors with its path."""
+    """Describe a pydantic error at `path`. For an unknown key, suggest a similar one from `known`."""
     name = ".".join(map(str, path))[:80]
     if finding["type"] == "extra_forbidden":
         return f"{name!r} is not known here{did_you_mean(str(path[-1]), known) if known else ''}"

@@ -1,4 +1,4 @@
-"""The process of a job: its start in its run directory, its stop, and its last message."""
+"""The process that trains a job: how it is started and stopped, and why it ended."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from trainer_backend.store.rows import Job, parse_tables
 
 PROCESS_LOG = "process.log"
 _MOST_SHOWN = 300
-# With this, faulthandler begins its report of a signal such as SIGSEGV.
+# The first words of faulthandler's report of a signal such as SIGSEGV.
 _CRASH = "Fatal Python error: "
 # The service's secrets, which jobs do not need.
 _OWN_KEYS = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
@@ -33,20 +33,23 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 class JobProcess(Child):
     log_start = 0
-    """The size of process.log before this process."""
+    """The size of process.log when this process was started; its own output follows."""
     stopping: "asyncio.Task[bool] | None" = None
-    """Waits for the end of the process after a signal to stop; returns whether it had to be killed."""
+    """Started by `stop`: waits for the process to end, and returns whether it had to be killed."""
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
+        """Send SIGTERM, unless an earlier call did: the process saves its finished work and ends.
 
-        Another task of the event loop kills it, since the caller may be blocked by a hanging store.
+        A task kills the process after `grace_s` seconds, even while the caller waits for a hanging store.
         """
         self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a job process's environment; only a job with an external learner gets the learner's key."""
+    """Return `environ` without the service's secrets, for the process of a job.
+
+    The learner's keys are also removed, unless the TOML `config` of the job names an external learner.
+    """
     cluster = parse_tables(config).get("cluster")
     is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
     return without(_OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER, environ)
@@ -55,7 +58,7 @@ def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -
 async def start_process(
     run_dir: Path, environment: Mapping[str, str], *, command: Command = job_command
 ) -> JobProcess:
-    """Start the process of a job, which ends with this process at the latest."""
+    """Start the process of a job. It ends when this process ends, if not before."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
         start = log.tell()  # before the new process moves this position
         process = await JobProcess.start(command(run_dir), stdout=log, stderr=log, env=environment)
@@ -64,7 +67,7 @@ async def start_process(
 
 
 def last_words(job: Job, process: JobProcess) -> Ending:
-    """Read how an ended process ended, from its own state and log (job_process.py)."""
+    """Return how a process ended: its exit code, and what it wrote to state.json and process.log."""
     assert process.exit_code is not None, "the process has ended"
     if job.run_dir is None:
         return Ending(process.exit_code)
@@ -81,7 +84,7 @@ def last_words(job: Job, process: JobProcess) -> Ending:
 
 
 def record_death(job: Job, ending: Ending) -> None:
-    """Write the reason for a process's end into the run's files if the process itself has not."""
+    """Write why a process failed to the run's state.json and run.log, unless the process itself has."""
     wrote = ending.state is not None and ending.state.state in FINAL
     if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):
         return

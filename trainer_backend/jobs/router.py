@@ -1,4 +1,4 @@
-"""The router class of the trainer's routes."""
+"""The router class for all routes of the trainer's API."""
 
 from functools import partial
 from operator import attrgetter
@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from service_kit.problems import problem_responses
 
-# The error statuses of routes.
+# Error statuses that OpenAPI lists for every route.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 # Generated clients name their functions by the operation id.
 Router = partial(

@@ -1,4 +1,4 @@
-"""Routes of jobs, and of the service itself (health, info, metrics)."""
+"""Routes for jobs, and for the service itself (health, info, metrics)."""
 
 from typing import Annotated, Any, Literal
 
@@ -32,20 +32,20 @@ IdempotencyKey = Annotated[
 
 
 class Created(JobView):
-    """A new job with its warnings."""
+    """The posted job, with warnings about it."""
 
     warnings: tuple[str, ...] = ()
 
 
 class Resolved(Body):
-    """A job with every default filled in."""
+    """The reply to a dry run: the job's TOML with every default filled in, and warnings about the job."""
 
     toml: str
     warnings: tuple[str, ...]
 
 
 class JobList(Body):
-    """A page of jobs, newest first. Send `next_cursor` with the next request; null: this page is the last."""
+    """A page of jobs, newest first. Send `next_cursor` as `cursor` for the next page; null: there is none."""
 
     jobs: tuple[JobView, ...]
     next_cursor: str | None
@@ -66,7 +66,7 @@ class DeleteQuery(Body):
 
 
 def job_body(*, as_json: bool) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that the route itself parses."""
+    """Return the OpenAPI description of a job as request body, for a route that parses the body itself."""
     text = {"schema": {"type": "string"}, "example": '[model]\npreset = "tiny-0.3m"\n'}
     content: dict[str, Any] = {"application/toml": text, "text/plain": text}
     if as_json:
@@ -87,7 +87,7 @@ async def create_job(
     query: Annotated[CreateQuery, Query()],
     idempotency_key: IdempotencyKey = None,
 ) -> Any:
-    """Post a job: its TOML, or JSON with its tables. It is trained in its turn, in a process of its own."""
+    """Post a job as TOML, or as JSON with its tables. The job is queued, then trained in its own process."""
     service = get_service(request)
     body, media_type = await request.body(), request.headers.get("content-type", "")
     submission = Submission(body, hash_body(body), media_type=media_type)
@@ -113,7 +113,7 @@ async def check_job(request: Request) -> Checked:
 
 @router.get("/jobs")
 async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
-    """List jobs, newest first, including runs of `turnwise train` (`origin` cli)."""
+    """List jobs, newest first. Runs of `turnwise train` are included; their `origin` is cli."""
     service = get_service(request)
     page = await service.line.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
@@ -142,7 +142,7 @@ async def show_job_config(request: Request, job_id: str) -> Response:
 
 @router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
 async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
-    """Forget an ended or paused job of this service. Unless `files` is set, its files stay, but hidden."""
+    """Delete an ended or paused job of this service. The run directory stays unless `files` is set."""
     service = get_service(request)
     job = await find_job(service, job_id)
     refuse_foreign(service, job)
@@ -155,9 +155,9 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
 
 @router.post("/jobs/{job_id}/pause")
 async def pause_job(request: Request, job_id: str) -> JobView:
-    """Save finished work and end the process; the job is `pausing` until then.
+    """Pause a job until `resume`. A queued job becomes `paused` at once.
 
-    A queued job waits for `resume`.
+    A running job is `pausing` until its process has saved the finished work and ended.
     """
     return await _apply(get_service(request), "pause", job_id)
 
@@ -170,7 +170,7 @@ async def resume_job(request: Request, job_id: str) -> JobView:
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(request: Request, job_id: str) -> JobView:
-    """End a job; it is `cancelling` until its process has saved. Its results stay, for a later `resume`."""
+    """Cancel a job. It is `cancelling` until its process has saved; `resume` can continue it later."""
     return await _apply(get_service(request), "cancel", job_id)
 
 
@@ -185,7 +185,7 @@ SERVICE = "turnwise-trainer"
 
 
 class Health(Body):
-    """The service lives. `store`: whether the database answered last time; without it, jobs still run."""
+    """The service is running. `store` is `away` while the database does not answer; jobs run without it."""
 
     status: Literal["ok"] = "ok"
     service: str = SERVICE
@@ -194,7 +194,7 @@ class Health(Body):
 
 @info_router.get("/health")
 async def show_health(request: Request) -> Health:
-    """Report that the service lives; needs no key."""
+    """Report that the service is running. This request needs no key."""
     return Health(store="up" if get_service(request).watcher.store_up else "away")
 
 
@@ -224,7 +224,7 @@ class PostedJobs(Body):
 
 
 class Info(Body):
-    """The service. `runs_jobs` is false if it only shows jobs, and trains none."""
+    """A description of the service. `runs_jobs` is false if the service only shows runs (--no-jobs)."""
 
     service: ServiceInfo
     store: str
@@ -261,7 +261,7 @@ async def show_info(request: Request) -> Info:
 
 @info_router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
 async def show_metrics(request: Request) -> Response:
-    """Return the service's counts and the last numbers of running and just ended jobs, for Prometheus."""
+    """Return counts of the service and last metrics of running and recently ended jobs, for Prometheus."""
     service = get_service(request)
     accept = request.headers.get("accept", "")
     return await service.line.ask(page, service, version=request.app.version, accept=accept)

@@ -1,4 +1,4 @@
-"""Routes that read a job's run: its curves, and its logs in pieces."""
+"""Routes that read the run of a job: its metrics as curves, and its logs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class MetricsQuery(Body):
 
 
 class Log(Body):
-    """Lines of a log; send `next_offset` with the next request to receive only new lines."""
+    """Lines of a log. Send `next_offset` as `offset` in the next request to receive only new lines."""
 
     lines: tuple[LogLine, ...]
     next_offset: int
@@ -58,7 +58,7 @@ class LogQuery(Body):
 
 @router.get("/jobs/{job_id}/metrics")
 async def show_job_metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
-    """Read curves of a run by metric name; docs/metrics.md describes each."""
+    """Return the curves of a run by metric name. docs/metrics.md describes each metric."""
     service = get_service(request)
     job = await find_job(service, job_id)
     names = query.names or await service.line.ask(reads.metric_names, service.store, job.id, query.kind)
@@ -70,7 +70,7 @@ async def show_job_metrics(request: Request, job_id: str, query: Annotated[Metri
 
 @router.get("/jobs/{job_id}/log")
 async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
-    """Read lines of a run's logs; of a long log the last megabyte."""
+    """Return the lines of a log from `offset` on. If they exceed 1 MiB, return only the last 1 MiB."""
     service = get_service(request)
     return await service.line.ask(_log, await find_job(service, job_id), query)
 
@@ -94,30 +94,33 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole lines of a file, oldest first."""
+    """A sequence of whole lines of a log file."""
 
     lines: tuple[bytes, ...] = ()
-    """The lines without their ends."""
+    """The lines in file order, without their line ends."""
     ends: tuple[int, ...] = ()
-    """For each line, the byte after it."""
+    """For each line, the offset of the byte after it in the file."""
     end: int = 0
-    """The byte at which the next piece begins."""
+    """The offset of the byte after the last line, where the next piece begins."""
     more: bool = False
-    """Whether a next piece exists already."""
+    """Whether the file contains bytes after this piece."""
 
     def texts(self) -> list[str]:
-        """Decode the lines of a file with arbitrary output."""
+        """Return the lines of a file as text. The file may contain bytes that are not UTF-8."""
         return [part for line in self.lines for part in line.decode("utf-8", "replace").splitlines() or [""]]
 
     def log_lines(self) -> Iterator[tuple[LogLine, int]]:
-        """Yield each line of run.log and the offset where it ends; skip lines that are not in our format."""
+        """Yield each line of run.log and the offset where it ends; skip lines that are no JSON object."""
         for line, end in zip(self.lines, self.ends, strict=True):
             if (row := parse_object(line)) is not None:
                 yield parse_line(row), end
 
 
 def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:
-    """Read the first or the last lines after `offset`; if the file is shorter than that, from its start."""
+    """Read lines from `offset` on: the first MOST_BYTES of them, or with `last` the last MOST_BYTES.
+
+    If the file is shorter than `offset`, read from its start.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

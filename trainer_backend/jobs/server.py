@@ -1,4 +1,4 @@
-"""`turnwise trainer`: the app in uvicorn, from the operator's settings to an orderly stop."""
+"""`turnwise trainer`: builds the service from the operator's settings, and serves it with uvicorn."""
 
 import os
 import sys
@@ -27,14 +27,17 @@ from trainer_backend.store.database import open_store
 
 log = structlog.get_logger("trainer")
 
-# Time for a thread to end.
+# Seconds to wait for each thread at the end.
 _LAST_S = 1.0
 # More than asyncio's default on a small machine, since a hanging database blocks a thread per request.
 _THREADS = 24
 
 
 def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
-    """Serve until the process is stopped; `say` receives lines for the user, `command` starts a job."""
+    """Serve until this process is told to stop.
+
+    `say` receives lines for the user. `command` returns the command that trains the job of a run directory.
+    """
     configure_logs(settings.log_level, form=settings.log_format)
     load_packages()
     load_plugins(settings.plugins, option="--plugins")  # a fault must end this start, not the first job
@@ -58,7 +61,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
 
 
 def _exit_despite_stuck_threads() -> None:
-    """End this process if a thread is stuck in a database or disk; the interpreter would wait for it."""
+    """Exit at once if a thread hangs in a database or disk call; a normal exit would wait for the thread."""
     threads = [
         thread for thread in threading.enumerate() if not (thread.daemon or thread is threading.main_thread())
     ]
@@ -76,7 +79,7 @@ def _exit_despite_stuck_threads() -> None:
 def open_service(
     settings: Settings, checks: CheckProcess, *, command: Command = job_command
 ) -> Iterator[Service]:
-    """Build the service's objects; nothing runs yet."""
+    """Build the service and its parts, and close them at the end. The background tasks are not started."""
     with open_data_dir(settings.data_dir, runs_jobs=settings.jobs, plugins=settings.plugins) as data:
         store = open_store(settings.database_url)
         try:
@@ -96,7 +99,7 @@ def open_service(
 
 
 def build_app(service: Service) -> TrainerApp:
-    """Build the API and the dashboard."""
+    """Build the app with the API and the dashboard."""
     from trainer_backend.jobs.submission import build_dashboard
     from trainer_backend.pages.app import router
 
@@ -106,12 +109,12 @@ def build_app(service: Service) -> TrainerApp:
 
 
 def build_server(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
-    """Build a server that ends event streams when it stops; a second signal kills jobs that are stopping."""
+    """Build a server that ends event streams on the first stop signal, and kills all jobs on the second."""
     service: Service = app.state.service
     supervisor = service.supervisor
 
     async def end_streams(_orphaned: bool) -> None:
-        # uvicorn waits for running requests before it ends the app.
+        # uvicorn waits for running requests, such as event streams, before it ends the app.
         service.news.close()
 
     def kill_jobs() -> None:

@@ -1,4 +1,4 @@
-"""The object that all routes share, and the search for a request's job."""
+"""The service object that all routes share, and the look-up of the job that a request names."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Service:
     supervisor: Supervisor | None
     """None if the service runs no jobs (--no-jobs)."""
     line: Line
-    """The threads of requests."""
+    """Runs the store and disk calls of requests on threads."""
     keys: Keys
     sessions: LoginSessions
     guesses: Guesses = field(default_factory=Guesses)
@@ -46,7 +46,7 @@ class Service:
     """Number of open event streams."""
 
     def changed(self, job_id: str) -> None:
-        """Wake the supervisor and the open pages after a change of a job's row."""
+        """Tell the supervisor and the open event streams that a job's row changed."""
         self.news.tell(job_id)
         if self.supervisor is not None:
             self.supervisor.wake()
@@ -59,7 +59,7 @@ def get_service(request: Request) -> Service:
 
 
 def job_view(job: Job) -> JobView:
-    """Build the view of a job; reads the run directory, so call it on a thread."""
+    """Return a job as the API shows it. Call this on a thread, because it reads the run directory."""
     state, progress = read_state(Path(job.run_dir)) if job.run_dir is not None else None, None
     if state is not None:
         same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
@@ -75,7 +75,7 @@ _MOST_NAMED = 8
 
 
 async def find_job(service: Service, name: str) -> Job:
-    """Find a job by its id, the beginning of its id, or a name that only one job has."""
+    """Return the only job with this id, beginning of an id (6 characters at least) or name."""
     with suppress(UnknownJob):
         return await service.line.ask(jobs.get, service.store, name)
     rows = (await service.line.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
@@ -96,7 +96,7 @@ async def find_job(service: Service, name: str) -> Job:
 
 
 def refuse_foreign(service: Service, job: Job) -> None:
-    """Refuse to act on another service's job: services may share a database, but not a disk."""
+    """Raise an error if another service runs this job. Only that service has the job's files."""
     if service.supervisor is None:
         raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
     if job.home != service.data.home:

@@ -1,4 +1,4 @@
-"""The session cookie of the log-in page: signed with the service's key, and dated."""
+"""The session cookie of the log-in page. It contains its time of issue, signed with the service's key."""
 
 import hashlib
 import time
@@ -16,7 +16,10 @@ _CONTENT = b"session"
 
 
 class LoginSessions:
-    """Creates and checks the cookies of a key; a new key invalidates them. `clock`: seconds since 1970."""
+    """Creates and checks session cookies, which become invalid when the key changes.
+
+    `clock` returns seconds since 1970.
+    """
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._signer = None if key is None else _Signer(key.get_secret_value(), clock)
@@ -27,7 +30,7 @@ class LoginSessions:
         return self._signer.sign(_CONTENT).decode()
 
     def match(self, headers: RawHeaders) -> bool:
-        """Return whether the headers have a valid session of this key."""
+        """Return whether the headers contain a valid session cookie of this key."""
         cookies = cookie_parser(
             "; ".join(value.decode("latin-1") for name, value in headers if name == b"cookie")
         )
@@ -35,7 +38,7 @@ class LoginSessions:
             return self._signer is not None and bool(
                 self._signer.unsign(cookies.get(COOKIE, ""), max_age=SESSION_S)
             )
-        except BadSignature:  # none, changed, ended, or of another key
+        except BadSignature:  # no cookie, or a changed or expired one, or one of another key
             return False
 
 

@@ -1,6 +1,6 @@
 """The settings of a trainer service.
 
-Every start of `turnwise` imports this file for its options, so this file imports little.
+Every `turnwise` command imports this module to build its options, so this module imports little.
 """
 
 from pathlib import Path
@@ -49,13 +49,13 @@ class SupervisorSettings(SettingsTable):
 
 
 def _check_task_app(url: str) -> str:
-    if fault := fault_in(url):  # which repeats no password
+    if fault := fault_in(url):  # the message repeats no password
         raise SettingsError(f"a task app's address {fault}", where="TASK_URL or --allow-task-url")
     return url
 
 
 def _check_variable(name: str) -> str:
-    if not VARIABLE_NAME.fullmatch(name):  # it may be the key itself
+    if not VARIABLE_NAME.fullmatch(name):  # the message omits it: it may be the key itself
         raise SettingsError("takes the name of a variable, in capitals", where="--allow-key-variable")
     return name
 
@@ -151,7 +151,7 @@ class Settings(SupervisorSettings, Bounds, ServiceSettings):
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds without any key, for the process that parses posted jobs."""
+        """The fields of `Bounds` alone, for the process that parses posted jobs. They contain no key."""
         return Bounds.model_construct(**{name: getattr(self, name) for name in Bounds.model_fields})
 
     @model_validator(mode="after")
@@ -170,5 +170,5 @@ class Settings(SupervisorSettings, Bounds, ServiceSettings):
 
 
 def find_database(data_dir: Path) -> str:
-    """Return the default address of a data directory's store."""
+    """Return the default database URL for a data directory."""
     return f"sqlite:///{data_dir.resolve() / 'turnwise.db'}"

@@ -1,4 +1,4 @@
-"""The supervisor's memory of running jobs, which a restart may lose, and calls with a deadline."""
+"""`Slot`: what the supervisor remembers of a running job, in memory only. `Line`: calls with a deadline."""
 
 import asyncio
 import threading
@@ -18,30 +18,30 @@ from trainer_backend.store.database import StoreUnavailable
 
 @dataclass(slots=True)
 class Slot:
-    """The known facts of a running job, also between a crash and the next start. Times are the loop's."""
+    """What the supervisor remembers of a running or crashed job. Times are from the event loop's clock."""
 
     process: JobProcess | None = None
     is_counted: bool = False
-    """Whether the job's `attempt` already counts the next start; claiming a job counts its first start."""
+    """Whether the job's `attempt` already includes the next start, as after `jobs.claim`."""
     ending: Ending | None = None
-    """The end of its process, until it is stored."""
+    """How the process ended, until the outcome is stored."""
     not_before_s: float = 0.0
-    """When the next process starts, after a crash."""
+    """After a crash: the earliest time of the next start."""
     lock_deadline_s: float | None = None
-    """The deadline for another trainer to release the run directory; None: not waiting."""
+    """When to stop waiting for another trainer to release the run directory; None: the job does not wait."""
     crashes: int = 0
-    """Crashes without an iteration in between."""
+    """Crashes since the job last finished an iteration."""
     iteration: int = 0
-    """The last finished iteration at the last crash."""
+    """The last iteration that was finished when the process last ended."""
     faults: int = 0
-    """Crashes since that iteration whose cause is the job's data or code."""
+    """How many of the `crashes` an error of the job's data or of code caused."""
 
     @property
     def lives(self) -> bool:
         return self.process is not None and self.process.exit_code is None
 
     def record_end(self, ending: Ending) -> Ending:
-        """Record the end of the process, with the crashes so far; repeated calls count a crash once."""
+        """Store and return how the process ended, with crash counts. Repeated calls count a crash once."""
         if self.ending is None:
             iteration = ending.state.iteration if ending.state is not None else 0
             if iteration > self.iteration:
@@ -57,15 +57,15 @@ Result = TypeVar("Result")
 
 
 class Line:
-    """Runs calls that may hang in a database or network disk, each with a deadline.
+    """Runs calls that may hang in a database or network disk on its own thread, each with a deadline.
 
-    A stuck thread cannot be ended. So each caller has a Line with its own thread: only the later calls of the
-    same caller wait for a stuck call, each until its deadline.
+    A thread that hangs cannot be ended. Each component therefore has its own Line: a hanging call delays only
+    later calls of the same component, and each of them only until its deadline.
 
     Args:
         shown: the store's address for messages.
-        answer_s: the deadline of a call, which includes its wait for earlier calls on the thread.
-        threads: more than one for a caller whose calls need not wait for each other, such as requests.
+        answer_s: seconds in which a call must return, including its wait for earlier calls on the thread.
+        threads: more than one lets calls run at the same time, as for requests.
     """
 
     def __init__(self, name: str, shown: str, answer_s: float, *, threads: int = 1) -> None:
@@ -75,7 +75,11 @@ class Line:
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
-        """Return the call's result. A call that misses the deadline continues, but its result is lost."""
+        """Run the call on the thread, and return its result.
+
+        Raises:
+            StoreUnavailable: the call missed the deadline. It continues, but its result is lost.
+        """
         loop, logged = asyncio.get_running_loop(), copy_context()  # logs include the request's id
         try:
             async with asyncio.timeout(self._answer_s):
@@ -89,7 +93,7 @@ class Line:
 
 
 async def wait_for_threads(threads: Iterable[ThreadPoolExecutor], *, at_most_s: float) -> None:
-    """Stop thread pools and wait, up to a limit, until their threads have ended."""
+    """Shut thread pools down, and wait at most `at_most_s` seconds until their threads have ended."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def wait() -> None:

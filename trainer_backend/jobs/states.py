@@ -1,4 +1,4 @@
-"""State changes of a job: when its process ends, by pause, resume and cancel, by other trainers. Pure."""
+"""Pure functions that decide how a job's state changes: after its process ended, or after a request."""
 
 import signal
 from collections.abc import Mapping
@@ -30,38 +30,39 @@ MOST_FAULTS = 2
 @dataclass(frozen=True, slots=True)
 class Ending:
     exit_code: int
-    """Negative: the signal that killed the process."""
+    """The exit code of the process; -N if the signal N killed it."""
     state: RunState | None = None
-    """The last state that the process wrote, or None."""
+    """The last state that the process wrote to state.json, or None."""
     crashes: int = 0
-    """Crashes of this job without an iteration in between, including this one."""
+    """Crashes since the job last finished an iteration, including this one."""
     error: str | None = None
-    """The last printed error, or the reason why the process could not start; None: there is none."""
+    """The error that the process printed, or why the process could not start; None: no error is known."""
     code: str | None = None
     """The code of the error that prevented the start; None: the process started."""
     faults: int = 0
-    """The crashes that were faults of the job's data or of code."""
+    """How many of the `crashes` an error of the job's data or of code caused."""
     last_line: str = ""
     """The last printed line, or the line with which Python reports a crash; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The changes to store, and the seconds until a restart; None: no restart."""
+    """The changes to store after a process ended, and the wait before its restart; None: no restart."""
 
     changes: Changes
     restart_in_s: float | None = None
 
 
 def is_stop(exit_code: int) -> bool:
-    """Return whether the process ended by request, perhaps before it had anything to save."""
+    """Return whether SIGTERM ended the process: after it saved, or before it could handle the signal."""
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
 def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
-    """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
+    """Return what to store for a job whose process ended, and whether to restart the job.
 
-    `job` is the current row: its `wanted` may have changed while the process was ending.
+    `job` must be read after the end, because a request may have changed `wanted`. The settings of the
+    supervisor define `restarts` and `first_wait_s`.
     """
     code, detail = explain(ending)
     if ending.exit_code == DONE:  # even if a stop came too late
@@ -93,7 +94,7 @@ def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: flo
 
 
 def without_process(job: Job, now: datetime) -> Changes | None:
-    """Return the changes for a pausing or cancelling job without a process."""
+    """Return the changes that complete a pause or cancel of a job without a process; None for other jobs."""
     if job.state == "cancelling":
         return {"state": "cancelled", "ended": now}
     if job.state == "pausing":
@@ -102,7 +103,7 @@ def without_process(job: Job, now: datetime) -> Changes | None:
 
 
 def explain(ending: Ending) -> tuple[str, str]:
-    """Return a code and a sentence about why the process did not start, failed, or was killed."""
+    """Return an error code and a sentence: why the process did not start, failed, or was killed."""
     if ending.code is not None:
         return ending.code, ending.error or ""
     place = describe_place(ending.state)
@@ -126,7 +127,7 @@ Verb = Literal["pause", "resume", "cancel"]
 
 
 def refuse_external(job: Job, verb: str) -> None:
-    """Refuse to control a run of `turnwise train`, which this service only shows."""
+    """Raise JobConflict if the job is a run of `turnwise train`, which this service only shows."""
     if job.origin == "cli":
         raise JobConflict(
             f"job {job.id} is a run of `turnwise train`, and not this service's to {verb}",
@@ -138,8 +139,8 @@ def refuse_external(job: Job, verb: str) -> None:
 _WAITS: Changes = {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
 _CANCELLED: Changes = {"state": "cancelled", "wanted": "cancel"}
 _CANCELLING: Changes = {"state": "cancelling", "wanted": "cancel"}
-# The changes by each verb and state, perhaps none; in other states the verb is refused. A job that is
-# resumed while pausing continues once its process has saved and ended.
+# The changes for each verb and current state; {} means none. In a state that is not listed, the verb is
+# refused. A job that is resumed while it is pausing continues after its process has saved and ended.
 _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
     "pause": {
         "queued": {"state": "paused", "wanted": "pause"},
@@ -159,7 +160,7 @@ _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
 
 
 def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
-    """Return the changes by a verb; None if there is nothing to change, since requests may be repeated."""
+    """Return what pause, resume or cancel changes in a job; None if an earlier request changed it already."""
     refuse_external(job, verb)
     if job.state not in _VERBS[verb]:
         raise JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
@@ -170,9 +171,9 @@ def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
 
 
 def changes_for_external(job: Job, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
-    """Return the changes for the row of a run that another process trains; None if the row is current.
+    """Return the changes that bring the row of a run of `turnwise train` up to date; None if there are none.
 
-    `start` and `end` are the times when the run was created and ended, perhaps long before this service.
+    `start` and `end` are the times when the run was created and ended.
     """
     state, code, detail = state_of_run(status)
     if (job.state, job.code, job.detail) == (state, code, detail) and job.started is not None:

@@ -1,4 +1,4 @@
-"""Submits jobs: POST /jobs from bytes to a row of the store, and the dashboard's actions on jobs."""
+"""Checks posted jobs and stores them. Also offers the dashboard's actions on jobs."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ class Submission:
     """A job as a client sent it."""
 
     content: bytes | Mapping[str, Any]
-    """The unparsed body, or the tables of a job."""
+    """The unparsed body of the request, or the tables of a job."""
     digest: str
-    """Digest of the body; an Idempotency-Key with another digest is refused."""
+    """Digest of the body. An Idempotency-Key that is sent again with another body is refused."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """Override the job's own tags."""
+    """Tags that override the job's own tags of the same name."""
     media_type: str = ""
     """Content-Type of the body."""
 
@@ -54,8 +54,8 @@ async def submit(
 ) -> tuple[Job, bool, tuple[str, ...]]:
     """Check and store a job; return the job, whether this request created it, and its warnings.
 
-    A repeated request returns the job of the first one, even if the queue is full now, files are gone, or the
-    rules for posted jobs have changed. Without a trial, a task app refuses the job only at its start.
+    A repeated request (with the same `key`) returns the job of the first request, even if a new job would be
+    refused now. `trial` asks the task apps to check the job; without it, they check it only when it starts.
     """
     if service.supervisor is None:
         raise RunsNoJobs(
@@ -71,7 +71,7 @@ async def submit(
             except TrainerError:  # a new job of this kind would be refused now
                 return earlier, False, ()
     resolved = await resolution(service, submission)
-    # The trial takes seconds; the count below includes jobs posted meanwhile.
+    # The trial takes seconds, so the queued jobs are counted after it.
     trial_warnings = () if trial is None else await trial(resolved.toml)
     queued = (await service.line.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if queued >= service.settings.max_queued:
@@ -91,7 +91,7 @@ async def submit(
 
 
 async def apply_verb(service: Service, verb: Verb, job: Job) -> Job:
-    """Store the changes of a verb in a job's row, for the supervisor; return the row."""
+    """Store a pause, resume or cancel in a job's row, which the supervisor follows; return the row."""
     refuse_foreign(service, job)
     now = service.store.clock()
     row = await service.line.ask(
@@ -105,7 +105,7 @@ _log = structlog.get_logger("trainer")
 
 
 class JobsForPages:
-    """Implements pages.page.Jobs, the dashboard's actions on jobs."""
+    """The dashboard's actions on jobs; implements the protocol pages.page.Jobs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -130,14 +130,14 @@ class JobsForPages:
 
 
 def _encode(text: str) -> bytes:
-    """Encode a form's text; a lone surrogate becomes bytes that the decoder refuses later."""
+    """Encode a form's text. A lone surrogate becomes bytes that the check of the job refuses as no UTF-8."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def build_dashboard(service: Service) -> page.Dashboard:
     jobs = JobsForPages(service) if service.supervisor is not None else None
     settings = service.settings
-    # The form opens with the job of the command, which needs no other file.
+    # The form first shows the job that `turnwise init` writes, because that job needs no other file.
     first = ("turnwise init", job_text(Choices().values()))
     return page.Dashboard(
         service.store, jobs, service.store.clock, (first, *examples_in(settings.roots)),
@@ -146,9 +146,9 @@ def build_dashboard(service: Service) -> page.Dashboard:
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:
-    """List names and texts of the operator's example jobs, *.toml in the folders of --allow-root.
+    """Return the name and text of each example job: the files *.toml in the folders of --allow-root.
 
-    An unreadable file is logged and skipped, since it must not prevent the service's start.
+    An unreadable file is logged and skipped, because it must not prevent the service's start.
     """
     files = [file for root in roots for file in sorted(root.glob("*.toml"))]
     stems = [file.stem for file in files]

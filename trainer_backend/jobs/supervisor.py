@@ -1,7 +1,8 @@
 """The supervisor starts, watches and restarts the processes of jobs, up to the allowed number at a time.
 
-It works in rounds: each compares the rows in the store with the processes, and acts on the difference. So the
-order of events does not matter, and the next round finishes interrupted work, also after a restart.
+It works in rounds. Each round compares the jobs' rows in the store with the running processes, and acts on
+the differences. Thus the order of events does not matter, and the next round completes a round that was
+interrupted, also by a restart of the service.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from trainer_backend.store.rows import ACTIVE, Job, JobState
 
 log = structlog.get_logger("trainer")
 
-# Time for a killed process to exit; one that is stuck on a disk does not.
+# Seconds for a killed process to exit. A process that hangs on a disk does not exit.
 _EXIT_S = 10.0
 _MOST_ACTIVE = 1000
 
@@ -46,7 +47,7 @@ _MOST_ACTIVE = 1000
 class Supervisor:
     """Runs jobs in one event loop: start `run` as a task, and call `close` at the end.
 
-    Calls of the store have a deadline. A call that ended as StoreUnavailable may still change the store.
+    Calls to the store have a deadline. A call that raised StoreUnavailable may still change the store later.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Supervisor:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run rounds until closed. Without the database, rounds fail but jobs continue."""
+        """Run rounds until `close`. If the database does not answer, rounds fail, but jobs continue."""
         while not self._closing:
             self._wake.clear()
             try:
@@ -106,11 +107,11 @@ class Supervisor:
                     await self._wake.wait()
 
     async def close(self) -> None:
-        """Stop every process gracefully. The jobs keep their states, so the next service continues them."""
+        """Stop all processes gracefully. The next service continues the jobs that have not finished."""
         self._closing = True
         self.wake()
-        self._stop_all()  # first: waiting for a stuck store must not shorten their grace time
-        async with self._between_rounds:  # an interrupted round could leave an unknown process
+        self._stop_all()  # first: a stuck store must not shorten the processes' grace time
+        async with self._between_rounds:  # waits for a round that may be starting a process
             self._stop_all()
             ends = [asyncio.ensure_future(process.ended()) for process in self._processes()]
             if ends:
@@ -121,7 +122,7 @@ class Supervisor:
                 self._watcher.note_store(error)
 
     def end_at_once(self) -> None:
-        """Kill every process, also while it saves; `close` then does not wait."""
+        """Kill every process, even one that is saving. `close` then has no process to wait for."""
         self._closing, self._grace_s = True, 0.0
         for process in self._processes():
             process.signal(signal.SIGKILL)
@@ -152,12 +153,12 @@ class Supervisor:
                 await self._boundary(job_id, self._settle(job_id, slot, slot.process))
 
     async def _boundary(self, job_id: str, work: Coroutine[None, None, None]) -> None:
-        """Run the work of one job; an unforeseen error in it must not affect other jobs."""
+        """Run `work` for one job. Log an unforeseen error in it, and let the other jobs continue."""
         try:
             await work
         except StoreUnavailable:
             raise
-        except UnknownJob:  # deleted by another client; the end of its process frees the slot
+        except UnknownJob:  # the job was deleted; the end of its process frees the slot
             slot = self.slots.get(job_id)
             if slot is not None and slot.process is not None and slot.lives:
                 slot.process.stop(self._grace_s)
@@ -226,7 +227,7 @@ class Supervisor:
         await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
-        """Fail a job that cannot be started; count a crash instead if the fault may pass."""
+        """Fail a job that could not be started. If the error may be temporary, count a crash instead."""
         code = error.code if isinstance(error, TrainerError) else "not_started"
         log.warning("job_not_started", job=job_id, code=code, detail=str(error))
         if isinstance(error, TrainerError) and is_final(error):
@@ -250,12 +251,12 @@ class Supervisor:
         await process.ended()
         row = await self._line.ask(jobs.get, self._store, job_id)
         ending = slot.record_end(await self._line.ask(last_words, row, process))
-        # Before the outcome: a client that sees the end must find all results, and the reason in the files.
+        # Done before the outcome is stored: a client that sees the end must find all results and the reason.
         if not self._closing:
             await self._line.ask(record_death, row, ending)
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
-        except StoreUnavailable as error:  # or a large run takes too long; the watcher continues
+        except StoreUnavailable as error:  # the sync of a large run may take longer; the watcher completes it
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
         log.info(
@@ -263,14 +264,14 @@ class Supervisor:
         )
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> Job:
-        """Store an ending and return the job; then free the slot, or let it wait for the next start."""
+        """Store how a process ended, and return the job. Free the slot, or keep it for a restart."""
         outcome, is_closing = Outcome({}), self._closing
 
         def decide(job: Job) -> Changes | None:
             nonlocal outcome
-            if job.state not in ACTIVE:  # an earlier change, whose answer was late, has stored it
+            if job.state not in ACTIVE:  # an earlier call that missed its deadline has stored it
                 return None
-            # The next service continues this job, even if it was killed because it did not save in time.
+            # The next service continues this job, even if its process was killed because it saved too slowly.
             if is_closing and job.wanted == "run" and ending.exit_code not in (DONE, REFUSED):
                 return None
             settings, now = self._settings, self._store.clock()

@@ -1,4 +1,7 @@
-"""Tries a launcher's job at its task apps before it is queued, as the job's process does at its start."""
+"""Lets the task apps of a launcher's job check the job before it is queued.
+
+The process of the job makes the same check when it starts.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ class Verify(OpenBody):
 
 
 class Attempt(Body):
-    """One attempt at GET /info with the service's key: `status` 200, or `detail` with the problem."""
+    """The result of GET /info with the service's key: `status` is 200, or `detail` describes the problem."""
 
     url: str
     status: int | None
@@ -37,14 +40,14 @@ class Attempt(Body):
 
 
 class Verified(Body):
-    """Whether a job with this task app would reach it. The reply never holds a key or a part of one."""
+    """Whether a job could reach the task app. The reply never contains a key or a part of a key."""
 
     any_ok: bool
     attempts: tuple[Attempt, ...]
 
 
 async def verify(url: str, bounds: Bounds) -> Verified:
-    """Request GET /info from a task app with the service's key, if the key may be sent there."""
+    """Send GET /info with the service's key to a task app; raise JobError if it may not get the key."""
     if not_allowed := refuse_task_app(url, bounds):
         raise JobError(f"it {not_allowed}", where="endpoint_base_url")
     try:
@@ -59,9 +62,12 @@ async def verify(url: str, bounds: Bounds) -> Verified:
 
 
 async def try_at_task_apps(toml: str) -> tuple[str, ...]:
-    """Try a job at its task apps; return a warning if they do not answer.
+    """Let a job's task apps check the job; return a warning if they do not answer.
 
-    A job with [data] or fixed policies is tried only at its start, since a trial needs their rows and keys.
+    A job with [data] or fixed policies is not checked here, because the check needs data rows or keys.
+
+    Raises:
+        JobError: a task app refuses the job.
     """
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:

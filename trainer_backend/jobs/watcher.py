@@ -1,7 +1,7 @@
-"""The watcher indexes run directories in the store, and announces news of runs.
+"""The watcher copies metrics and rollouts from run directories into the store, and announces changes of jobs.
 
-It creates rows for runs of `turnwise train`, and takes their state from their lock and state.json. If the
-store does not answer, a later look catches up.
+It creates a job row for each run of `turnwise train`, and sets the row's state from the run's lock file and
+state.json. What changes while the store does not answer is stored later.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from trainer_backend.store.sync import sync_run
 
 
 class News:
-    """Announces news of jobs to waiters, such as open pages, in one event loop.
+    """Tells tasks of one event loop, such as open event streams, that a job has changed.
 
-    A waiter passes the count of news that it saw last, so it misses no later news.
+    A task calls `count` before it reads the job, and passes the count to `wait`. It then misses no change.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class News:
         self.closed = False
 
     def count(self, job_id: str) -> int:
-        """Return the count of news so far, for the next `wait`."""
+        """Return how often a job has changed so far, for the next `wait`."""
         return self._counts[job_id]
 
     def tell(self, job_id: str) -> None:
@@ -55,12 +55,12 @@ class News:
         self._wake()
 
     def close(self) -> None:
-        """End all waits."""
+        """Let every `wait` return."""
         self.closed = True
         self._wake()
 
     async def wait(self, job_id: str, count: int, *, at_most_s: float) -> bool:
-        """Wait for news beyond `count`; return whether there were any in time."""
+        """Wait until a job has changed since `count`; return whether it has within `at_most_s` seconds."""
         try:
             async with asyncio.timeout(at_most_s):
                 while self._counts[job_id] == count and not self.closed:
@@ -83,16 +83,16 @@ _PAGE_FILES = (LOG_FILE, STATE_FILE)
 _IDENTITY_FILES = ("run.json", "job.toml")
 
 _PAGE = 500
-_FIND_S = 10.0  # interval of looks at all runs
+_FIND_S = 10.0  # between two looks at all runs
 
 
 class Watcher:
-    """Watches run directories in one event loop; `run` it until cancelled.
+    """Watches run directories. Start `run` as a task, and cancel the task at the end.
 
     Args:
-        look_s: interval of looks at active runs.
+        look_s: seconds between two looks at the active runs.
         tidies: whether to delete files that [retention] does not keep.
-        answer_s: deadline for an answer of the store.
+        answer_s: seconds in which the store must answer.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Watcher:
         self._sync_locks: dict[str, threading.Lock] = {}
         self.store_up = True
         self.registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        """Counters for /metrics, also those of the supervisor."""
+        """Counters for /metrics, including those of the supervisor."""
         counter = partial(prometheus_client.Counter, registry=self.registry)
         self._syncs = counter("turnwise_trainer_syncs", "Run directories that were brought into the store.")
         self._sync_seconds = counter("turnwise_trainer_sync_seconds", "Seconds that this took.")
@@ -146,9 +146,9 @@ class Watcher:
             await asyncio.sleep(self._look_s)
 
     async def _one_look(self, *, everything: bool) -> list[str]:
-        """Look once, without a deadline, since the first sync of a large run takes minutes.
+        """Call `look` on a thread, without a deadline, because the first sync of a large run takes minutes.
 
-        Meanwhile a second thread checks whether the store still answers.
+        Until it returns, a second thread checks every `answer_s` seconds whether the store answers.
         """
         loop = asyncio.get_running_loop()
         look = loop.run_in_executor(self._thread, partial(self.look, everything=everything))
@@ -164,7 +164,7 @@ class Watcher:
             look.cancel()
 
     def note_store(self, error: StoreUnavailable | None) -> None:
-        """Note whether the store answers, and log each change."""
+        """Record whether the store answers (`error` is None), and log each change."""
         if self.store_up and error is not None:
             log.warning("store_away", detail=str(error))
         if not self.store_up and error is None:
@@ -172,9 +172,9 @@ class Watcher:
         self.store_up = error is None
 
     def look(self, *, everything: bool) -> list[str]:
-        """Look once and return the ids of jobs with news. Call it on a thread.
+        """Look at the active runs once, and return the ids of jobs that have changed. Call it on a thread.
 
-        With `everything`, look also at inactive and new runs, and again at unreadable ones.
+        With `everything`, look also at inactive and new runs, and try again to read unreadable runs.
         """
         rows = self._rows(everything=everything)
         if everything:
@@ -184,7 +184,7 @@ class Watcher:
         return [row.id for row in rows if self._boundary(row)]
 
     def sync(self, row: Job) -> None:
-        """Sync one run now, even if its files have not changed; a fault is logged and counted."""
+        """Copy one run into the store now, even if its files have not changed. Log and count errors."""
         if row.run_dir is not None:
             self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
@@ -200,7 +200,7 @@ class Watcher:
         return rows
 
     def _boundary(self, row: Job) -> bool:
-        """Return whether a job has news; an unforeseen error with one job must not affect the others."""
+        """Return whether a job has changed. Log an unforeseen error, and let the look continue."""
         try:
             return self._has_news(row)
         except StoreUnavailable:
@@ -244,7 +244,7 @@ class Watcher:
         self._sync_seconds.inc(time.monotonic() - started)
 
     def _follow(self, row: Job, path: Path) -> bool:
-        """Update the row of a run that another process trains; return whether the row changed."""
+        """Update the row of a run of `turnwise train`; return whether the row changed."""
         status = read_status(path)
         now = self._store.clock()
         start, end = min(now, _time_written(path / "run.json", now)), min(now, _end(status, path, now))
@@ -252,7 +252,7 @@ class Watcher:
         def decide(job: Job) -> Changes | None:
             return changes_for_external(job, status, start=start, end=end)
 
-        if decide(row) is None:  # without a query: there may be hundreds of old runs
+        if decide(row) is None:  # without a query, because there may be hundreds of old runs
             return False
         try:
             return jobs.change(self._store, row.id, decide).version != row.version
@@ -260,7 +260,7 @@ class Watcher:
             return False
 
     def _find(self, paths: Collection[str | None]) -> list[Job]:
-        """Create a row for every run directory without one."""
+        """Create a job row for every run directory that is not in `paths`; return the new rows."""
         rows = []
         for path in self._data.runs():
             fingerprint = _fingerprint(path, _IDENTITY_FILES)
@@ -280,7 +280,7 @@ class Watcher:
 
 
 def _external_job(path: Path, home: str) -> Job:
-    """Make a row from job.toml without validating it, since it may have keys of another version."""
+    """Return a new row for a run. Its job.toml is not validated: it may contain another version's keys."""
     run = open_run(path)
     try:
         text = read_text(path / "job.toml")
@@ -299,7 +299,7 @@ def _external_job(path: Path, home: str) -> Job:
 
 
 def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
-    """Return the time of an ended run's last state."""
+    """Return when a run reached its final state, or else when its state.json was last written."""
     if status.state is not None and status.state.state in FINAL:
         with suppress(ValueError):
             return datetime.fromisoformat(status.state.since).astimezone(UTC)
@@ -307,7 +307,7 @@ def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
 
 
 def _time_written(path: Path, now: datetime) -> datetime:
-    """Return the time when a file was last written; `now` without the file."""
+    """Return the time when a file was last written, or `now` if the file does not exist."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:

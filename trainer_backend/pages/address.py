@@ -1,4 +1,4 @@
-"""Reads and writes the query strings of list pages: filter, order and position. Pure."""
+"""Pure: reads and writes the query strings of list pages, which contain filter, order and position."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -10,13 +10,17 @@ from starlette.datastructures import QueryParams
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import BadAddress
 
-# A database refuses to compare with a larger whole number.
+# The largest number that an integer column of every database can be compared with.
 _LARGEST = 2**31 - 1
 Filter = TypeVar("Filter")
 
 
 def read_filter(kind: type[Filter], params: Mapping[str, str]) -> Filter:
-    """Read a filter of the dataclass `kind` from a query string. Empty fields of a form are ignored."""
+    """Return an instance of the dataclass `kind`, whose fields are read from query parameters.
+
+    Each field has the name of its parameter. Empty parameters are ignored, because a form also sends the
+    fields that the user left empty.
+    """
     hints = get_type_hints(kind)
     texts = {name: params[name].strip() for name in hints if params.get(name, "").strip()}
     return kind(**{name: _value(name, text, get_args(hints[name])) for name, text in texts.items()})
@@ -38,7 +42,7 @@ def _value(name: str, text: str, kinds: Sequence[type]) -> Any:
 
 
 def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) -> tuple[str, bool]:
-    """Read the column by which a list is sorted, and whether the highest value comes first."""
+    """Return the column by which a list is sorted, and whether the highest value comes first."""
     sort = params.get("sort") or default
     if sort not in sorts:
         raise BadAddress(f"sort is {sort[:40]!r}; known: {', '.join(sorts)}")
@@ -46,14 +50,17 @@ def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) 
 
 
 def describe_order(sort: str, down: bool, newest: str) -> str:
-    """Describe an order in words; `newest` is the column whose highest value is the newest row."""
+    """Return a sort order in words, for example "by reward, lowest first".
+
+    For the column `newest`, which increases with time, the words are "newest first" or "oldest first".
+    """
     if sort == newest:
         return "newest first" if down else "oldest first"
     return f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"
 
 
 def change_query(params: QueryParams, **changes: object) -> str:
-    """Return the query string with changes and without empty fields; None removes a field."""
+    """Return a query string with these changes and without empty fields. A change to None removes a field."""
     kept = [(name, text) for name, text in params.multi_items() if text.strip() and name not in changes]
     return urlencode(kept + [(name, value) for name, value in changes.items() if value is not None])
 
@@ -61,9 +68,11 @@ def change_query(params: QueryParams, **changes: object) -> str:
 def link_list(
     path: str, params: QueryParams, *, sort: str, down: bool, sorts: Collection[str], cursor: str | None
 ) -> dict[str, Any]:
-    """Return a list's order, the addresses of its current, first and next page, and those of other orders.
+    """Return the values for the links of a paged list: its order, and the addresses of its pages and orders.
 
-    `cursor` is the position of the next page; None on the last page.
+    `cursor` is the position of the next page, or None on the last page. In the result, `address`, `first` and
+    `later` are the addresses of the current, the first and the next page. `sorted_by` maps each column to the
+    address of the list sorted by that column.
     """
 
     def address(**changes: object) -> str:

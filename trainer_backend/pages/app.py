@@ -1,4 +1,4 @@
-"""The dashboard: the router of all pages, and the static files, whose addresses contain a digest."""
+"""The router of the dashboard: all pages, and the static files, whose addresses contain a digest."""
 
 import mimetypes
 from functools import cache
@@ -14,7 +14,10 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Read the static files by name. Requests only use this table, so no path leads out of the folder."""
+    """Return the content and the MIME type of each static file by its path in the folder `STATIC`.
+
+    Requests are looked up in this table, so a path such as `../secret` cannot leave the folder.
+    """
     return {
         path.relative_to(STATIC).as_posix(): (
             path.read_bytes(),
@@ -32,7 +35,7 @@ for part in (runs, run, episode, jobs):
 
 @router.get("/static/{digest}/{name:path}")
 def static(digest: str, name: str) -> Response:
-    """Send a script, a style or a picture, which browsers may cache if the digest is current."""
+    """Send a script, a style or a picture. Browsers may cache it only if the digest is the current one."""
     if name not in _files():
         return Response(status_code=404, headers=dict(HEADERS))
     body, kind = _files()[name]

@@ -1,4 +1,4 @@
-"""`write_comparison` saves the dashboard's page of several overlaid runs as one HTML file."""
+"""`write_comparison` saves the dashboard page that compares several runs as one HTML file."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -15,7 +15,8 @@ from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.data_record import describe_mismatch, find_other_rows
 from trainer_backend.rundir.layout import open_run
 
-# If one of these keys differs, the same seed is another task, so the policy is not the only cause.
+# If two runs differ in one of these keys, the same seed stands for a different task in each run. A difference
+# of their outcomes then has other causes than the policies.
 _TASK = (
     "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
     "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.interaction",
@@ -24,7 +25,7 @@ _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 
 def read_sides(paths: Sequence[Path]) -> list[Story]:
-    """Read the runs in these folders, and name each by the shortest unique end of its path."""
+    """Read the runs in these folders. Each run is named by the shortest end of its path that is unique."""
     folders = [path.resolve() for path in paths]
     if len(folders) < 2:
         raise JobError("a comparison needs at least two runs; `turnwise report RUN` tells of one")
@@ -39,12 +40,16 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
 
 
 def name_outcomes(sides: Sequence[Story]) -> list[str]:
-    """Return the names of the runs' outcomes, each once; a run without episodes has no name yet."""
+    """Return the distinct names of the runs' outcomes. Runs without episodes have no outcome yet."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
 def _difference(first: Story, other: Story) -> Interval | None:
-    """Return the last evaluation of `other` minus that of `first` over common worlds; None if none is."""
+    """Return the mean outcome difference, `other` minus `first`, between the last evaluations of two runs.
+
+    Only worlds that both evaluations played count. Return None if there are none, or if a run has no stored
+    evaluation.
+    """
     before, after = (
         (side.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
         for side in (first, other)
@@ -54,8 +59,11 @@ def _difference(first: Story, other: Story) -> Interval | None:
 
 
 def _doubt(first: Story, other: Story) -> Iterator[str]:
-    """Yield sentences about keys that make the same world another task, and about rows that differ."""
-    # A row whose id comes from its content is the same row in any file and any split.
+    """Yield reasons why equal seeds or row ids may stand for different tasks in two runs.
+
+    The reasons are job keys that differ, and held-out rows of the data sets that differ.
+    """
+    # If row ids are made from the content of the rows, equal ids mean equal rows in any file and split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     keys = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
@@ -71,7 +79,7 @@ def _doubt(first: Story, other: Story) -> Iterator[str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the last n parts of each path, for the smallest n with which all differ."""
+    """Return the last n components of each path, for the smallest n with which all results differ."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-parts:])) for path in paths]
         if len(set(names)) == len(names):
@@ -79,8 +87,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("paths that differ have names that differ")
 
 
-# Henderson et al. 2018 (arXiv:1709.06560): averages over runs of the same setting may differ, by seeds alone,
-# as much as averages of two settings.
+# Henderson et al. 2018 (arXiv:1709.06560): only because of their seeds, two averages over runs of the same
+# setting may differ as much as the averages of two settings.
 ONE_SEED = (
     "each setting is trained with one seed; the intervals are over the held-out worlds alone and do not "
     "include how much another training seed changes the outcome"
@@ -110,7 +118,7 @@ def summary_columns(sides: Sequence[Story]) -> list[str]:
 
 
 def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
-    """Return a row per run: its progress, its last evaluation, and the difference to the first run."""
+    """Return a row per run: its progress, its last evaluation, and the difference to the first run's."""
     has_score = _have_score(sides)
     return [
         _summary(side, _difference(sides[0], side) if at else None, has_score=has_score)
@@ -119,7 +127,7 @@ def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
 
 
 def doubts(sides: Sequence[Story]) -> list[str]:
-    """Return a sentence for each reason to doubt that the policies cause the differences."""
+    """Return a sentence for each reason to doubt that the policies cause the differences between the runs."""
     first = sides[0]
     iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"
@@ -139,7 +147,10 @@ def doubts(sides: Sequence[Story]) -> list[str]:
 
 
 def _seed_sentences(sides: Sequence[Story]) -> list[str]:
-    """Say that the intervals leave out the effect of the training seed, and which runs show this effect."""
+    """Return sentences saying that the intervals do not include the effect of the training seed.
+
+    If some runs differ only in their seeds, the sentences name these runs, whose differences show the effect.
+    """
     groups = [[sides[at].name for at in group] for group in group_seeds([side.config for side in sides])]
     groups = [names for names in groups if len(names) > 1]
     if not groups:

@@ -44,7 +44,13 @@ def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, Rollo
 
 
 def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) -> dict[str, Any]:
-    """Return the values for the page of an episode, and for its decision `turn`, if it has decisions."""
+    """Return the template values for the page of an episode, opened at the decision `turn`.
+
+    An episode without decisions has only the values about the whole episode.
+
+    Raises:
+        UnknownTurn: the episode has decisions, but none with the number `turn`.
+    """
     store = dashboard.store
     job, row, run_dir, (rollout, columns) = read_episode(store, job_id, rollout_id)
     episode, failure = rollout.trajectory, rollout.failure
@@ -107,7 +113,7 @@ def _describe(row: RolloutRow, episode: Trajectory | None, learned: int | None) 
 def _find_segment(
     episode: Trajectory, columns: list[dict[str, Any]], run_dir: Path, rollout_id: str, turn: int
 ) -> dict[str, Any]:
-    """Return the segment that trains a decision, or the reason why there is none."""
+    """Return template values about the segment that trains a decision, or the reason why no segment does."""
     try:
         segments = build_segments(episode.steps, rollout_id=rollout_id)
     except SegmentError as error:
@@ -144,17 +150,17 @@ async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Resp
 
 @router.get("/runs/{job_id}/frame.png")
 async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
-    """Send the picture after a decision; turn 0 is the start."""
+    """Send the picture of the state after the decision `turn`; 0 is the start of the episode."""
     pngs = await _read_frames(request, job_id, rollout)
     if turn not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
-    # Episodes never change. Only the browser may cache the picture, since shared caches do not check keys.
+    # Episodes never change. Only the browser may cache the picture, since shared caches check no keys.
     headers = {**HEADERS, "Cache-Control": "private, max-age=86400"}
     return Response(pngs[turn], media_type="image/png", headers=headers)
 
 
 def _frame_address(job_id: str, rollout_id: str) -> str:
-    """Return the address of a picture without its turn."""
+    """Return the address of an episode's pictures, to which a template appends `&turn=` and a number."""
     return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
 
 

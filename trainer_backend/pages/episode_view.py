@@ -1,6 +1,6 @@
-"""Pure: the views of an episode: a line per decision, and one decision with its whole prompt.
+"""Pure: makes what an episode's page shows: a line per decision, and one decision with its whole prompt.
 
-`turnwise inspect` and the report use the same texts of decisions and credit.
+`turnwise inspect` and the report use these functions too, so they show the same texts.
 """
 
 import json
@@ -15,14 +15,14 @@ from trainer_backend.core.statistics import step_deltas
 from trainer_backend.pages.figures import MINUS, TIMES, clip, number, signed, spaced
 from trainer_backend.plugins import ESTIMATORS
 
-Columns = Mapping[str, Any]  # of one decision in a Parquet file
+Columns = Mapping[str, Any]  # the values of one decision, by column of the Parquet file
 Figure = tuple[str, str, str]  # a number: its name, its value, the meaning of its name
 
 
 def new_messages(step: StepData) -> list[str]:
-    """Return the messages of a conversation's prompt that differ from the previous prompt.
+    """Return the messages of a decision's prompt that were edited or added since the previous prompt.
 
-    Edited messages come first, then new ones, without the model's own answer, which its decision shows.
+    Edited messages come first. The model's previous answer is left out, because its own decision shows it.
     """
     seen = step.observation_data
     own = seen.messages_reused > 0 and seen.messages[:1] and seen.messages[0].role == "assistant"
@@ -32,25 +32,25 @@ def new_messages(step: StepData) -> list[str]:
 
 
 def last_messages(episode: Trajectory) -> list[str]:
-    """Return the messages after a conversation's last answer, which are in no prompt."""
+    """Return the messages that follow the model's last answer in a conversation. No prompt contains them."""
     in_prompts = sum(len(step.observation_data.messages) for step in episode.steps)
     return [message_text(message) for message in episode.full_history[in_prompts + 1 :]]
 
 
 def message_text(message: Message) -> str:
-    """Return a message as `role: text`; calls are shown by name and arguments."""
+    """Return a message as `role: text`, followed by the name and arguments of each tool call."""
     pieces = [message.content] if message.content else []
     return f"{message.role}: {' '.join([*pieces, *map(_call, message.tool_calls or ())])}"
 
 
 def action_text(step: StepData) -> str:
-    """Return the calls of a decision, or its text if it has no call."""
+    """Return the tool calls of a decision as text, or the model's text if it called no tool."""
     text = step.action_taken.get("content", step.raw_policy_output)
     return "; ".join(map(_call, step.tool_calls)) or str(text or step.action_taken)
 
 
 def interaction_texts(step: StepData) -> list[str]:
-    """Return what an interaction said that no prompt shows: its last response, and its metadata."""
+    """Return what a simulated user answered and no prompt shows: the last response, and the metadata."""
     answer = step.step_info.user_answer
     if answer is None:
         return []
@@ -61,7 +61,10 @@ def interaction_texts(step: StepData) -> list[str]:
 
 
 def last_message(step: StepData) -> str:
-    """Return the text of a prompt's last message, the only message that changes between fresh prompts."""
+    """Return the text of the last message of a decision's prompt.
+
+    Outside of conversations each decision has a fresh prompt, of which only the last message changes.
+    """
     return "".join(str(message.content or "") for message in step.observation_data.messages[-1:])
 
 
@@ -70,10 +73,11 @@ def _call(call: ToolCall) -> str:
 
 
 def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
-    """Return every message of the prompt of a turn, in order.
+    """Return a dict for every message of a turn's prompt, in order.
 
-    `state` is kept (as in the previous prompt), new, or edited. For an edited message, `was` and `was_calls`
-    are its content before the first edit, at turn `edited_at`.
+    `state` is "new" if the previous prompt lacks the message, "edited" if the message differs from its
+    original, and otherwise "kept". For an edited message, `was` and `was_calls` contain the original text and
+    tool calls, and `edited_at` is the turn of the first edit.
     """
     prompt, edits, new_from = _walk(episode.steps[:turn])
     last, _, _ = _walk(episode.steps)
@@ -86,7 +90,7 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
             "state": "new" if msg_id >= new_from else "kept" if was is None else "edited",
             "was": "" if was is None else was.content or "",
             "was_calls": () if was is None else was.tool_calls or (),
-            # The episode ends with the message deleted and with this text, so it is deleted here too.
+            # At the end of the episode the message is deleted and has this text, so it is deleted here too.
             "deleted": was is not None and msg_id in episode.deleted_msg_ids
             and last[msg_id : msg_id + 1] == [message],
             "edited_at": edited_at,
@@ -95,16 +99,16 @@ def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
 
 
 def _walk(steps: Sequence[StepData]) -> tuple[list[Message], dict[int, tuple[Message, int]], int]:
-    """Return the prompt of the last of these decisions, its edits, and the index of its first new message.
+    """Return the prompt of the last decision in `steps`, its edits, and the index of its first new message.
 
-    The edits map a message's index to the message before its first edit, and to the turn of that edit.
+    The edits map the index of each edited message to the original message and the turn of its first edit.
     """
     prompt: list[Message] = []
     edits: dict[int, tuple[Message, int]] = {}
     new_from = 0
     for step in steps:
         seen, new_from = step.observation_data, step.observation_data.messages_reused
-        del prompt[new_from:]  # other messages take their places
+        del prompt[new_from:]  # new messages replace these
         edits = {msg_id: edit for msg_id, edit in edits.items() if msg_id < new_from}
         for msg_id, message in seen.changed.items():
             original, _ = edits.setdefault(msg_id, (prompt[msg_id], step.turn))
@@ -121,10 +125,11 @@ BAR_WIDTH = 64.0
 
 
 def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict[str, Any]]:
-    """Return a line for every decision of an episode; `columns` are its stored columns, or empty.
+    """Return a dict for every decision of an episode, from which a template makes a line.
 
-    `action` has the executed actions, or in a conversation the calls or the text. `unlocked` has achievements
-    that are new in the episode, `payments` other rewards and costs. `bar` is None without credit.
+    `columns` has the stored columns of each decision, or is empty. In the result, `action` contains the
+    executed actions or, in a conversation, the tool calls or the text. `unlocked` contains the achievements
+    that are new in the episode, and `payments` the other rewards and costs. `bar` is None without credit.
     """
     stored: list[Columns] = [*columns, *[{}] * (len(episode.steps) - len(columns))]
     largest = max((abs(row["advantage"]) for row in stored if row.get("advantage") is not None), default=0.0)
@@ -144,7 +149,7 @@ def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict
 
 
 def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) -> dict[str, Any]:
-    """Return the view of one decision of an episode: prompt, answer, rewards and credit."""
+    """Return the template values about one decision of an episode: prompt, answer, rewards and credit."""
     step = episode.steps[turn - 1]
     stored = columns[turn - 1] if turn <= len(columns) else {}
     talks = bool(episode.full_history)
@@ -174,9 +179,10 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
 
 
 def draw_bar(advantage: float, largest: float) -> dict[str, Any]:
-    """Return a bar on a scale of BAR_WIDTH, from the middle to the right if positive, otherwise to the left.
+    """Return the position and width of a bar that shows an advantage in a picture of width BAR_WIDTH.
 
-    `largest` is the largest abs(advantage), whose bar fills its half.
+    The bar extends from the middle to the right for a positive advantage, and to the left for a negative one.
+    An advantage whose absolute value is `largest` fills its half of the picture.
     """
     middle = BAR_WIDTH / 2
     width = round(middle * min(1.0, abs(advantage) / largest), 1) if largest else 0.0
@@ -220,7 +226,10 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
 
 
 def _payments(step: StepData) -> list[str]:
-    """Return a decision's rewards and costs. The environment's own is left out if it has achievements."""
+    """Return a decision's rewards and costs as texts.
+
+    If the environment has achievements, its own reward is left out: the achievements are shown instead.
+    """
     parts = [f"{part.source} {signed(part.value)}" for part in step.reward_parts if part.value]
     if step.observation_data.achievements_counts:
         return parts
@@ -239,16 +248,16 @@ _CREDIT = (
 
 
 def credit_figures(stored: Columns, show: Callable[[float], str]) -> list[Figure]:
-    """Return name, value and meaning of each stored reward and advantage of a decision."""
+    """Return (name, value, meaning) of each stored reward and advantage of a decision, as texts."""
     numbers = _numbers(stored)
     values = [(title, numbers.get(name), meaning) for name, title, meaning in _CREDIT]
     return [(title, show(value), meaning) for title, value, meaning in values if value is not None]
 
 
 def credit_lines(stored: Columns) -> list[tuple[str, str]]:
-    """Return the equations by which the advantage follows from its parts, each with an explanation.
+    """Return the equations that compute a decision's advantage from its parts, each with an explanation.
 
-    The list is empty for files of earlier versions, which store neither parts nor estimator.
+    Return an empty list if the file names no known estimator, for example if an earlier version wrote it.
     """
     plug, numbers = ESTIMATORS.get(stored.get("estimator") or ""), _numbers(stored)
     if plug is None:
@@ -258,16 +267,19 @@ def credit_lines(stored: Columns) -> list[tuple[str, str]]:
 
 
 def _numbers(stored: Columns) -> dict[str, float | None]:
-    """Return every number by its name; in files of earlier versions some parts are columns."""
+    """Return the stored reward, return-to-go, advantage, and parts of the advantage by name.
+
+    Some parts are columns of their own in files that earlier versions wrote.
+    """
     names = {*PARTS, "reward", "return_to_go", "advantage"}
     return {name: stored.get(name) for name in names} | (stored.get("advantage_parts") or {})
 
 
-_ROUNDING = 1e-12  # rounding errors of sums, which are shown as 0
+_ROUNDING = 1e-12  # smaller values are rounding errors of sums, and are shown as 0
 
 
 def _shown(value: float) -> str:
-    """Format with three decimals, so that sums can be checked by eye; small numbers with three digits."""
+    """Format a value with three decimals, so that readers can check sums, or below 0.1 with three digits."""
     value = 0.0 if abs(value) < _ROUNDING else value
     text = f"{value:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text

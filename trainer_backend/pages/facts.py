@@ -1,4 +1,4 @@
-"""Pure: facts about jobs: keys that differ from defaults or between jobs, durations, folders."""
+"""Pure: derives facts from jobs, such as the keys that differ from their defaults or between jobs."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,26 +19,30 @@ _OF_THE_SERVICE = frozenset({"job.runs_dir", "services.gateway_host"})
 
 
 def chosen_keys(job: Job) -> list[tuple[str, str, str]]:
-    """Return (key, value, default) of every key that is not at its default."""
+    """Return (key, value, default) for every key of a job whose value is not its default."""
     keys = [(key, _text(value), _default(*key.split(".", 1))) for key, value in _values(job.config).items()]
     return [(key, value, default) for key, value, default in keys if value != default]
 
 
 def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every key that differs between jobs, which are given as TOML, and its value in each job."""
+    """Return (key, values) for every key that differs between jobs; `values` has the value in each job.
+
+    `configs` contains each job as TOML. The value in a job without the key is ABSENT.
+    """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     rows = {key: [job.get(key, ABSENT) for job in jobs] for job in jobs for key in job}
     return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
 
 
-# Keys that may differ between jobs of one setting: name, seed and places.
+# Keys that may differ between jobs of one setting: name, seed, folder and host.
 NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gateway_host"})
 
 
 def group_seeds(configs: Sequence[str]) -> list[list[int]]:
-    """Group jobs by setting; return groups of indices. Jobs of a group differ only in NO_SETTINGS.
+    """Group jobs that differ only in NO_SETTINGS, such as the seed. Return a list of job indices per group.
 
-    If all jobs of a setting have the same seed, each job is a group of its own.
+    `configs` contains each job as TOML. Jobs that all have the same seed are not grouped: each of them is a
+    group of its own.
     """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
@@ -53,7 +57,10 @@ def group_seeds(configs: Sequence[str]) -> list[list[int]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key whose value is no table, as rollout.env_config.text, and its value as text."""
+    """Yield the dotted name and the value (as text) of each key whose value is not a table.
+
+    A dotted name is, for example, `rollout.env_config.text`.
+    """
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -62,7 +69,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def to_begin_from(job: Job) -> str:
-    """Return a TOML for another job like this one: its chosen keys, without keys that the service sets."""
+    """Return TOML from which a user can begin a similar job: the keys that are not at their defaults.
+
+    Keys that the service sets are left out.
+    """
     known = parse_tables(job.config)
     # Keep [[rollout_only]] as it is written, and optional tables such as [warmup] even without keys.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
@@ -81,9 +91,9 @@ def to_begin_from(job: Job) -> str:
 
 
 def _values(config: str) -> dict[str, Any]:
-    """Return the values of a job by `table.key`, without tables that this version does not know."""
+    """Return the values of a job by `table.key`. Tables that this version does not know are left out."""
     return {
-        # For lists of tables, such as [[rollout_only]], `table.name.key`.
+        # In a list of tables, such as [[rollout_only]], values have the key `table.name.key`.
         f"{table}.{key}" if keys is content else f"{table}.{keys.get('name')}.{key}": value
         for table, content in parse_tables(config).items()
         if table in JobConfig.model_fields
@@ -98,7 +108,10 @@ def _text(value: Any) -> str:
 
 
 def _default(table: str, key: str) -> str:
-    """Return the default of a key as text, or NONE. In [[rollout_only]] the key is `name.key`."""
+    """Return the default of a key as text, or NONE if the key has no default.
+
+    In a list of tables, such as [[rollout_only]], `key` is `name.key`.
+    """
     content = JobConfig.model_fields.get(table)
     field = table_model(content).model_fields.get(key.rpartition(".")[2]) if content is not None else None
     default: Any = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
@@ -108,7 +121,7 @@ def _default(table: str, key: str) -> str:
 
 
 def time_taken(job: Job) -> str:
-    """Return the duration of an ended job, or an empty text."""
+    """Return the duration of a job as text. It is empty if the job never started or has not ended."""
     if job.started is None or job.ended is None or job.state not in ENDED:
         return ""
     return duration(max(job.ended - job.started, timedelta()).total_seconds())

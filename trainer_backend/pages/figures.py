@@ -17,7 +17,7 @@ def rollout_address(job_id: str, rollout_id: str, turn: int | None = None) -> st
 
 
 def short_id(rollout_id: str) -> str:
-    """Return the id without the name of the run: `train/3/0/1`."""
+    """Return a rollout's id without the name of the run at its start, for example `train/3/0/1`."""
     return rollout_id.partition("/")[2] or rollout_id
 
 
@@ -28,7 +28,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None, form: Form = "number") -> str:
-    """Format a value with three significant digits, or all digits before the point.
+    """Format a value with three significant digits, or with all digits before the point if these are more.
 
     0.0312 -> "0.0312", 8.484 -> "8.48", 2932 -> "2,932"; percent 0.1524 -> "15.2 %"; 12.2995 s -> "12.3 s".
     """
@@ -42,14 +42,14 @@ def number(value: float | None, form: Form = "number") -> str:
 
 
 def signed(value: float | None, form: Form = "number") -> str:
-    """Format a value with its sign, as readers compare rewards, advantages and differences with 0."""
+    """Format a value with its sign, also a positive one. It is for values that readers compare with 0."""
     if value is None or not value:
         return NONE if value is None else number(0, form)
     return ("+" if value > 0 else MINUS) + number(abs(value), form)
 
 
 def interval(mean: Interval, sign: str = "") -> str:
-    """Format a mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
+    """Format a mean, with its 95 % interval if it has one. If `sign` is "+", every number gets a sign."""
     return mean.word(f"{{:{sign}.2f}}", "95 %: ")
 
 
@@ -68,7 +68,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Format an estimated duration in the largest unit of which it has at least two: 90 s, 24 min, 3 h."""
+    """Format an estimated duration in the largest unit that fits into it twice: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"
@@ -76,7 +76,7 @@ def roughly(seconds: float) -> str:
 
 
 def ago(moment: datetime | None, now: datetime) -> str:
-    """Format the time since a moment; "just now" also for a moment in the future."""
+    """Format the time since a moment: "3 h ago", or "just now" up to 5 s and for moments in the future."""
     if moment is None:
         return NONE
     passed = (now - moment).total_seconds()
@@ -97,12 +97,12 @@ def size(count: int) -> str:
 
 
 def clip(text: str, most: int) -> str:
-    """Cut a text to `most` characters, with an ellipsis."""
+    """Return a text, cut to `most` characters if it is longer; the last of them is then an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def name_iterations(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return `iteration 3` or `iterations 1 to 3` for rows of metrics in their order."""
+    """Name the iterations of sorted rows of metrics: `iteration 3` or `iterations 1 to 3`."""
     first, last = rows[0]["iteration"], rows[-1]["iteration"]
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 

@@ -35,7 +35,7 @@ FormId = Annotated[str, Form(max_length=32, pattern="^[0-9a-f]*$")]
 
 @router.get("/new", response_class=HTMLResponse)
 def new(request: Request, like: str = "") -> Response:
-    """Show the form of a new job, filled with an example or another job."""
+    """Show the form of a new job, filled with the example or the earlier job that `like` names."""
     dashboard = get_dashboard(request)
     _desk(dashboard)
     examples = dict(dashboard.examples)
@@ -48,14 +48,14 @@ def new(request: Request, like: str = "") -> Response:
 
 @router.post("/new/check", response_class=HTMLResponse)
 async def check(request: Request, toml: Toml = "") -> Response:
-    """Show the errors in the text so far."""
+    """Check the form's text, which may be incomplete, and show what is wrong with it."""
     findings = await _desk(get_dashboard(request)).check(_lines(toml))
     return page("findings", findings=findings)
 
 
 @router.post("/new", response_class=HTMLResponse)
 async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Response:
-    """Begin the job and show it, or show the form again with the error."""
+    """Queue the job and redirect to its page. If it is refused, show the form again with the error."""
     dashboard = get_dashboard(request)
     try:
         job = await _desk(dashboard).submit(_lines(toml), form)
@@ -69,7 +69,7 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
 
 @router.post("/runs/{job_id}/{action}", response_class=HTMLResponse)
 async def control(request: Request, job_id: str, action: Action) -> Response:
-    """Pause, resume or cancel a job, and show its new head."""
+    """Pause, resume or cancel a job, and show the head of its page with the new state."""
     await _desk(get_dashboard(request)).control(job_id, action)
     if not takes_part(request):
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
@@ -99,5 +99,5 @@ def _show_form(
 
 
 def _lines(toml: str) -> str:
-    """Convert the CR LF line ends of a form."""
+    """Convert the CR LF line ends, which browsers send, to LF."""
     return toml.replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""The parts that all pages share: the Dashboard object, templates, saved pages, and error pages."""
+"""What all pages share: the Dashboard object, templates, saved pages, and error pages."""
 
 import base64
 import hashlib
@@ -30,12 +30,15 @@ Action = Literal["pause", "resume", "cancel"]
 
 
 class Jobs(Protocol):
-    """The calls by which pages change jobs. The jobs API implements them, so both follow the same rules."""
+    """The operations with which pages check, start and control jobs. The jobs API implements them."""
 
     async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Queue the job in a form's text, once per form id and text; raise TrainerError if it is refused."""
+        """Queue the job that `text` describes as TOML, and return it; raise TrainerError if it is refused.
+
+        A repeated call with the same text and form id returns the job of the first call.
+        """
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
@@ -48,7 +51,7 @@ class Dashboard:
     store: Store
     jobs: Jobs | None  # None in a service that only shows runs
     clock: Callable[[], datetime]  # the date and time in UTC
-    examples: tuple[tuple[str, str], ...] = ()  # names and texts of jobs to fill the form with
+    examples: tuple[tuple[str, str], ...] = ()  # (name, TOML) of the jobs with which the form can be filled
     frames: Frames = field(default_factory=Frames)
 
 
@@ -73,34 +76,34 @@ HEADERS: Mapping[str, str] = {
 
 
 def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
-    """Render a template of templates/; every value is escaped."""
+    """Render a template of the folder templates/. Every value is escaped for HTML."""
     return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
 
 
 def list_page(template: str, **values: Any) -> HTMLResponse:
-    """Render a page with a list, and remove a form's empty fields from the address that the browser shows."""
+    """Render a page with a list. The browser then shows `values["address"]`, without empty form fields."""
     answer = page(template, **values)
     answer.headers["HX-Push-Url"] = values["address"]
     return answer
 
 
 def takes_part(request: Request) -> bool:
-    """Return whether the browser needs only a part of the page, for example the list after a new filter."""
+    """Return whether a request needs only a part of the page, for example the list after a new filter."""
     return "HX-Request" in request.headers and "HX-History-Restore-Request" not in request.headers
 
 
 def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the chart values `drawn` (run_data.chart_data). Its policy allows no other
-    script.
+    The file contains the styles, the scripts and the chart values `drawn`, which `run_data.chart_data`
+    returns. Its Content-Security-Policy lets no other script run.
     """
     style, uplot, drawing = _assets()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
         f"script-src '{_digest(uplot)}' '{_digest(drawing)}'; base-uri 'none'; form-action 'none'"
     )
-    # Without "<" no text of a run can end the script element.
+    # "<" is escaped, so that no text of a run can end the script element.
     chart_json = json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
     saved = {
         "policy": policy, "style": Markup(style), "uplot": Markup(uplot), "drawing": Markup(drawing),
@@ -113,17 +116,17 @@ def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
 def _render(template: str, values: Mapping[str, Any]) -> bytes:
     page = _environment().get_template(f"{template}.html.jinja")
     text = page.render({"here": "", "can_submit": False, "saved": None, **values})
-    # A model may write a lone surrogate, which has no UTF-8.
+    # A model may write a lone surrogate, which has no UTF-8 encoding.
     return text.encode("utf-8", "replace")
 
 
 @cache
 def _assets() -> tuple[str, str, str]:
-    """Read the styles, uPlot, and our chart modules, joined for saved pages."""
+    """Return the styles, the chart library uPlot, and our chart modules as texts for saved pages."""
     styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
     uplot = (STATIC / "vendor/uplot/uPlot.iife.min.js").read_text(encoding="utf-8")
     modules = [(STATIC / name).read_text(encoding="utf-8") for name in ("curves.js", "charts.js")]
-    # A saved file cannot import other modules.
+    # A saved page is one file, so its scripts cannot import modules.
     drawing = re.sub(r"(?m)^import .*\n", "", "".join(modules))
     return "\n".join(path.read_text(encoding="utf-8") for path in styles), uplot, drawing
 
@@ -144,7 +147,7 @@ def version() -> str:
 
 @cache
 def _environment() -> Environment:
-    # Not select_autoescape, which does not know the ending .jinja.
+    # select_autoescape would not escape templates whose names end in .jinja.
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -163,7 +166,7 @@ def _environment() -> Environment:
 
 
 class PageRoute(APIRoute):
-    """A route that shows a TrainerError as a page, with the error's status."""
+    """A route that answers a TrainerError or an invalid parameter with an error page and its status."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -192,12 +195,12 @@ def problem_page(request: Request, error: TrainerError) -> Response:
 
 
 def frame(request: Request, here: str) -> dict[str, Any]:
-    """Return the values of every page's frame; `here` is the part of the site."""
+    """Return the values that the frame of every page needs; `here` is the menu entry of the page."""
     return {"here": here, "can_submit": get_dashboard(request).jobs is not None}
 
 
 def page_router() -> APIRouter:
-    # The OpenAPI document is for programs, and pages are for people.
+    # The OpenAPI document omits pages, because it is for programs and pages are for people.
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
@@ -206,8 +209,8 @@ class BadAddress(TrainerError, code="address_invalid", status=400, title="Addres
 
 
 class UnknownTurn(TrainerError, code="turn_unknown", status=404, title="No such decision"):
-    """The episode has no decision of that number."""
+    """An episode has no decision with the requested number."""
 
 
 class ReadOnly(TrainerError, code="only_shows", status=403, title="This service begins no jobs"):
-    """The service only shows runs, and starts none."""
+    """A service that only shows runs was asked to start or control a job."""

@@ -1,7 +1,7 @@
-"""The charts of a run in order: their sections and titles.
+"""The panels of a run's page, each of which is a chart: their order, sections and titles.
 
-Their lines come from the declarations of the metrics (`core/metric.py`). A run shows the panels for which it
-has metrics, and a generated panel for each metric in no panel (`make_other_panels`).
+The declarations of the metrics (`core/metric.py`) say which lines a panel has. A page shows the panels for
+which a run has metrics. `make_other_panels` generates a panel for each metric that no panel contains.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,7 +85,10 @@ _TABLE: tuple[Panel, ...] = (
 
 
 def fill(table: Iterable[Panel], metrics: Sequence[Metric]) -> tuple[Panel, ...]:
-    """Return the panels with their lines: metrics of iterations first, then in the order of declaration."""
+    """Return the panels of `table` and of the metrics, filled with the metrics' lines and sorted by section.
+
+    In a panel, lines of iterations come first. Otherwise lines have the order in which metrics are declared.
+    """
     own = dict.fromkeys(metric.panel for metric in metrics if isinstance(metric.panel, Panel))
     panels = sorted((*table, *own), key=lambda panel: get_args(Section).index(panel.section))
     lines: dict[str, list[Line]] = {panel.key: [] for panel in panels}
@@ -104,14 +107,17 @@ PANELS = fill(_TABLE, DECLARED)
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Keep the panels and lines for which a run has metrics, given as (kind, metric) pairs."""
+    """Return only the panels and lines for which a run has `metrics`, given as (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Drop the panel of unique achievements if these are the `outcome`, which has a panel already."""
+    """Drop the panel of unique achievements if they are the `outcome`, because another panel shows them.
+
+    The panel "outcome" then gets the title of the dropped panel.
+    """
     if outcome != "unique achievements":
         return list(panels)
     return [
@@ -122,7 +128,7 @@ def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
 
 
 def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Make a panel for every metric of an iteration that no panel of `PANELS` has, except times of day."""
+    """Make a panel for every iteration metric that no panel in `PANELS` shows, except for times of day."""
     pairs = sorted(set(metrics))
     drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in line.metrics}
     names = [
@@ -134,7 +140,7 @@ def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
 
 
 def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
-    """Make a panel for every line, since a chart of several runs compares one metric."""
+    """Return a panel for every line of the panels, because a chart of several runs compares one metric."""
     return [
         Panel(
             panel.key if len(panel.lines) == 1 else f"{panel.key}:{number}",

@@ -38,10 +38,11 @@ _CLIP = 700
 
 
 def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
-    """Return the best episode of the best evaluation; None if no evaluation has stored an episode yet.
+    """Return template values that show the best episode of the best evaluation.
 
-    `headline` has world, outcome and end, `lines` the decisions with the texts of their prompts, `shots` the
-    pictures, and `missing` the reason if there are no pictures.
+    Return None if no evaluation has stored an episode yet. `headline` contains the world, the outcome and the
+    stop reason, `lines` each decision with the new text of its prompt, and `shots` the pictures. If there are
+    no pictures, `missing` contains the reason.
     """
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
@@ -78,16 +79,16 @@ def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     return film | {"shots": shots}
 
 
-_WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
+_WINDOW = 3  # iterations averaged at each end of the run: one iteration is too noisy to compare
 
-Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: name in the legend, and values by turn
+Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: (name in the legend, values by turn)
 Line = tuple[str, str]
 
 
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
-    """Write report/report.html of a run, also while it trains, and return the path.
+    """Write the report of a run, which may still be training, to report/report.html, and return the path.
 
-    Blocks: call it on a thread without an event loop. `frames` draws the filmstrip.
+    Call it on a thread without an event loop, because it blocks. `frames` draws the pictures.
 
     Raises:
         JobError: job.toml of the run cannot be read.
@@ -115,7 +116,7 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
 
 
 def save(path: Path, html: bytes) -> Path:
-    """Write a page atomically, and create its folder."""
+    """Write a page to `path` atomically, and return `path`. A missing folder is created."""
     with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     with replacement(path, durable=False) as aside:
@@ -126,7 +127,7 @@ def save(path: Path, html: bytes) -> Path:
 def saved_data(
     stories: Sequence[Story], charts: Sequence[Chart] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the `chart_data` and the `run_data` of a saved page of runs; `charts` are drawn additionally."""
+    """Return `chart_data` and `run_data` of a saved page of these runs; `charts` are shown additionally."""
     points = points_for(len(stories))
     files = [MetricsFile(story.directory.metrics_file) for story in stories]
     for file in files:
@@ -143,7 +144,10 @@ def saved_data(
 
 
 def turn_charts(story: Story) -> list[Chart]:
-    """Chart achievements and rewards by turn: a curve for the first iterations, one for the last."""
+    """Return charts of rewards and, if the run has them, achievements or scores by decision turn.
+
+    Each chart has a curve for the first iterations of the run, and a curve for the last ones.
+    """
     rows = story.by_actor
     if not rows:
         return []
@@ -172,7 +176,10 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
 
 
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
-    """Return first unlocks by turn, or scores of a dialogue; None in other environments."""
+    """Return the title, note and lines of a chart by turn, of first unlocks or of a dialogue's scores.
+
+    Return None if the environment has neither.
+    """
     rows = [row for _, part in windows for row in part]
     if all("episode/unique_achievements" in row for row in rows):
         note = "Achievements unlocked for the first time, mean a decision."
@@ -203,7 +210,7 @@ _FAILURE = "rollout/failure/"
 
 
 def figure_lines(story: Story) -> list[Line]:
-    """Return the name and value of each figure that the run has."""
+    """Return (name, value) of each key figure that the run has, as texts."""
     meaning = outcome_meaning(story.last_episodes)
     failures = Counter[str]()  # over all stages; retried rollouts count too
     for name, value in chain.from_iterable(row.items() for row in story.rows):
@@ -221,7 +228,7 @@ def figure_lines(story: Story) -> list[Line]:
 
 
 def stage_totals(story: Story) -> list[tuple[str, float]]:
-    """Return the seconds of each stage over the whole run, without stages of 0 s."""
+    """Return (stage, seconds) over the whole run for each stage that took time."""
     warmups = [row for kind in ("teacher", "warmup") for row in story.select_rows(kind)[:1]]
     totals = [
         ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
@@ -269,7 +276,10 @@ def _training(story: Story) -> list[Line]:
 
 
 def _count_episodes(rows: Sequence[Row], policy: str, outcome: str) -> str:
-    """Describe a policy's episodes in these iterations: number, mean outcome, and weight if it is fixed."""
+    """Describe a policy's episodes in these iterations by their number and mean outcome.
+
+    For a fixed policy, add how much its episodes counted in the updates, relative to episodes of the actor.
+    """
     past = read_past(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
     if mean is None:
@@ -303,7 +313,10 @@ def _time(story: Story) -> list[Line]:
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
-    """Return the [T] mean r_t of each turn over the actor's episodes; an episode that has ended adds 0."""
+    """Return [T], the mean reward r_t at each turn over the actor's episodes.
+
+    An episode that ended before a turn counts as a reward of 0 at that turn.
+    """
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
@@ -317,7 +330,10 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 
 def last_minus_first(story: Story) -> Interval | None:
-    """Return the mean gain from the first to the last evaluation of the same tasks; None if it is unknown."""
+    """Return the mean gain in outcome from the first to the last evaluation that played the same tasks.
+
+    Return None if there are no two such evaluations, or if their episodes are not stored.
+    """
     same = find_comparable(story.evaluations)
     if len(same) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Pages of one run: its charts, alone or with other runs, its rollouts, its job and its log."""
+"""The pages of one run: its charts (alone or overlaid with other runs), rollouts, job and log."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -58,7 +58,7 @@ _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The runs and chart settings in a page's address, which static/charts.js updates."""
+    """The other runs and the chart settings in the query string of a page, which static/charts.js updates."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
     x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
@@ -69,7 +69,7 @@ class View:
     pin: str = ""  # the reference run of a comparison
 
     def query(self, others: Sequence[str]) -> str:
-        """Return the query string of this view with these other runs."""
+        """Return the query string of this view, with `others` in place of its other runs."""
         view = {"x": self.x, "smooth": self.smooth, "log": self.log, "seeds": self.seeds, "pin": self.pin}
         chosen = [(name, str(value)) for name, value in view.items() if value]
         return urlencode([*(("with", other) for other in others), *chosen])
@@ -79,11 +79,11 @@ Chosen = Annotated[View, Depends()]
 
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
-    """Return the values of the head of every page of a run."""
+    """Return the template values that every page of a run needs: its head, and its tabs with `tab` open."""
     dashboard = get_dashboard(request)
     store = dashboard.store
     job = jobs.get(store, job_id)
-    # First read the event id, so that rows which arrive during the other reads are still sent as news.
+    # Read the event id first. Rows that arrive during the other reads are then still sent as new events.
     place = _place(store, job)
     (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
@@ -116,13 +116,16 @@ def run(request: Request, job_id: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/head", response_class=HTMLResponse)
 def head(request: Request, job_id: str) -> Response:
-    """Show only state and progress, for a page that refreshes its head."""
+    """Show only the head with state and progress, so that an open page can refresh its own head."""
     return page("head", **run_frame(request, job_id, ""))
 
 
 @router.get("/runs/{job_id}/charts")
 def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> JSONResponse:
-    """Send the values of every chart, as static/charts.js reads them."""
+    """Send the chart values that static/charts.js reads.
+
+    With `rest`, they are the values of the charts of metrics that no panel of the page shows.
+    """
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return JSONResponse(_values(store, runs, _panels(store, runs)[int(rest)]), headers=dict(HEADERS))
@@ -130,7 +133,7 @@ def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> J
 
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
 def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
-    """Show one chart as a table; if it has a single run, also the values of the chosen x axis."""
+    """Show one chart as a table. For a single run, the table also has the values of the chosen x axis."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
@@ -143,7 +146,7 @@ def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
 def rest(request: Request, job_id: str, view: Chosen) -> Response:
-    """Show charts of the metrics that no panel of the page has."""
+    """Show a generated chart for each metric that no panel of the page shows."""
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return page("rest", panels=_panels(store, runs)[1], query=view.query(view.others), job_id=job_id)
@@ -151,7 +154,7 @@ def rest(request: Request, job_id: str, view: Chosen) -> Response:
 
 @router.get("/runs/{job_id}/config", response_class=HTMLResponse)
 def config(request: Request, job_id: str) -> Response:
-    """Show the job, and its keys that are not at their defaults."""
+    """Show the job as TOML, and the keys whose values are not their defaults."""
     job = jobs.get(get_dashboard(request).store, job_id)
     return page("config", toml=job.config, differs=chosen_keys(job), **run_frame(request, job_id, "config"))
 
@@ -165,16 +168,19 @@ def log(request: Request, job_id: str) -> Response:
 
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
 def rollouts(request: Request, job_id: str) -> Response:
-    """Show the list of rollouts, as the address filters and sorts it."""
+    """Show the list of rollouts, filtered and sorted as the query string requests."""
     store = get_dashboard(request).store
     values = list_rollouts(store, job_id, request.query_params)
-    # A part of the page does not contain the filters.
+    # If the request needs only a part of the page, that part does not contain the filters.
     facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
     return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
 
 
 def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
-    """Return the part of the list of rollouts that an address names; for lost ones also causes by stage."""
+    """Return template values for the part of the list of rollouts that a query string selects.
+
+    If it selects lost rollouts, the values include the causes of the losses in each stage.
+    """
     where, (sort, down) = read_filter(RolloutFilter, params), read_order(params, _SORTS, "newest")
     rows = reads_rollouts.rollouts(
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
@@ -200,7 +206,7 @@ def _read_log(job: Job, last: int) -> tuple[list[LogLine], int]:
 
 
 def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
-    """Read the jobs, names and last rows of runs."""
+    """Read the job, the name and the last metrics rows of a run and of each run in `others`."""
     ids = list(dict.fromkeys((job_id, *others)))
     if len(ids) > MOST_RUNS:
         raise BadAddress(f"{len(ids)} runs are laid over one another; at most {MOST_RUNS} can be told apart")
@@ -213,7 +219,7 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
 
 
 def _whole_run(store: Store, job: Job) -> Run:
-    """Read the values of one run's page, except its curves."""
+    """Read what the page of one run shows, except for the curves of its charts."""
     lines = {
         line.number: line
         for lines in (
@@ -239,7 +245,7 @@ def _panels(store: Store, runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]
 def _values(
     store: Store, runs: Sequence[Run], panels: Sequence[Panel], axis_metrics: Sequence[str] = AXIS_METRICS
 ) -> dict[str, Any]:
-    """Read the values of panels, with a query for each kind of rows, and of the axes."""
+    """Read the values of the panels, with one query per kind of metrics rows, and the values of the axes."""
     ids = [run.job.id for run in runs]
     curves: list[dict[tuple[str, str], Curve]] = [{} for _ in ids]
     for kind in KINDS:
@@ -269,7 +275,7 @@ def name_runs(runs: Sequence[Job]) -> list[str]:
 
 
 def _place(store: Store, job: Job) -> str:
-    """Return the current end of the store's rows and of the log as an event id (jobs/events.py)."""
+    """Return the event id (jobs/events.py) that marks the current end of the metrics rows and of the log."""
     lines = reads.last_lines(store, [job.id], KINDS)[job.id].values()
     row, size = max((line.number for line in lines), default=0), 0
     with suppress(FileNotFoundError):

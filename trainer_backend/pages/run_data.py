@@ -1,7 +1,7 @@
-"""Pure: the values of the page of one run or of several overlaid runs.
+"""Pure: computes the values that the page of one run, or of several overlaid runs, shows.
 
-The runs come from a service's store (pages/run.py) or from folders (pages/report.py, pages/compare.py) as
-`Run` objects with curves, and the templates show the same dict.
+The runs are `Run` objects, read from a service's store (pages/run.py) or from run folders (pages/report.py,
+pages/compare.py). The same templates show the values in both cases.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,28 +31,31 @@ class Run:
     job: Job
     name: str  # unique on the page
     rows: Sequence[Mapping[str, Any]]
-    """Rows of metrics, the oldest first: all, or the first and the last iterations, the evaluations, and the
-    stages that lost rollouts. For several runs the last row of each kind is enough."""
+    """Rows of metrics, the oldest first. The page of one run needs the first and the last iterations, all
+    evaluations, and the stages that lost rollouts. A page of several runs needs the last row of each kind."""
     rates: Mapping[str, Curve] = field(default_factory=dict)
-    """Curves of success rates over the evaluations, by metric."""
+    """The success rate of each achievement over the evaluations, by the name of its metric."""
     best: int | None = None  # the iteration of the best checkpoint
     checkpoints: Sequence[CheckpointRow] = ()
 
 
 def points_for(runs: int) -> int:
-    """Return the most points of a curve in a chart of this many runs."""
+    """Return the largest number of points that a curve may have in a chart of this many runs."""
     return max(_POINTS // runs, _LEAST_POINTS)
 
 
 def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple[list[Panel], list[Panel]]:
-    """Return the panels for the runs' (kind, metric) pairs, and generated panels for the remaining pairs."""
+    """Return the panels that show the runs' metrics, and generated panels for metrics that no panel shows.
+
+    `metrics` contains the (kind, metric) pairs of the runs.
+    """
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
     panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
     return panels if len(runs) == 1 else split_by_line(panels), make_other_panels(pairs)
 
 
 def name_outcome(runs: Sequence[Run]) -> str:
-    """Return the runs' common name of an episode's outcome, or "outcome"."""
+    """Return the name that the runs give to an episode's outcome, or "outcome" if their names differ."""
     last = [{row["kind"]: row for row in run.rows} for run in runs]
     names = {outcome_name(row) for rows in last for kind, row in rows.items() if kind in KINDS}
     return names.pop() if len(names) == 1 else outcome_name(None)
@@ -61,10 +64,11 @@ def name_outcome(runs: Sequence[Run]) -> str:
 def run_data(
     runs: Sequence[Run], metrics: Iterable[tuple[str, str]], *, apart: bool = False, pin: str = ""
 ) -> dict[str, Any]:
-    """Return the page's values except those of its charts: panels by section, and facts about the runs.
+    """Return the values of a page except those of its charts: panels by section, and facts about the runs.
 
-    For one run the facts are figures and tables, for several their names, last figures and different keys.
-    `apart`: runs that differ only in the seed are not merged. `pin`: id or name of the reference run.
+    For one run, the facts are figures and tables. For several runs, they are the runs' names, their last
+    figures and the job keys that differ. With `apart`, runs that differ only in the seed are not averaged.
+    `pin` is the id or name of the reference run.
     """
     panels, rest = panels_for(runs, metrics)
     data = {"sections": group_by_section([*map(vars, panels)]), "rest": rest}
@@ -98,7 +102,7 @@ def run_data(
 
 
 def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group panels (as dicts) or charts by section; empty sections are left out."""
+    """Group panels (as dicts) or charts by section. Empty sections are left out."""
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
         for title in get_args(Section)
@@ -109,9 +113,10 @@ def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def chart_data(
     runs: Sequence[Run], curves: Sequence[Curves], axes: Sequence[Axes], panels: Iterable[Panel]
 ) -> dict[str, Any]:
-    """Return the input of static/charts.js: charts with values, the runs, groups of seeds, and the axes.
+    """Return the input of static/charts.js: the charts with values, the runs, their groups, and the axes.
 
-    `curves` (thinned to `points_for` points) and `axes` have an item for each run.
+    A group contains runs that differ only in the seed. `curves` and `axes` have an item for each run; the
+    caller has thinned the curves to `points_for` points.
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
     charts = [chart for chart in (draw_chart(panel, named) for panel in panels) if chart is not None]
@@ -130,7 +135,8 @@ def name_run(run: Run) -> dict[str, Any]:
 def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Group runs that differ only in the seed. A group has a `name` and the indices of its `runs`.
 
-    The name is the common prefix of the runs' names if it is unique: `grpo_seed (3 seeds)`.
+    The name is the common prefix of the runs' names, for example `grpo_seed (3 seeds)`. If the name of
+    another run starts with that prefix too, the name of the group's first run is used instead.
     """
     groups = []
     for group in group_seeds([run.job.config for run in runs]):
@@ -144,10 +150,11 @@ def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
-    """Return the last figures of runs, or means over seeds, and the differences to the pinned run.
+    """Return a table of each group's last figures, and of their differences to a reference group.
 
-    Each of `rows` has a group, whether it is `pinned`, and its `cells`. A cell has texts: the `value`, the
-    `difference`, and for several seeds the `reach` from the lowest to the highest.
+    The reference is the group with the run `pin`. Each item of `rows` is a group, with `pinned` (whether it
+    is the reference) and `cells`, one per figure. A cell contains three texts: the `value` (the mean over the
+    runs), the `difference`, and `reach`, which is the range from the lowest to the highest run.
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]
@@ -169,7 +176,7 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
 
 
 def last_rates(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the success rates of achievements in the last evaluation of each run, as texts."""
+    """Return each achievement with its success rates in the last evaluation of each run, as texts."""
     rates = []
     for run in runs:
         last = [row for row in run.rows if row["kind"] == "evaluation"][-1:]

@@ -1,4 +1,4 @@
-"""Pure: the contents of a run's pages: state, progress, key figures, losses and evaluations."""
+"""Pure: makes the contents of a run's pages: state, progress, key figures, losses and evaluations."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -29,11 +29,14 @@ _ACTIONS = {
 def make_head(
     job: Job, state: RunState | None, *, rate_s: float | None, place: str, now: datetime, can_control: bool
 ) -> dict[str, Any]:
-    """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
+    """Return the template values for the head of a job's pages.
 
-    `rate_s` is the seconds of a recent iteration, `place` the id of the last event on the page. In the head,
-    `live` says that the run may still change, `progress` describes its stage, `actions` has the allowed
-    verbs, `processes` has a live run's processes by role, and `notes` says what slows its newest start.
+    `job` is the job's row in the store, and `state` the state in its run directory, if there is one. `rate_s`
+    is the mean seconds of a recent iteration, and `place` the id of the last event that the page includes.
+
+    In the result, `live` is true if the job is queued or active, and `progress` is a text.
+    `actions` contains the verbs that the job's state allows, `processes` the processes of an active run
+    sorted by role, and `notes` sentences about avoidable slowness.
     """
     total, live = read_iterations(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
@@ -50,7 +53,7 @@ def make_head(
 
 
 def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
-    """Return the mean duration of the last iterations, all stages together; None before the first one."""
+    """Return the mean seconds of the last iterations, summed over the stages; None without iterations."""
     return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
@@ -101,7 +104,10 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 
 
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
-    """Return (name, value, comparison) of each key figure; rows are given the oldest first."""
+    """Return (name, value, note) of each key figure as texts. Both lists of rows start with the oldest row.
+
+    A note contains the 95 % interval, lost episodes, and the figure's meaning or its value in the first row.
+    """
     figures = []
     for name, metric, form, unit, note in FIGURES:
         held_out = metric.startswith("eval/")
@@ -121,7 +127,7 @@ def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: 
 
 
 def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
-    """Return the value in the first row; empty if the first row is also the last."""
+    """Return a metric's value in the first row, as text. It is empty if the first row is also the last."""
     first = rows[0]
     if first["iteration"] == rows[-1]["iteration"] or first.get(metric) is None:
         return ""
@@ -138,7 +144,7 @@ _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "ite
 
 
 def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
-    """Return, for each stage that lost rollouts, its name, the count as `180 of 200`, and the causes."""
+    """Return (stage, count, causes) for each stage that lost rollouts, with a count such as `180 of 200`."""
     lines = []
     for row in rows:
         stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])
@@ -154,7 +160,10 @@ RATES = "eval/success_rates/"
 
 
 def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence[str]]:
-    """Return a heading and a line per evaluation, the oldest first; empty without evaluations."""
+    """Return a table of the evaluations: a heading, and a line per evaluation with the oldest first.
+
+    `best` is the iteration of the best evaluation. The table is empty if there are no evaluations.
+    """
     if not rows:
         return []
     of_achievements = [figure for figure in FIGURES[1:] if figure[1].startswith("eval/")]
@@ -175,10 +184,11 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
 
 
 def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return the success rates of the first and the last evaluation, the highest first; empty without any.
+    """Return each achievement's success rate in the first and the last evaluation, the highest rate first.
 
-    `before` and `after` name the two evaluations; `before` is empty if there is only one. Each row has the
-    rates of one achievement as text, in percent, and as a small curve of `curves[RATES + name]`.
+    `before` and `after` name the two evaluations; `before` is empty if there is only one. Each row contains
+    the rates of one achievement as texts and in percent, and a small curve drawn from `curves`. Return an
+    empty dict if there are no rates.
     """
     if not evaluations or not evaluations[-1].get("eval/success_rates"):
         return {}

@@ -1,4 +1,4 @@
-"""Pages of several runs: the list, and the numbers of chosen runs side by side."""
+"""The pages of several runs: the list of runs, and a table of the numbers of chosen runs."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +35,7 @@ router = page_router()
 
 _SORTS = get_args(RunSort)
 _GROUPS: dict[str, frozenset[JobState]] = {"active": ACTIVE | {"queued", "paused"}, "ended": ENDED}
-_TEXT = 400  # characters of a detail; the run's own page has all of it
+_TEXT = 400  # the most characters of a job's detail; the run's own page shows all of them
 _MOST_CHOSEN = 30
 _KINDS = {"evaluation": "The last evaluation", "iteration": "The last iteration"}
 
@@ -44,7 +44,7 @@ Chosen = Query(default=[])
 
 @router.get("/", response_class=HTMLResponse)
 def runs(request: Request) -> Response:
-    """Show the list of runs, as the address filters and sorts it."""
+    """Show the list of runs, filtered and sorted as the query string requests."""
     dashboard = get_dashboard(request)
     values = list_runs(dashboard.store, request.query_params)
     facets = None if takes_part(request) else count_values(dashboard.store, values["where"])
@@ -52,14 +52,17 @@ def runs(request: Request) -> Response:
 
 
 def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
-    """Return the part of the list of runs that an address names, and the runs that it names as chosen."""
+    """Return template values for the part of the list of runs that a query string selects.
+
+    The values include the runs that the user has ticked; the query string also contains their ids.
+    """
     where, (sort, down) = _read_filter(params), read_order(params, _SORTS, "created")
     rows = reads.runs(
         store, where, sort=cast(RunSort, sort), descending=down, cursor=params.get("cursor") or None
     )
     chosen = []
     for job_id in _limit(params.getlist("run")):
-        with suppress(UnknownJob):  # deleted since
+        with suppress(UnknownJob):  # the run was deleted after the user had ticked it
             chosen.append(jobs.get(store, job_id))
     ids, shown = [job.id for job in chosen], {job.id for job in rows.items}
     return {
@@ -75,7 +78,10 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
 
 
 def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
-    """Return the values by which the list can be filtered, and how many runs have each; tags by tag key."""
+    """Return the values by which the list can be filtered, and the number of runs with each value.
+
+    Tags are grouped by their keys. The tag keys of the filter `where` are included even if no run has them.
+    """
     facets = reads.run_facets(store)
     tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
     for tag, count in facets["tags"].items():
@@ -111,7 +117,8 @@ def _query(job_ids: Sequence[str]) -> str:
 
 
 def _describe(job: Job) -> dict[str, Any]:
-    """Return a run's line in the list; a job without a sync has no `numbers` yet."""
+    """Return the template values for a run's line in the list."""
+    # `numbers` is empty until the store has first read the run's files.
     held_out, losses = job.numbers.get("evaluated", {}), sum_losses(job.numbers.get("sums", {}))
     _, outcomes = job.numbers.get("spark") or ((), ())
     return {
@@ -132,7 +139,7 @@ def _describe(job: Job) -> dict[str, Any]:
 
 @router.get("/compare")
 def compare(run: list[str] = Chosen) -> Response:
-    """Redirect from the list's check boxes to the charts of the chosen runs."""
+    """Redirect to the overlaid charts of the runs that the user has ticked in the list."""
     if not run:
         raise BadAddress("no run is chosen; tick two or more in the list")
     first, *others = run
@@ -150,7 +157,11 @@ def numbers(request: Request, run: list[str] = Chosen) -> Response:
 
 
 def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
-    """Return a column per run: its description, the different keys, and the numbers of its last rows."""
+    """Return the template values for a table with a column per run.
+
+    They contain a description of each run, the job keys that differ, and the numbers of each run's last
+    evaluation and last iteration.
+    """
     ids = _limit(job_ids)
     if not ids:
         raise BadAddress("no run is chosen; tick two or more in the list")

@@ -1,8 +1,9 @@
-"""Pure: series as charts, tables and small curves; the horizontal axes of a run.
+"""Pure: makes charts, tables and small curves from series of metrics, and the horizontal axes of a run.
 
-A chart is a dict for static/charts.js, with the positions `x` on the horizontal axis and `curves`. A curve
-has in `y` a value or None for each position, and in `low` and `high` its band, if it has one. `run` is the
-index of its run, `line` that of its line in the panel; `dots` says that its points are far apart.
+A chart is a dict for static/charts.js. It contains the positions `x` on the horizontal axis, and `curves`.
+Each curve is a dict: `y` contains a value or None for each position, and `low` and `high` the bounds of its
+band, if it has a band. `run` is the index of the curve's run, and `line` the index of its line in the panel.
+`dots` is true for curves of separate points, such as evaluations, which are marked and never smoothed.
 """
 
 import math
@@ -18,13 +19,13 @@ from trainer_backend.store.rows import Curve
 Key = tuple[str, str]  # (kind, metric)
 Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
-Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
+Axes = Mapping[str, Mapping[int, float]]  # by axis: the position after each iteration
 Values = Sequence[float | None]
-EVERY_POINT = 10**9  # the most points of a curve if no curve is thinned
+EVERY_POINT = 10**9  # a limit on the points of a curve with which no curve is thinned
 
 
 def draw_chart(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
-    """Draw a panel for runs given as (name, curves); None without values."""
+    """Return the chart of a panel for runs given as (name, curves), or None if no run has values for it."""
     lines = [
         (number, name, place, line, curves)
         for number, (name, curves) in enumerate(runs)
@@ -65,7 +66,11 @@ def make_curve(
 
 
 def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
-    """Return the line's band; for a thinned line without a band, the extremes between its points."""
+    """Return (iterations, values) of the lower and the upper bound of a line's band; empty without a band.
+
+    If the chart shows a single run (`alone`), a thinned line without a band gets the extremes between its
+    points as its band.
+    """
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
         return [(bound.iterations, bound.values) for bound in bounds]
@@ -82,7 +87,7 @@ def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence
 
 
 def _rounded(values: Values) -> list[float | None]:
-    """Round to 1e-8 of the largest value: pictures stay the same, and the text has a third of the bytes."""
+    """Round values to 1e-8 of the largest value. This shrinks the JSON to a third and changes no picture."""
     largest = max(map(abs, filter(None, values)), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
@@ -101,11 +106,12 @@ AXES = {
 
 
 def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
-    """Return the axes of a run, except the iteration itself.
+    """Return the horizontal axes of a run, except for the axis of iterations.
 
-    `rows` has the available AXIS_METRICS of every iteration. Steps and tokens are the env steps and sampled
-    tokens of the iterations so far. Hours run from the first rollout of a start to the end of learning, with
-    evaluations and waits for slow task apps, without the warm-up and without pauses between starts.
+    `rows` contains the available AXIS_METRICS of every iteration. `steps` and `tokens` are the total env
+    steps and sampled tokens up to each iteration. `hours` count from the first rollout after a start of the
+    run to the end of learning. They include evaluations and waits for slow task apps, but neither the warm-up
+    nor the pauses between starts.
     """
     each = {
         "steps": {
@@ -122,7 +128,10 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
 
 
 def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Return each iteration's hours: since the previous one's end, or at a new start since its own begin."""
+    """Return the hours that each iteration adds, from the end of the previous iteration to its own end.
+
+    The first iteration after a start of the run counts from its own beginning.
+    """
     added, before = {}, None
     for at in sorted(rows):
         row = rows[at]
@@ -136,10 +145,10 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return the iterations at which charts have values, and each run's position there on each axis.
+    """Return the iterations at which charts have values, and each run's positions at them on each axis.
 
-    Axes that any run lacks are left out. Before the first iteration a position is 0; between two iterations
-    it is that of the earlier one.
+    An axis is left out if any run lacks it. Before a run's first iteration, the position is 0. At an
+    iteration without a position, the run keeps the position of its last earlier iteration.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]
@@ -155,7 +164,7 @@ def _place(axis: Mapping[int, float], at: Sequence[float]) -> list[float]:
 
 
 def table(chart: Chart) -> list[tuple[float, list[str]]]:
-    """Return the values of a chart, one row per iteration, the newest first."""
+    """Return a chart's values as texts, a row per position on the horizontal axis; the last comes first."""
     return [
         (at, [_cell(curve, index, chart["form"]) for curve in chart["curves"]])
         for index, at in reversed(list(enumerate(chart["x"])))
@@ -168,16 +177,17 @@ def _cell(curve: Mapping[str, Any], index: int, form: Form) -> str:
     return value if low is None or high is None else f"{value} ({number(low, form)} to {number(high, form)})"
 
 
-# The size of a spark, in units of its SVG.
+# The size of a small curve (`draw_spark`), in units of its SVG.
 WIDTH, HEIGHT = 100.0, 24.0
 
 
 def draw_spark(
     values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> dict[str, str]:
-    """Draw values, named `what`, as a small curve in SVG and describe it in words; both empty for one value.
+    """Return the SVG points of a small curve through the values, and a description of the curve in words.
 
-    `between` has the values at the bottom and the top; by default these are the least and the greatest.
+    `what` names the values in the description. `between` contains the values at the bottom and at the top of
+    the curve, by default the smallest and the largest value. Both texts are empty for fewer than two values.
     """
     if len(values) < 2:
         return {"points": "", "words": ""}

@@ -1,4 +1,4 @@
-"""Stored rollouts for the pages, from Parquet files, and their pictures, from a task app's replay."""
+"""Reads stored rollouts from Parquet files for the pages, and lets task apps draw pictures of them."""
 
 import asyncio
 import base64
@@ -25,16 +25,17 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
 
-# Draws pictures of an episode: PNGs by turn; turn 0 is the start.
+# A function that draws pictures of an episode, and returns them as PNG by turn; turn 0 is the start.
 FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Mapping[int, bytes]]
 
 
 def played_frames(
     services: ServicesTable, config: Mapping[str, Any], episode: Trajectory, turns: Collection[int]
 ) -> dict[int, bytes]:
-    """Draw the frames after the given turns on the task apps of [services], or on a child process.
+    """Return the frames after the given turns as PNG, drawn by a task app that replays the episode.
 
-    Blocks: call it on a thread without an event loop. After NoPictures, another attempt would fail too.
+    The task app is one of those in [services]; if there are none, a child process is started. Call this on a
+    thread without an event loop, because it blocks. If it raises NoPictures, a retry would fail too.
     """
 
     async def frames() -> dict[int, bytes]:
@@ -51,16 +52,16 @@ def played_frames(
 async def replay(
     client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
 ) -> dict[int, bytes]:
-    """Let a task app replay the episode, and return the frame after each of the turns.
+    """Let a task app replay the episode, and return the frame after each of the turns as PNG.
 
     Raises:
         ReplayDeparts: the replay differs from the record.
-        NoPictures: the environment draws none.
+        NoPictures: the environment draws no pictures.
         TaskAppError: any other error.
     """
     recorded = [ReplayTurn.of(step) for step in episode.steps[: max(turns)]]
     if not episode.achievements_counts:
-        # Without counters of achievements, all actions and rewards may be equal: compare the results too.
+        # Without counters of achievements, all actions and rewards may be equal: also compare the results.
         results = [step.step_info.tool_result for step in episode.steps]
         recorded = [
             turn.model_copy(update={"result": result})
@@ -79,14 +80,14 @@ async def replay(
     return {frame.turn: base64.b64decode(frame.png) for frame in frames}
 
 
-_CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
+_CACHED = 40  # episodes (some fifty frames of 3 kB each) and environments that draw nothing
 # Names of environments, and prefixes of names, that draw nothing: no task app is started for them.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
 
 
 def why_undrawn(rollout: Rollout) -> str:
-    """Say why no task app can draw an episode; empty if one may."""
+    """Return the reason why no task app can draw an episode, or an empty text if it may be possible."""
     episode, row = rollout.trajectory, read_row_id(rollout.group_id)
     if episode is None:
         return "the rollout has no episode"
@@ -110,10 +111,10 @@ def _draws_none(env_name: str) -> str:
 
 
 class Frames:
-    """Draws the frames of one episode at a time, and caches the last ones.
+    """Draws the frames of episodes, one episode at a time, and caches the frames of the last episodes.
 
-    `source` draws the turns of an episode, by default with a new task app. `may_run` says whether a file of a
-    job's task_plugins may run for this.
+    `source` draws the frames of an episode, by default with a new task app. `may_run` decides which files of
+    a job's `task_plugins` this task app may load; by default it may load none.
     """
 
     def __init__(
@@ -125,27 +126,27 @@ class Frames:
         self._lock = asyncio.Lock()
 
     def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
-        """Return the cached frames, the reason why there are none, or None if nothing is cached."""
+        """Return the cached frames, or the cached reason why there are none; None if nothing is cached."""
         keys = (str(run_dir), rollout.rollout_id, 0), _environment(run_dir, rollout)
         with self._guard:
             return next((self._cache[key] for key in keys if key in self._cache), None)
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
-        """Return the pictures of an episode as PNG by turn; turn 0 is the start.
+        """Return the pictures of an episode as PNG by turn; turn 0 is the start of the episode.
 
         Raises:
-            NoPictures: the episode has no pictures; further requests do not replay it.
-            TrainerError: no task app could be started or asked; another request tries again.
+            NoPictures: the episode has no pictures. The reason is cached, so later requests do not replay it.
+            TrainerError: no task app could be started or asked. A later request tries again.
         """
-        # A page requests several frames at once. One replay draws all; the other requests wait without a
-        # thread.
+        # A page requests several frames at once. The first request draws all of them with one replay. The
+        # others wait for the lock, which occupies no thread.
         async with self._lock:
             frames = await asyncio.to_thread(self.cached, run_dir, rollout)
             if frames is None:
                 key = str(run_dir), rollout.rollout_id, 0
                 try:
                     frames = await asyncio.to_thread(self._draw, run_dir, rollout)
-                except NoPictures as error:  # also for other episodes of the environment
+                except NoPictures as error:  # the reason holds for every episode of the environment
                     key, frames = _environment(run_dir, rollout), str(error)
                 with self._guard:
                     self._cache[key] = frames
@@ -159,7 +160,7 @@ class Frames:
         episode = rollout.trajectory
         assert episode is not None, "why_undrawn has refused it"
         named = open_run(run_dir).job()
-        # Viewing a run must not execute code of another user's job, nor send a key to a host of the job.
+        # Viewing a run must not execute code of another user's job, nor send a key to a host that it names.
         plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
         own = ServicesTable(task_plugins=plugins)
         try:
@@ -172,14 +173,14 @@ class Frames:
 
 
 def _environment(run_dir: Path, rollout: Rollout) -> tuple[str, str, int]:
-    """Return a cache key of a run's environment; the key changes when the run's job is replaced."""
+    """Return the cache key of a run's environment. The key changes when the file job.toml is replaced."""
     job = run_dir / "job.toml"
     name = rollout.trajectory.env_name if rollout.trajectory is not None else ""
     return str(run_dir), name, job.stat().st_mtime_ns if job.exists() else 0
 
 
 def _why_refused(error: Refused, env_name: str, left_out: Sequence[Path]) -> str:
-    """Say why this page's task app refuses an episode."""
+    """Return the reason why the task app that draws for the pages refuses an episode."""
     if left_out:
         return (
             f"{env_name!r} comes from {', '.join(map(str, left_out))}, and a page runs code from the folders "
@@ -193,7 +194,7 @@ StoredRollout = tuple[Rollout, list[dict[str, Any]]]
 
 
 def read_stored(path: Path, rollout_id: str) -> StoredRollout:
-    """Return a rollout as it was collected, and the stored columns of its decisions, if it has any."""
+    """Return a rollout as it was collected, and the stored columns of each decision; none if it failed."""
     try:
         return _read(path, path.stat().st_mtime_ns, rollout_id)
     except (OSError, RunDirectoryError) as error:
@@ -203,6 +204,6 @@ def read_stored(path: Path, rollout_id: str) -> StoredRollout:
         ) from error
 
 
-@lru_cache(maxsize=8)  # readers go from decision to decision
+@lru_cache(maxsize=8)  # a reader looks at one decision of an episode after another
 def _read(path: Path, modified_ns: int, rollout_id: str) -> StoredRollout:
     return read_rollout(path, rollout_id), read_decisions(path, rollout_id)

@@ -29,7 +29,7 @@ EVALUATE_S = "time/evaluate_s"
 
 @dataclass(frozen=True)
 class Story:
-    """The job, metrics and rollout files of a run."""
+    """Gives access to the job, the metrics and the rollout files of a run."""
 
     directory: RunDirectory
     name: str
@@ -39,7 +39,7 @@ class Story:
 
     @cached_property
     def data(self) -> DataRecord | None:
-        """The run's record of a data set, if there is one."""
+        """The run's record of its data set; None if the run has written none."""
         return read_record(self.directory)
 
     @cached_property
@@ -52,7 +52,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the actor played; in a mixture, an iteration may be without the actor."""
+        """The iterations in which the actor played; in a mixture, fixed policies play some alone."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property
@@ -61,7 +61,7 @@ class Story:
 
     @property
     def best_evaluation(self) -> Row | None:
-        """The evaluation of `checkpoints/best`."""
+        """The evaluation that tested the weights in `checkpoints/best`."""
         return find_best(
             self.evaluations,
             lambda at: read_outcomes(self.directory.rollouts_file(f"evaluation_{at}")),
@@ -70,7 +70,10 @@ class Story:
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
-        """The first, best and last evaluation, each once. One may have two words: "first, best"."""
+        """The first, the best and the last evaluation, each with its label.
+
+        An evaluation that is two of these appears once, for example with the label "first, best".
+        """
         rows = self.evaluations
         marks = [("first", rows[0]), ("best", self.best_evaluation), ("last", rows[-1])] if rows else []
         by_iteration: dict[int, tuple[list[str], Row]] = {}
@@ -85,12 +88,12 @@ class Story:
 
     @property
     def last_episodes(self) -> Row | None:
-        """The row that names the outcome: that of the last evaluation, or else of the last iteration."""
+        """The row of the last evaluation or, if none exists, of the last iteration; it names the outcome."""
         return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
 
     @property
     def unit(self) -> str:
-        """The word for what an evaluation counts: worlds or rows."""
+        """The word for what an evaluation counts: "row" (of a data set) or "world"."""
         return "world" if self.job.data is None else "row"
 
     @property
@@ -99,7 +102,7 @@ class Story:
 
     @property
     def sums(self) -> dict[str, float]:
-        """The numbers of lost and finished rollouts of all stages."""
+        """The numbers of failed and of finished rollouts over all stages, by the name of the metric."""
         return {name: self.total(name) for name in (*FAILED, *FINISHED)}
 
     def total(self, name: str) -> float:
@@ -111,7 +114,7 @@ class Story:
         return path if path.exists() else None
 
     def job_row(self) -> Job:
-        """Return the job as a row of a service's store, created now."""
+        """Return the row that a service's store would contain for the run; `created` is the current time."""
         directory = self.directory
         state, code, detail = state_of_run(read_status(directory.path))
         return Job(
@@ -121,7 +124,7 @@ class Story:
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:
-        """Convert to a `Run` for the page."""
+        """Return the `Run` from which a page is made; `curves` are the curves of its metrics."""
         rates = {name: series for (_, name), series in curves.items() if name.startswith(RATES)}
         best = self.best_evaluation["iteration"] if self.best_evaluation else None
         checkpoints = checkpoint_rows(self.directory.checkpoints)

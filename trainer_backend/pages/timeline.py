@@ -1,4 +1,4 @@
-"""Pure: draws the newest iterations of a run in two lanes, collecting and learning, with their waits."""
+"""Pure: draws a timeline of a run's newest iterations, with one lane for collecting and one for learning."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 Work = Literal["collect", "evaluate", "learn"]
 
 SHOWN = 12  # iterations
-_MOST_TICKS = 4  # besides the end; more would touch on a phone
+_MOST_TICKS = 4  # in addition to the end; the labels of more ticks would touch on a phone
 _STEPS_S = tuple(
     count * unit_s
     for unit_s, counts in (
@@ -23,8 +23,8 @@ _STEPS_S = tuple(
     for count in counts
 )  # fmt: skip
 _LEAST_WIDTH = 0.2  # in percent, so that even very short work is visible
-# The least width, in percent of the axis, of a bar with its number: on a phone, and on a larger screen.
-_ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # the width at the sides, and for each digit
+# The width, in percent of the axis, from which a bar shows its number: on a phone, and on a larger screen.
+_ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # each: the width of both margins, and of a digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,15 @@ class _Span:
 
 
 def draw_timeline(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
-    """Draw the last `SHOWN` iterations of the newest start of a run.
+    """Return the timeline of the last `SHOWN` iterations since the newest start of the run.
 
-    Earlier starts are left out, since days may lie between two starts. Rows are given the oldest first;
-    evaluations since the first drawn iteration are included. Empty if no row has times.
+    Iterations of earlier starts are left out, because days may lie between two starts. Both lists of rows
+    begin with the oldest row. Evaluations that ended after the first shown iteration began are included.
+    Return an empty dict if no row has times.
 
-    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. A bar's `label` is empty if it
-    does not fit, and `roomy` says whether it fits on a phone. `table` has the times and durations of
-    collecting and learning, the newest iteration first.
+    The `start`, `width` and `middle` of a bar, and the `at` of a tick, are percents of the axis. A bar's
+    `label` is empty if it does not fit into the bar; `roomy` is true if it fits even on a phone. `table`
+    contains the times and durations of collecting and learning, the newest iteration first.
     """
     timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
     if not timed:
@@ -76,7 +77,7 @@ def _spans(rows: Iterable[Row], work: Work) -> list[_Span]:
 
 
 def _span(row: Row, work: Work) -> _Span | None:
-    """Read the times of a row's work; None without times."""
+    """Return when the work in a row began and ended, or None if the row has no valid times."""
     lane = "collect" if work == "evaluate" else work
     start, end = row.get(f"timeline/{lane}_start"), row.get(f"timeline/{lane}_end")
     if not isinstance(start, float) or not isinstance(end, float) or not 0 < start <= end < math.inf:
@@ -103,7 +104,7 @@ def _bar(span: _Span, begin: float, end: float) -> dict[str, Any]:
 
 
 def _ticks(whole_s: float) -> list[dict[str, Any]]:
-    """Return marks at even distances before the end of the axis, and a mark at the end."""
+    """Return a tick at the end of the axis, preceded by ticks at even distances from the end."""
     step = next((step for step in _STEPS_S if whole_s / step <= _MOST_TICKS), whole_s / _MOST_TICKS)
     count = int(whole_s / step)
     marks = [
@@ -114,7 +115,7 @@ def _ticks(whole_s: float) -> list[dict[str, Any]]:
 
 
 def _who_waited(rows: Sequence[Row]) -> str:
-    """Describe how the working time of all rows divides into joint work, collecting and learning."""
+    """Describe the shares of time in which both lanes worked, or only collecting, or only learning."""
     for_rollouts = sum(row.get("time/wait_collect_s", 0.0) for row in rows)
     for_learner = sum(row.get("time/wait_learner_s", 0.0) for row in rows)
     both = sum(map(_both_s, rows))
@@ -131,9 +132,12 @@ def _who_waited(rows: Sequence[Row]) -> str:
 
 
 def _both_s(row: Row) -> float:
-    """Return the seconds in which both lanes worked, from their share and from the seconds of waiting."""
+    """Return the seconds of an iteration in which both lanes worked.
+
+    They follow from their share `perf/overlap` and from the seconds in which one lane waited.
+    """
     share = row.get("perf/overlap", 0.0)
-    if share >= 1.0:  # neither waited
+    if share >= 1.0:  # neither lane waited
         return float(row["timeline/learn_end"] - row["timeline/learn_start"])
     alone = row.get("time/wait_collect_s", 0.0) + row.get("time/wait_learner_s", 0.0)
     return float(alone * share / (1.0 - share))

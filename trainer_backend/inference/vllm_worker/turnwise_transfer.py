@@ -1,8 +1,9 @@
-"""Send new weights from the learner to the workers of vLLM servers, by tensor, through a process group.
+"""Send new weights from the learner to vLLM's workers, one tensor at a time, through a process group.
 
-Both sides meet at the learner's store (torch's TCPStore), which lives as long as one version of the policy:
+The learner has a key-value store (torch's TCPStore), which exists as long as one version of the policy.
+Learner and workers use these keys of the store:
 
-    asked                 how many workers have asked so far, which is the number n of the newest worker
+    asked                 how many workers have asked so far, and the number n of the newest worker
     worker/{n}            {"server", "rank", "size"}: see `Worker`
     call/{n}, here/{n}    the learner calls the worker before it makes a group; the worker answers
     place/{n}             {"group", "backend", "rank", "size", "timeout_s"}; {} if the worker must ask again
@@ -10,8 +11,8 @@ Both sides meet at the learner's store (torch's TCPStore), which lives as long a
                           {"error"} if the group has failed
     {group}/done/{rank}, {group}/failed/{rank}      a worker has loaded all tensors, or has given up
 
-A group is for one pass over the weights. If a member fails, the pass fails for all: the remaining members ask
-again, and get the weights in another group. Every wait has a bound.
+A group exists for one transfer of all weights. If a member fails, the transfer fails for all members; the
+remaining workers ask again, and get the weights in another group. Every wait has a time limit.
 
 This file runs in the learner's process and in vLLM's own environment; it imports neither Turnwise nor vLLM.
 """
@@ -38,18 +39,19 @@ from torch._C._distributed_c10d import (
 )
 
 _CONNECT_S = 30.0
-# A member waits longer for the next tensor than the learner waits for a hanging member.
+# A member waits this many times `timeout_s` for the next tensor: longer than the learner waits for a hanging
+# member.
 _PATIENCE = 3.0
 _BLOCKS = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Interrupted(RuntimeError):
-    """The group has lost a member, and the received weights are incomplete."""
+    """The group has lost a member, so the received weights are incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the `size` workers of a server. `server` is a name of this load that no other load has."""
+    """One of the `size` workers of a server. `server` is the unique name of the server's current load."""
 
     server: str
     rank: int
@@ -64,14 +66,14 @@ class Place:
     rank: int
     size: int
     timeout_s: float
-    """The longest time of one tensor's transfer."""
+    """The most time that the transfer of one tensor may take, in seconds."""
 
     def join(self, store: Store) -> Backend:
-        """Create the group, separate from all other groups of this process."""
+        """Create the process group. It is independent of all other groups of this process."""
         timeout, own = timedelta(seconds=self.timeout_s), PrefixStore(f"{self.group}/group", store)
         if self.backend == "gloo":
             return ProcessGroupGloo(own, self.rank, self.size, timeout)
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # of builds with CUDA
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # exists only in builds with CUDA
 
         # Otherwise, if a member is lost, a thread of torch ends the whole process without an error.
         with _environment(_BLOCKS, "1"):
@@ -80,12 +82,12 @@ class Place:
             return ProcessGroupNCCL(own, self.rank, self.size, options)
 
     def device(self, own: torch.device) -> torch.device:
-        """Return the device of the tensors that the group moves; `own` is the device of the model."""
+        """Return the device of the tensors that the group transfers; `own` is the device of the model."""
         return torch.device("cpu") if self.backend == "gloo" else own
 
 
 def broadcast(group: Backend, tensor: Tensor) -> None:
-    """Send a tensor from rank 0, or receive it, and wait for it."""
+    """Send a tensor to the group at rank 0, or receive into it at any other rank; return when it is done."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([tensor], options).wait()  # type: ignore[attr-defined]  # left out of torch's stubs
@@ -105,16 +107,17 @@ def receive(
     device: torch.device,
     wait_s: float,
 ) -> None:
-    """Receive weights from the learner and give them to `load`; if the group fails, begin again in another.
+    """Receive weights from the learner and give them to `load`; if the group fails, try again.
 
-    The learner's store is at `address`; the learner calls this worker within `wait_s`. `load` takes name and
-    value of each weight, one at a time.
+    `address` is the address of the learner's store. `wait_s` limits the time until the learner calls this
+    worker, including all attempts. `load` gets an iterator of (name, value), which yields weights as they
+    arrive.
 
     Raises:
-        RuntimeError, OSError: the learner does not call, or has other weights by now.
+        RuntimeError, OSError: the learner does not call in time, or has other weights by now.
     """
     deadline = time.monotonic() + wait_s
-    socket.create_connection(address, _CONNECT_S).close()  # a store would try a closed port again and again
+    socket.create_connection(address, _CONNECT_S).close()  # a TCPStore would retry a closed port for long
     store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=min(wait_s, _CONNECT_S)))
     while True:
         place = _place(store, worker, deadline)
@@ -122,7 +125,7 @@ def receive(
         try:
             load(tensors)
         except BaseException as error:
-            # The error's traceback would keep the group alive, and the connections at which others wait.
+            # Leave the group: the error's traceback would keep it alive, and the other members waiting.
             tensors.close()
             with suppress(RuntimeError):
                 store.set(f"{place.group}/failed/{place.rank}", "")
@@ -139,7 +142,7 @@ def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
         store.set(f"worker/{number}", json.dumps(asdict(worker)))
         store.wait([f"call/{number}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
         store.set(f"here/{number}", "")
-        # The learner assigns places as soon as all workers have answered, or a few seconds later.
+        # The learner assigns places once all called workers have answered, or after a few seconds.
         store.wait([f"place/{number}"], timedelta(seconds=_CONNECT_S))
         place = json.loads(store.get(f"place/{number}"))
         if place:
@@ -149,7 +152,7 @@ def _place(store: TCPStore, worker: Worker, deadline: float) -> Place:
 def _tensors(
     store: TCPStore, place: Place, device: torch.device
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield name and value of each weight as it arrives; raise Interrupted if not all of them arrive."""
+    """Yield (name, value) of each weight as it arrives; raise Interrupted if not all of them arrive."""
     group: Backend | None = None
     try:
         group = place.join(store)

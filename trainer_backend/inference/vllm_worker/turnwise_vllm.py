@@ -1,4 +1,6 @@
-"""Load weights into a running vLLM server, by `--worker-extension-cls turnwise_vllm.TurnwiseWorker`.
+"""Let a running vLLM server load new weights.
+
+The server must be started with `--worker-extension-cls turnwise_vllm.TurnwiseWorker`. It loads weights by:
 
     POST /collective_rpc turnwise_load      from a folder
     POST /start_weight_update /update_weights /finish_weight_update      from the learner's process, with
@@ -54,10 +56,10 @@ class TurnwiseWorker:
         return True
 
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
-        """Load all weights from a folder that this process can read, a layer at a time.
+        """Load all weights from a folder that this process can read, one layer at a time.
 
-        `files` are names of its safetensors files, in the layout of Hugging Face; no other file is read.
-        `adapter` is a folder of adapters over those weights; None: there are none.
+        `files` are the names of the folder's safetensors files to read, in the layout of Hugging Face.
+        `adapter` is a folder of adapters to merge into these weights, or None.
         """
         began_s = time.perf_counter()
         weights = tensors(Path(folder), files, None if adapter is None else Path(adapter))
@@ -68,12 +70,12 @@ class TurnwiseWorker:
 
 @dataclass
 class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """No setup before the first update: the members of a group are known only at the update."""
+    """No settings: nothing is set up before an update, since the members of a group are not known earlier."""
 
 
 @dataclass
 class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The address of one version at the learner, for `turnwise_transfer.receive`."""
+    """Where and how long to receive one version from the learner (see `turnwise_transfer.receive`)."""
 
     host: str
     port: int
@@ -82,7 +84,7 @@ class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """The methods that vLLM's routes for weights call on each worker; `update_weights` does all the work."""
+    """Receives weights; vLLM's routes call these methods on each worker. `update_weights` does the work."""
 
     init_info_cls, update_info_cls = _Nothing, _Learner
 
@@ -90,7 +92,7 @@ class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: there is nothing to set up."""
 
     def start_weight_update(self: Any) -> None:
-        """Do nothing: a failed pass is repeated, so each one starts and finishes inside `update_weights`."""
+        """Do nothing: `update_weights` itself starts and ends each transfer, because it may need several."""
 
     def update_weights(self: Any, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -116,7 +118,7 @@ class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing, like `start_weight_update`."""
 
     def shutdown(self: Any) -> None:
-        """Do nothing: nothing is held between two updates."""
+        """Do nothing: between two updates, there is nothing to release."""
 
 
 with suppress(ValueError):  # already registered: processes of a server import this file more than once
@@ -124,7 +126,7 @@ with suppress(ValueError):  # already registered: processes of a server import t
 
 
 def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights, a layer at a time, inside vLLM's configuration."""
+    """Replace all weights, one layer at a time. The caller must have set vLLM's current configuration."""
     device = next(model.parameters()).device
     if device.type == "cpu":
         _forget_packed_experts(model)
@@ -134,13 +136,13 @@ def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> Non
             with DirectCopies(model, get_layerwise_info, _layerwise_process):
                 model.load_weights(weights)
         finally:
-            # Also after an error: layers with a part of their weights would count that part again next time.
+            # Also after an error: otherwise, a half-loaded layer would count its loaded half again next time.
             finalize_layerwise_reload(model, config)
             _refresh_tied_head(model)
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Let vLLM pack the experts again: on a CPU it packs them only when their kernel is set up."""
+    """Make vLLM pack the experts again: on a CPU, it packs them only while it sets up their kernel."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -148,7 +150,7 @@ def _forget_packed_experts(model: Any) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Pack the head's matrix again: on a CPU vLLM multiplies by a packed copy of a tied head."""
+    """Pack the new matrix of a tied output head: on a CPU, vLLM multiplies by a packed copy of it."""
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

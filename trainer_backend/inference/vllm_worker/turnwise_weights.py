@@ -1,9 +1,10 @@
-"""Read the weights of a version: a model folder, or a base with the adapters of a folder merged into it.
+"""Read the weights of a version: a model folder, or a base model into which adapters are merged.
 
     W = W_0 + (alpha / rank) * B A        A [rank, in], B [out, rank]
 
-The sum is float32; the caller rounds it once. This file runs in vLLM's own environment and imports nothing of
-Turnwise or vLLM. Adapters are in peft's layout.
+W_0 is a weight of the base, and A and B are the matrices of its adapter, in peft's layout. The sum is
+computed in float32; the caller rounds it once. This file runs in vLLM's own environment and imports nothing
+of Turnwise or vLLM.
 """
 
 import json
@@ -18,12 +19,12 @@ _OF_THE_WRAPPER, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.we
 
 
 def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each weight of the folder's `files`; no other file is read.
+    """Yield (name, value) of each weight in the folder's `files`; no other file of the folder is read.
 
-    `adapter` is the folder of adapters, or None.
+    `adapter` is the folder of adapters to merge into these weights, or None.
 
     Raises:
-        ValueError: an adapter belongs to a weight that the folder does not have.
+        ValueError: an adapter belongs to a weight that the `files` do not contain.
     """
     deltas = {} if adapter is None else _deltas(adapter)
     for file in files:
@@ -39,7 +40,7 @@ def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> 
 
 
 def _deltas(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return A, B and the scale of each adapted weight, by its name in the model."""
+    """Return (A, B, alpha / rank) for each weight with an adapter, by the weight's name in the model."""
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     stored = load_file(folder / "adapter_model.safetensors")
     names = [name.removesuffix(_DOWN) for name in stored if name.endswith(_DOWN)]
